@@ -31,10 +31,12 @@ from harness import job
 if __name__ == "__main__":
     job.begin(SETTINGS)  # before the heavy imports, which take seconds, warn, and can be interrupted too
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -227,6 +229,26 @@ def train_step(settings, model, optimizer, batches, tracker) -> report.StepResul
     return report.StepResult(total, norm, skip, router_total, expert_load)
 
 
+@contextlib.contextmanager
+def discarded_if_stopped(model, optimizer) -> Iterator[None]:
+    """A step that a stop cuts off between two microbatches leaves no trace: what is saved then is the step before, with
+    its random state, and a resumed run begins the unfinished one anew."""
+    on_gpu = torch.cuda.is_available()
+    random_state, of_gpu = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
+    try:
+        yield
+    except job.Stopped:
+        torch.set_rng_state(random_state)
+        if of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu)
+        model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(True)
+        model.set_reshard_after_backward(True)
+        models.reshard(model)  # below stage 3 parameters stay gathered between microbatches
+        optimizer.zero_grad()
+        raise
+
+
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
@@ -274,20 +296,23 @@ class Run:
     trackers: list = dataclasses.field(default_factory=list)  # open, on rank 0
     identity: dict = dataclasses.field(default_factory=dict)  # what a resumed run must have in common with it
     flops_per_token: int = 0
+    batches: Any = None  # that it trains on, a report.Remembered
     changed: str = ""  # which flags are not those of the checkpoint, in words
 
     def stories(self) -> list[dict[str, str]]:
-        """A continuation of each prompt."""
+        """A continuation of each prompt, in a run on conversations an answer to it."""
         job.enter_phase("sampling")
-        return [models.sample(self.settings, t, self.state.model, self.tokenizer, self.device) for t in self.prompts]
+        record = data.read_record(self.manifest) if self.manifest else None
+        if self.data is not None:
+            record = self.data.record
+        texts = [data.story_beginning(self.settings, record, self.tokenizer, prompt) for prompt in self.prompts]
+        return [models.sample(self.settings, t, self.state.model, self.tokenizer, self.device) for t in texts]
 
 
 def prepare(settings: flags.Settings, device: torch.device) -> Run:
     """Everything before the first step, in its order, up to the lines that say what will run. What is cheap and may
     fail comes first."""
     folder = job.take_folder(settings)
-    if settings.export:
-        base.on_main_rank(lambda: state.check_export(settings))
     peak = settings.peak_tflops or utils.get_gpu_peak_tflops()
     report.check_measurable(settings, device, peak)
     trackers = report.open_trackers(settings, folder)
@@ -297,6 +322,9 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     config, tokenizer, prompts = models.load_files(settings, data.needs_tokenizer(settings, corpora))
     mesh = build_mesh(settings, device)
     found, manifest = state.find_checkpoint(settings.resume, folder)
+    branch = base.on_main_rank(lambda: state.branch_of(folder, found, manifest)) if found else None
+    if settings.export:
+        base.on_main_rank(lambda: state.check_export(settings, (branch or manifest or {}).get("run_id")))
     settings = plan.resolve(data.mask_conversations(settings, corpora), config, manifest)
     parameters, sizes = models.count_parameters(config), models.parameter_bytes(settings, config)
     # without saves for which disk or memory have no room
@@ -319,7 +347,8 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
     train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
     if found:
-        train_state.load(found, manifest, base.on_main_rank(lambda: state.branch_of(folder, found, manifest)))
+        train_state.load(found, manifest, branch)
+        changed = ", ".join(filter(None, [changed, train_state.describe_jump()]))
     state.refuse_broken(settings, train_state, found)
     job.say(
         report.describe_setup(
@@ -345,18 +374,19 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
 
 def prepare_without_steps(settings: flags.Settings, device: torch.device) -> Run:
     """--num-steps 0: a checkpoint or pretrained weights, and the data that an evaluation of them reads."""
-    if settings.export:
-        base.on_main_rank(lambda: state.check_export(settings))
     corpora = data.find(settings) if settings.eval_interval else []
     config, tokenizer, prompts = models.load_files(settings, data.needs_tokenizer(settings, corpora))
     mesh = build_mesh(settings, device)
     no_folder = pathlib.Path()  # a run of no step has none
     found, manifest = state.find_checkpoint(settings.resume, no_folder)
+    if settings.export:
+        base.on_main_rank(lambda: state.check_export(settings, (manifest or {}).get("run_id")))
     settings = plan.resolve(data.mask_conversations(settings, corpora), config)
     dataset = None
     if settings.eval_interval:
         own_data = manifest is not None and base.on_main_rank(lambda: data.evaluates_own_data(settings, manifest))
-        dataset = data.load(settings, corpora, tokenizer, config, manifest if own_data else None)
+        of_run, whole = (manifest, False) if own_data else (None, manifest is not None)
+        dataset = data.load(settings, corpora, tokenizer, config, of_run, whole)
         if own_data and settings.dataset != "synthetic":
             state.check_same_corpus(settings, dataset.record, manifest)
     if found:
@@ -374,61 +404,89 @@ def prepare_without_steps(settings: flags.Settings, device: torch.device) -> Run
 # ---- Loop and end ----------------------------------------------------------------------------------------------------
 
 
-def train(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> bool:
-    """The loop. Returns whether a signal ended it before the last step."""
-    settings, tracker, stopped = run.settings, run.state.tracker, False
-    batches = report.Remembered(data.training_batches(settings, run.data, run.state, run.device))
-    first_step = run.state.step + 1
+def train(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> None:
+    """The loop. A job.Stopped leaves it where all ranks agreed to stop, after the last complete step."""
+    settings, tracker = run.settings, run.state.tracker
+    model, optimizer = run.state.model, run.state.optimizer
+    run.batches = report.Remembered(data.training_batches(settings, run.data, run.state, run.device))
+    first_step, stop.resumed_step = run.state.step + 1, run.state.step
+    due = job.due(settings, run.state.step, first_step)
+    if due.evaluate and base.on_main_rank(log.lacks_evaluation):  # a stop came before it
+        evaluation = {"step": run.state.step, "tokens_seen": run.state.tokens}
+        if problem := evaluate_and_log(run, log, due, evaluation, "", stop):
+            raise report.diverged(run.folder, problem, run.checkpoint)
     tracker.open_window()  # until here a run is set up, which is no part of a step
-    while run.state.step < settings.num_steps and not stopped:
+    while run.state.step < settings.num_steps:
         due = job.due(settings, run.state.step + 1, first_step)
         job.enter_phase("data", due.step)
         with log.step(due):
-            result = train_step(settings, run.state.model, run.state.optimizer, batches, tracker)
+            with stop.before_each_forward(model), discarded_if_stopped(model, optimizer):
+                result = train_step(settings, model, optimizer, run.batches, tracker)
             log.count(result)
             run.state.advance(run.data)  # steps, samples, the schedule
         stop.can_save = True  # from here on a signal is answered by a checkpoint
-        stopped = stop.agreed_by_all_ranks() and not due.last
-        save = due.save or stopped
-        if due.log or save:
+        if due.log or due.save:
             metrics, problem = log.metrics()
-            if (save or due.last) and not problem:
+            if (due.save or due.last) and not problem:
                 # the loss in `metrics` is of before the update; what is saved or called done has given one since
-                problem = report.check_updated_weights(run, batches.last_good(metrics), first_step)
+                problem = report.check_updated_weights(run, run.batches.last_good(metrics), first_step)
             if due.log or problem:
-                problem = evaluate_and_log(run, log, due, metrics, problem)
+                problem = evaluate_and_log(run, log, due, metrics, problem, stop)
             if problem:
                 checkpoints.finish()
                 raise report.diverged(run.folder, problem, run.checkpoint)
-        if save:
-            checkpoints.save(run.state, wait=stopped or due.last)
-    stop.can_save = False
+        if due.save:
+            checkpoints.save(run.state, wait=due.last)
+            if not due.last:
+                stop.raise_if_asked()  # while what is saved is the last complete step
     checkpoints.finish()
-    return stopped
 
 
-def evaluate_and_log(run: Run, log: report.Log, due: job.Due, metrics: dict, problem):
+def evaluate_and_log(run: Run, log: report.Log, due: job.Due, metrics: dict, problem, stop):
     """An evaluation where one is due, which adds `eval_loss` to `metrics`, and then a log line. Returns what is NaN or
     infinite: `problem`, or the evaluation's loss."""
     stories = []
     if due.evaluate and not problem:
-        with run.state.tracker.excluded():
-            losses, _ = evaluate(run.settings, run.state.model, run.data.held_out, run.device)
-            metrics |= losses
-            if not due.last:  # after the last step the end of the run writes them
-                stories = run.stories()
+        try:
+            with run.state.tracker.excluded(), stop.before_each_forward(run.state.model):
+                losses, _ = evaluate(run.settings, run.state.model, run.data.held_out, run.device)
+                metrics |= losses
+                if not due.last:  # after the last step the end of the run writes them
+                    stories = run.stories()
+        except job.Stopped:
+            log.write(metrics)  # without the evaluation, which the next start makes
+            raise
         problem = report.first_not_finite(metrics, [])
     log.write(metrics, stories)
     return problem
 
 
-def finish(run: Run, log, checkpoints: state.Checkpoints | None = None, planned=None) -> int:
+def save_and_leave(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> int:
+    """Answers a stop: saves the last complete step, if that is not done, and then says so. Returns the exit code."""
+    checkpoints.finish()
+    newest = base.on_main_rank(lambda: base.newest_checkpoint(run.folder))
+    if not newest or base.step_in_name(newest) != run.state.step:
+        metrics, problem = log.metrics() if log.results else (log.last, "")
+        if not problem:
+            problem = report.check_updated_weights(run, run.batches.last_good(metrics), log.first_step)
+        if problem:
+            raise report.diverged(run.folder, problem, run.checkpoint)
+        checkpoints.save(run.state, wait=True)
+    return report.leave_early(run, log, checkpoints, stop)
+
+
+def finish(run: Run, log, stop, checkpoints: state.Checkpoints | None = None, planned=None) -> int:
     """The end of a run that has no step left, whether it took the last one now, before, or has none at all: figures,
     stories, an export, gates, what to do next. Returns the exit code."""
     settings = run.settings
     if not run.folder and settings.eval_interval:  # in training the last step was evaluated
         log.say_evaluation(run, *evaluate(settings, run.state.model, run.data.held_out, run.device))
-    metrics = log.finish(run.stories(), plan.predicted_figures(planned))
+    with stop.before_each_forward(run.state.model):
+        stories = run.stories()
+    if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long
+        stop.raise_if_asked()
+    stop.can_save = False
+    metrics = log.finish(stories, plan.predicted_figures(planned))
     if settings.export:
         state.export(settings, run.state, run.tokenizer)
     if run.folder:
@@ -449,15 +507,20 @@ def run(settings: flags.Settings, device: torch.device, stop) -> int:
         return show_samples(settings)
     if settings.num_steps == 0:
         with report.Answer(settings) as answer:
-            return finish(prepare_without_steps(settings, device), answer)
+            return finish(prepare_without_steps(settings, device), answer, stop)
     ready = prepare(settings, device)
     steps_left = ready.settings.num_steps - ready.state.step
     # on a GPU a plan of this very run is made beside it: its last line shows both
-    with report.Log(ready) as log, plan.planning_in_background(ready.settings, device, steps_left) as planned:
-        checkpoints = state.Checkpoints(ready.settings, ready.folder, ready.identity, device, log.sync)
-        if train(ready, log, checkpoints, stop):
-            return report.leave_early(ready, log, checkpoints, stop)
-        return finish(ready, log, checkpoints, planned)
+    with (
+        report.Log(ready) as log,
+        plan.planning_in_background(ready.settings, device, steps_left) as planned,
+        state.Checkpoints(ready.settings, ready.folder, ready.identity, device, log.sync) as checkpoints,
+    ):
+        try:
+            train(ready, log, checkpoints, stop)
+            return finish(ready, log, stop, checkpoints, planned)
+        except job.Stopped:
+            return save_and_leave(ready, log, checkpoints, stop)
 
 
 def show_samples(settings: flags.Settings) -> int:

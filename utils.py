@@ -59,20 +59,21 @@ def get_dataset(
         split: with an optional slice; by default `train`, of hub data its first 5 %.
         vocab_size: embeddings of the model; by default the tokenizer's own size.
         cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.
-        text_field: column of the text, or of token ids where it is `input_ids`; of several the first that is there.
+        text_field: column of the text, or of token ids where it is `input_ids`; of several the first that is there,
+            after `messages`, the conversations. Beside ids `labels`, `attention_mask` and masks of the loss are read.
         skip_bad_records: leave out, and count, records that have no text; otherwise the first is a UserError.
         packing: "concatenate" cuts documents where windows end, "best-fit" fills windows with whole ones; by default
-            conversations, which are records with `messages`, are packed best-fit and all else concatenated.
+            conversations and rows with labels are packed best-fit and all else concatenated.
         chat_template: file with the jinja template of conversations; by default the tokenizer's.
         chat_loss: which tokens of conversations are trained on: those of the "assistant", or "all".
         document_mask: whether windows say where their documents begin, and have no label across; by default those of
-            conversations do.
+            conversations and of rows with labels do.
         shuffle: whether the windows are shuffled; those of a mixture are always.
         seed: of the order, and of best-fit packing.
 
     Raises:
         UserError: no such data or split, no text in it, the hub is not reachable, less than one window, a token id
-            without an embedding, a mixture that is not to be shuffled.
+            without an embedding, a mixture that is not to be shuffled, a chat template without conversations.
     """
     reading = data.Reading(
         tokenizer,

@@ -9,12 +9,17 @@ come in train_fsdp.py's order (seed 42), weights are decayed and clipped as ther
 import argparse
 import json
 import pathlib
+import sys
 import time
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from harness import data
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="assets/demo")
@@ -46,12 +51,12 @@ groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight
 optimizers.append(torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True))
 tokens = np.memmap(args.tokens, dtype=np.uint16, mode="r")
 windows = (len(tokens) - 1) // args.sequence_length
-order = np.random.Generator(np.random.PCG64([42, 0])).permutation(windows)
+order = data.WindowOrder(windows, seed=42)
 
 for step in range(args.num_steps):
     if step == args.perf_warmup_steps:
         start = time.perf_counter()
-    rows = order[np.arange(step * args.batch_size, (step + 1) * args.batch_size) % windows]
+    rows = map(order.window_of, range(step * args.batch_size, (step + 1) * args.batch_size))
     batch = [tokens[row * args.sequence_length : (row + 1) * args.sequence_length + 1] for row in rows]
     batch = torch.from_numpy(np.stack(batch).astype(np.int64))
     logits = model(input_ids=batch[:, :-1], use_cache=False).logits

@@ -49,6 +49,7 @@ def main() -> None:
     from datatrove.io import get_datafolder
     from datatrove.pipeline.readers import JsonlReader, ParquetReader
     from datatrove.pipeline.tokens import DocumentTokenizer
+    from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer
 
     dataset = args.dataset if "://" in args.dataset else os.path.abspath(args.dataset)
@@ -69,11 +70,21 @@ def main() -> None:
     steps = [
         readers[pattern](dataset, glob_pattern=pattern, text_key=args.text_field) for pattern in files if files[pattern]
     ]
-    end_of_text = AutoTokenizer.from_pretrained(args.tokenizer).eos_token
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    lacks = "end-of-text token (eos_token)" if tokenizer.is_fast else "tokenizer.json"
+    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+        sys.exit(f"launch/datatrove.py: error: --tokenizer {args.tokenizer}: it has no {lacks}; give one that has it")
+    if tokenizer.split_special_tokens:
+        problem = "it takes special tokens as text, which datatrove's workers do not"
+        sys.exit(f"launch/datatrove.py: error: --tokenizer {args.tokenizer}: {problem}; let the run tokenize")
     vocabulary = os.path.join(os.path.abspath(args.tokenizer), "tokenizer.json")
     name = vocabulary if os.path.isfile(vocabulary) else args.tokenizer
-    writer = DocumentTokenizer(tokens, name, eos_token=end_of_text, shuffle_documents=False)
-    writer.tokenizer.no_truncation()
+    writer = DocumentTokenizer(tokens, name, shuffle_documents=False)
+    writer.tokenizer = tokenizer.backend_tokenizer  # as transformers sets it up, so that a run gives the same tokens
+    writer.tokenizer.no_truncation()  # what an earlier call left in tokenizer.json
+    writer.tokenizer.no_padding()
+    end_of_text = ("<end>", tokenizer.eos_token_id)
+    writer.tokenizer.post_processor = TemplateProcessing(single="$A <end>", special_tokens=[end_of_text])
 
     executors = {"local": LocalPipelineExecutor, "slurm": SlurmPipelineExecutor, "ray": RayPipelineExecutor}
     executor = functools.partial(executors[args.executor], **args.executor_options)

@@ -4,7 +4,6 @@ Everything runs on the CPU, whatever the machine has, with one thread a process;
 """
 
 import contextlib
-import dataclasses
 import io
 import json
 import multiprocessing
@@ -41,6 +40,7 @@ import utils
 from harness.base import UserError
 from harness.flags import Settings, parse_args
 from harness.job import start_processes
+from harness.job.signals import StopRequest
 
 torch.set_num_threads(1)
 # Imports of a rank take longer than what most tests do in it: ranks are forked from a process that has them.
@@ -230,17 +230,26 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-@dataclasses.dataclass
-class Stop:
-    """Stands in for processes.StopRequest in this process: the request comes after `steps` steps."""
+class Stop(StopRequest):
+    """A request that comes after `steps` steps, by default never, and so many forward `passes` more."""
 
-    steps: int = -1  # never
-    can_save: bool = False
-    name: str = "SIGTERM"
+    def __init__(self, steps: int = -1, passes: int = 0):
+        self.steps, self.passes, self.done = steps, passes, 0
+        super().__init__()
+        self.name = "SIGTERM"
+
+    @property
+    def can_save(self) -> bool:
+        return self.done > 0
+
+    @can_save.setter
+    def can_save(self, value: bool) -> None:  # the loop sets it after each step
+        self.done += value
 
     def agreed_by_all_ranks(self) -> bool:
-        self.steps -= 1
-        return self.steps == 0
+        if self.done == self.steps:
+            self.passes -= 1
+        return self.passes < 0
 
 
 def parse(arguments: list) -> Settings:

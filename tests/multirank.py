@@ -219,6 +219,34 @@ def stalled(how: str, *argv: str) -> None:
     program(*argv)
 
 
+def slowed(phase: str, there: str, *argv: str) -> None:
+    """The program, of which one phase takes minutes, in pieces of a second, but for `save` and `end`, which take three
+    seconds; `there` is a file that rank 0 makes when it is in that phase, of step 3 or later."""
+    enter_phase = heartbeats.enter_phase
+
+    def wait_here(seconds: float) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            pathlib.Path(there).touch()
+        time.sleep(seconds)
+
+    def enter_slowly(name: str, step: int | None = None) -> None:
+        enter_phase(name, step)
+        if phase == "start" and name == "preparation":
+            wait_here(60)
+        elif name == phase and heartbeats.HERE.step >= 3:
+            wait_here(3 if phase == "end" else 1)
+
+    if phase == "sampling":  # every token of a story
+        heartbeats.enter_phase, multinomial = enter_slowly, torch.multinomial
+        torch.multinomial = lambda *args, **options: (time.sleep(1), multinomial(*args, **options))[1]
+    elif phase == "save":
+        sha256 = store.sha256
+        store.sha256 = lambda path: (wait_here(3), sha256(path))[1]
+    else:
+        heartbeats.enter_phase = enter_slowly
+    program(*argv)
+
+
 def asking_on_two_nodes() -> None:
     """Three ranks, the first two the main ones of their nodes: prints of which rank each has the answer."""
     start_processes(timeout_minutes=1)

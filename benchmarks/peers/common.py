@@ -113,14 +113,14 @@ class Corpus(torch.utils.data.Dataset):
         self.tokens = np.memmap(args.tokens, dtype=np.uint16, mode="r")
         self.length = args.sequence_length
         windows = (len(self.tokens) - 1) // self.length
-        self.order = np.random.Generator(np.random.PCG64([42, 0])).permutation(windows)
+        self.order = data.WindowOrder(windows, seed=42)
         self.count = args.num_steps * args.batch_size * int(os.environ.get("WORLD_SIZE", 1))
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        start = self.order[index % len(self.order)] * self.length
+        start = self.order.window_of(index) * self.length
         window = torch.from_numpy(self.tokens[start : start + self.length + 1].astype("int64"))
         return {"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]}
 

@@ -6,7 +6,7 @@ from harness.base.devices import CLOCK_STOPPED, GIB, memory_figures, wait_for_de
 from harness.base.errors import NoSplitError, UserError
 from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, RATES, Gpu, choose_kind, find_gpu, read_rates, unlisted
 from harness.base.hub import answer_from_cache_without_network
-from harness.base.ranks import from_main_process, of_all_ranks, on_main_rank
+from harness.base.ranks import from_main_process, of_all_ranks, on_main_rank, with_all_ranks
 from harness.base.saved import (
     FORMAT,
     MANIFEST,
@@ -87,4 +87,5 @@ __all__ = [
     "unlisted",
     "version_parts",
     "wait_for_device",
+    "with_all_ranks",
 ]

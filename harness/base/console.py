@@ -80,7 +80,8 @@ def never_fail():
 def leave(line, as_json=False):
     """Ends the process with 2. Rank 0 prints the line, with `as_json` on stdout too, as an object; the launcher ends
     the others when it leaves."""
-    if int(os.environ.get("RANK", 0)):
+    rank = os.environ.get("RANK", "0")
+    if rank.isdigit() and int(rank):
         time.sleep(3)
         sys.exit(2)
     record_error(line)

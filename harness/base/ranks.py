@@ -16,6 +16,30 @@ if TYPE_CHECKING:
 PATIENCE = timedelta(hours=24)  # tokenizing a large corpus outlasts the time that other groups wait
 
 
+def with_all_ranks(make: Callable[[], Any]) -> Any:
+    """What `make` returns on this rank. What it raises on any rank is raised on every rank, so that no rank waits for
+    one that has given up; every rank calls this."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    result, error = attempt(make)
+    for error_of_rank in of_all_ranks(error, patient_group(dist.group.WORLD)):
+        if error_of_rank is not None:
+            raise error_of_rank
+    return result
+
+
+def attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """(what `make` returns, or None; what it raises, as something that can be pickled, or None)."""
+    try:
+        return make(), None
+    except UserError as error:
+        return None, error
+    except Exception:  # not every exception can be pickled
+        return None, RuntimeError(traceback.format_exc())
+
+
 def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
     """Calls `make` where `is_main`, one process of each node or of the world, and gives the others its result, pickled.
 
@@ -26,15 +50,7 @@ def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
     group = patient_group(dist.group.WORLD)
-    result = None
-    error: Exception | None = None
-    if is_main:
-        try:
-            result = make()
-        except UserError as exception:
-            error = exception
-        except Exception:  # not every exception can be pickled
-            error = RuntimeError(traceback.format_exc())
+    result, error = attempt(make) if is_main else (None, None)
     outcomes = of_all_ranks((is_main, error), group)
     for _, error_of_rank in outcomes:
         if error_of_rank is not None:
@@ -62,7 +78,7 @@ def on_main_rank(make: Callable[[], Any]) -> Any:
     """What `make` returns on rank 0, on every rank; what it raises, too."""
     import torch.distributed as dist
 
-    return from_main_process(make, dist.get_rank() == 0)
+    return from_main_process(make, not dist.is_initialized() or dist.get_rank() == 0)
 
 
 def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list:

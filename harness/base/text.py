@@ -20,9 +20,15 @@ def is_url(name: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, at most 300 characters; its type where the message is empty."""
+    """The first line of an exception's message, at most 300 characters, with those after it as long as a colon
+    announces them; its type where the message is empty. Without what a library advises its callers."""
     message = str(error).strip() or type(error).__name__
-    return message.splitlines()[0][:300]
+    if isinstance(error, KeyError):
+        message = f"no {message}"  # it is nothing but the key
+    line, *others = [line.strip() for line in message.splitlines() if line.strip()]
+    while line.endswith(":") and others:
+        line = f"{line} {others.pop(0)}"
+    return re.sub(r" To enable [^.]*, pass '\w+=\w+' as input\.", "", line)[:300]
 
 
 def one_line(message: str) -> str:

@@ -10,8 +10,8 @@ Each name of the list has a docstring in its file.
 from harness.data.batches import held_out_batches, mix, training_batches
 from harness.data.corpora import Reading, find, mask_conversations, needs_tokenizer, open_windows
 from harness.data.encode import vocabulary_of
-from harness.data.mixture import DataRecord, describe_changes, read_record, renamed
-from harness.data.sources import evaluates_own_data, load, show_samples
+from harness.data.mixture import DataRecord, WindowOrder, describe_changes, read_record, renamed
+from harness.data.sources import evaluates_own_data, load, show_samples, story_beginning
 from harness.data.windows import PackedDataset, SyntheticDataset, create_collate_fn
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "PackedDataset",
     "Reading",
     "SyntheticDataset",
+    "WindowOrder",
     "create_collate_fn",
     "describe_changes",
     "evaluates_own_data",
@@ -32,6 +33,7 @@ __all__ = [
     "read_record",
     "renamed",
     "show_samples",
+    "story_beginning",
     "training_batches",
     "vocabulary_of",
 ]

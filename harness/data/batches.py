@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -72,10 +72,14 @@ class TrainingData:
         return all(source.is_uniform for source in self.sources.values())
 
     @property
+    def has_streams(self) -> bool:
+        return any(isinstance(source, Stream) for source in self.sources.values())
+
+    @property
     def knows_trained(self) -> bool:
         """Whether it is known how many tokens of a sample are trained on before it is read: not of a stream that keeps
         documents apart."""
-        return all(source.is_uniform or not isinstance(source, Stream) for source in self.sources.values())
+        return self.is_uniform or not self.has_streams
 
     @functools.cached_property
     def has_padding(self) -> bool:
@@ -136,18 +140,15 @@ def mix(windows: dict[str, Any], weights: dict[str, Fraction | None], seq_len: i
 class SampleReader:
     """Reads the samples of a run for one data worker. A lane of a stream is opened when its first sample is read."""
 
-    def __init__(self, data: TrainingData, positions: Positions, speaks: bool = False):
-        """`positions` are where lanes of streams can be read from on; others are read from their beginning. With
-        `speaks` it prints how many bad records were left out, at the first one and each time they are ten times as
-        many."""
-        self.data, self.positions, self.speaks = data, positions, speaks
+    def __init__(self, data: TrainingData, positions: Positions):
+        """`positions` are where lanes of streams can be read from on; others are read from their beginning."""
+        self.data, self.positions = data, positions
         if [*data.sources] == [data.record.plain] and len(positions) == 1:  # the only source may have been renamed
             self.positions = {data.record.plain: next(iter(positions.values()))}
         self.lanes: dict[tuple[str, int], LaneReader] = {}
         self.counts: Counter = Counter()
-        self.reported = 0
 
-    def read(self, samples: range) -> tuple[list, Positions]:
+    def read(self, samples: Sequence[int]) -> tuple[list, Positions]:
         """(these samples, and for each lane of theirs where to begin to read the first of them again). A UserError
         where one cannot be read."""
         windows = []
@@ -160,10 +161,6 @@ class SampleReader:
                 positions.setdefault(name, {}).setdefault(lane, reader.position())
             else:
                 windows.append(self.data[sample])
-        bad = self.counts["bad records"]
-        if self.speaks and bad >= max(1, 10 * self.reported):
-            job.say("data      ", f"left out so far: bad records {bad:,}")
-            self.reported = bad
         return windows, positions
 
     def lane(self, name: str, lane: int) -> LaneReader:
@@ -185,7 +182,8 @@ def training_batches(
     `state` is the run's `TrainState`; `state.positions` moves with the batches. Where samples have other numbers of
     trained tokens than each other, a batch has a `loss_divisor`: its mean loss divided by it, summed over a step's
     microbatches and averaged over ranks, is the mean over each trained token of the global batch. A UserError that a
-    data worker met is raised here.
+    data worker met is raised here. How many bad records of streams rank 0 has left out is printed at the first one and
+    each time they are ten times as many.
     """
     batches = read_batches(settings, data, state, device)
     return batches if data.knows_trained else count_labels(batches, settings.gradient_accumulation_steps)
@@ -207,25 +205,56 @@ def read_batches(settings: flags.Settings, data: TrainingData, state, device: to
     loader = DataLoader(
         RankBatches(settings, data, state.samples, state.positions, dist.get_rank(), dist.get_world_size()),
         batch_size=None,
+        collate_fn=unchanged,
         num_workers=settings.num_workers,
-        prefetch_factor=STREAM_PREFETCH if settings.streaming and settings.num_workers else None,
+        prefetch_factor=STREAM_PREFETCH if data.has_streams and settings.num_workers else None,
         worker_init_fn=job.ignore_signals,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # its own: it draws a seed when it begins, which a resumed run would draw again
     )
-    for batch in loader:
-        if isinstance(batch, base.UserError):
-            raise batch
-        state.move_positions(batch.pop("positions", {}))
+    items: Iterator[dict[str, Any]] = map(raised, loader)
+    if data.has_streams:
+        items = join_rows(items, max(settings.num_workers, 1), state, pins=device.type == "cuda")
+    for batch in items:
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         yield batch | {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
+def unchanged(item: Any) -> Any:
+    """By default a DataLoader makes a tensor of each array, which goes through shared memory, a file for each."""
+    return item
+
+
+def raised(item: dict[str, Any] | base.UserError) -> dict[str, Any]:
+    if isinstance(item, base.UserError):
+        raise item
+    return item
+
+
+def join_rows(items: Iterator[dict[str, Any]], workers: int, state, pins: bool) -> Iterator[dict[str, Any]]:
+    """The microbatches of which each of so many workers reads some rows; see `RankBatches.rows_of`."""
+    collate = create_collate_fn(shift_labels=False)
+    reported = 0
+    while True:
+        windows: dict[int, Any] = {}  # by row
+        bad = 0
+        for item in itertools.islice(items, workers):
+            windows |= item["windows"]
+            bad += item["bad_records"]
+            state.move_positions(item["positions"])
+        if bad >= max(1, 10 * reported):
+            job.say("data      ", f"left out so far: bad records {bad:,}")
+            reported = bad
+        batch = collate([windows[row] for row in sorted(windows)])
+        yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pins else batch
+
+
 @dataclass(eq=False)
 class RankBatches(IterableDataset):
-    """Endless microbatches of one rank, divided among its data workers in turn: ranks are disjoint, and a step's
-    samples do not depend on how many ranks or microbatches share them. A UserError comes as the last item, as a
-    DataLoader would wrap it into a traceback."""
+    """Endless microbatches of one rank: ranks are disjoint, and a step's samples do not depend on how many ranks or
+    microbatches share them. Of token caches and files each data worker reads whole microbatches in turn. Of streams it
+    reads some rows of each, those of its own lanes: a lane is tokenized by one worker. A UserError comes as the last
+    item, as a DataLoader would wrap it into a traceback."""
 
     settings: flags.Settings
     data: TrainingData
@@ -237,26 +266,43 @@ class RankBatches(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any] | base.UserError]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a tokenizer's threads do not survive the fork of a worker
         worker = get_worker_info()
+        read = self.rows_of if self.data.has_streams else self.batches_of
         try:
-            yield from self.batches_of(worker.id if worker else 0, worker.num_workers if worker else 1)
+            yield from read(worker.id if worker else 0, worker.num_workers if worker else 1)
         except base.UserError as error:
             yield base.UserError(str(error), exit_code=1)
 
     def batches_of(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Every batch of one of so many workers: a DataLoader takes one of each in turn."""
-        reader = SampleReader(self.data, self.positions, speaks=self.rank == 0)
+        reader = SampleReader(self.data, self.positions)
         collate = create_collate_fn(shift_labels=False)
         for microbatch in itertools.count(worker, workers):
-            first = self.first_sample + (microbatch * self.world_size + self.rank) * self.settings.batch_size
-            samples = range(first, first + self.settings.batch_size)
-            windows, positions = reader.read(samples)
+            samples = self.samples_of(microbatch)
+            windows, _ = reader.read(samples)
             batch: dict[str, Any] = dict(collate(windows))
-            if positions:
-                batch["positions"] = positions
-            if self.data.knows_trained and not self.data.is_uniform:
+            if not self.data.is_uniform:
                 step = microbatch // self.settings.gradient_accumulation_steps
                 batch["loss_divisor"] = self.loss_divisor(step, samples)
             yield batch
+
+    def rows_of(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
+        """Of every microbatch the windows of the worker's own lanes, by row, and the positions of these lanes. The
+        rank's lanes are dealt to its workers as it meets them, so each worker knows whose they all are."""
+        reader = SampleReader(self.data, self.positions)
+        lanes = self.data.record.lanes
+        owners: dict[int, int] = {}  # by lane
+        for microbatch in itertools.count():
+            samples = self.samples_of(microbatch)
+            for sample in samples:
+                owners.setdefault(sample % lanes, len(owners) % workers)
+            rows = [row for row, sample in enumerate(samples) if owners[sample % lanes] == worker]
+            windows, positions = reader.read([samples[row] for row in rows])
+            by_row = dict(zip(rows, windows, strict=True))
+            yield {"windows": by_row, "positions": positions, "bad_records": reader.counts["bad records"]}
+
+    def samples_of(self, microbatch: int) -> range:
+        first = self.first_sample + (microbatch * self.world_size + self.rank) * self.settings.batch_size
+        return range(first, first + self.settings.batch_size)
 
     def loss_divisor(self, step: int, samples: range) -> float:
         """What the mean loss of a microbatch of a step, from 0 on, is divided by, see `training_batches`."""
@@ -276,14 +322,12 @@ def held_out_batches(settings: flags.Settings, dataset, device: torch.device) ->
     """This rank's share of the held-out windows. Each window is taken once over all ranks, and every rank gets the same
     number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
     per_round = settings.batch_size * dist.get_world_size()
-    windows = len(dataset)
-    if settings.eval_steps:
-        windows = min(windows, settings.eval_steps * per_round)
+    windows = min(len(dataset), settings.eval_windows or len(dataset))
     collate = create_collate_fn(shift_labels=False)
     for number in range(math.ceil(windows / per_round)):
         first = number * per_round + dist.get_rank() * settings.batch_size
         indices = range(first, first + settings.batch_size)
-        batch = collate([dataset[index % windows] for index in indices])
+        batch = collate([dataset[index if index < windows else 0] for index in indices])
         left_over = [index >= windows for index in indices]
         batch["labels"][left_over] = IGNORE_INDEX
         yield {name: tensor.to(device) for name, tensor in batch.items()}
@@ -300,6 +344,7 @@ def describe_step(data: TrainingData, tokenizer, step: int) -> str:
     reader = SampleReader(data, {})
     lines = [f"step {step:,}: {len(samples):,} samples, from sample {samples.start:,} on"]
     for sample in samples:
+        lines.append("")
         name, lane, _ = data.mixture.locate(sample)
         if name not in data.sources:
             raise base.UserError(

@@ -1,6 +1,6 @@
 """The token cache: a corpus that is tokenized once, on all cores, and mapped afterwards. Beside the tokens of a cache
-lie the ends of its documents and, of conversations, the mask of what is trained on; a record, written last, has their
-sizes. Independent of what the documents are."""
+lie the ends of its documents and, of conversations and labels, the mask of what is trained on; a record, written last,
+has their sizes. Independent of what the documents are."""
 
 import hashlib
 import json
@@ -19,8 +19,11 @@ from harness.data.encode import Encoded
 from harness.data.token_files import TokenFile
 from harness.data.windows import Tokens
 
-VERSION = 3  # of the files; another one makes them anew
-LEFT_OUT = ("empty documents", "bad records", "conversations without a trained token")
+VERSION = 4  # of the files; another one makes them anew
+LEFT_OUT = (
+    *("empty documents", "bad records"),
+    *("conversations without a trained token", "rows without a trained token"),
+)
 FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # of tokenizing, after which a line says how far it is, and between two
 
 

@@ -14,19 +14,28 @@ from typing import Any
 from torch.utils.data import Subset
 
 from harness import base, flags
-from harness.data import cache, files, token_files
+from harness.data import cache, contents, files, token_files
 from harness.data.batches import TrainingData, mix
 from harness.data.chat import ChatFormat, no_assistant_mask, read_template
-from harness.data.contents import open_token_file, read_records
-from harness.data.encode import TextFormat, take
+from harness.data.contents import read_records
+from harness.data.encode import RowFormat, TextFormat, take
 from harness.data.files import DataFile, Listing
 from harness.data.mixture import WindowOrder
 from harness.data.readers import is_token_file, reader_of
-from harness.data.records import CHAT_FIELD, DEFAULT_FIELD, BadRecord, Conversation, Field, names_of, read_documents
+from harness.data.records import (
+    CHAT_FIELD,
+    DEFAULT_FIELD,
+    KINDS,
+    MASKED_KINDS,
+    BadRecord,
+    Field,
+    kind_of,
+    read_documents,
+)
 from harness.data.windows import BestFitDataset, PackedDataset, Tokens
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
-LOOKED_AT = 100  # records among which the first good one tells what a corpus is
+LOOKED_AT = 100  # files, and records of each, among which the first good one tells what a corpus is
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -42,18 +51,41 @@ class Corpus:
     split: str  # that is trained on, with its slice
     text_field: Field
     is_mapped: bool  # whether its files are token files
-    is_chat: bool  # whether its records are conversations
+    kind: str  # of its records, one of `records.KINDS`; of token files "ids"
 
     @property
     def name(self) -> str:
         return self.source.name
 
+    @property
+    def is_chat(self) -> bool:
+        return self.kind == "chat"
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether not all its tokens are trained on."""
+        return self.kind in MASKED_KINDS
+
 
 def find(settings: flags.Settings) -> list[Corpus]:
     """The corpora of a run, listed once, by rank 0; none of synthetic data. Every rank calls this."""
+    chat_flags = {"chat_template": "--chat-template", "chat_loss": "--chat-loss"}
+    idle = [flag for name, flag in chat_flags.items() if name in settings.given and settings.trains()]
     if settings.dataset == "synthetic":
+        refuse_idle(idle, [])
         return []
-    return base.on_main_rank(lambda: [find_corpus(settings, source) for source in settings.sources()])
+    corpora = base.on_main_rank(lambda: [find_corpus(settings, source) for source in settings.sources()])
+    refuse_idle(idle, corpora)
+    return corpora
+
+
+def refuse_idle(chat_flags: list[str], corpora: list[Corpus]) -> None:
+    """Raises a UserError where flags of conversations were given and none of the corpora has any."""
+    if chat_flags and not any(corpus.is_chat for corpus in corpora):
+        found = ", ".join(f"{corpus.source.dataset} has {KINDS[corpus.kind]}" for corpus in corpora)
+        found = found or "synthetic data have none"
+        problem = f"only with conversations, which are records with `messages`; {found}"
+        raise base.UserError(f"{', '.join(chat_flags)}: {problem}; leave it out")
 
 
 def find_corpus(settings: flags.Settings, source: flags.Source) -> Corpus:
@@ -73,9 +105,11 @@ def look_into(
         split = "train[:5%]" if listing.is_hub and not streaming else "train"
     of_split = listing.of_split(parse_split(split)[0])
     is_mapped = are_mapped(of_split)
-    first = next((file for file in of_split if file.size), of_split[0])
-    is_chat = not is_mapped and holds_conversations(first, text_field)
-    return Corpus(source, listing, split, text_field, is_mapped, is_chat)
+    kind = "ids"
+    if not is_mapped:
+        kinds = (kind_of_records(file, text_field) for file in of_split[:LOOKED_AT])
+        kind = next(filter(None, kinds), "text")
+    return Corpus(source, listing, split, text_field, is_mapped, kind)
 
 
 def are_mapped(of_split: list[DataFile]) -> bool:
@@ -96,24 +130,23 @@ def are_mapped(of_split: list[DataFile]) -> bool:
     return True
 
 
-def holds_conversations(file: DataFile, text_field: Field) -> bool:
-    """Whether the records of a file are conversations: the first good one has `messages` and none of the fields of
-    `text_field`. What cannot be read is found later."""
+def kind_of_records(file: DataFile, text_field: Field) -> str:
+    """What the records of a file are, as the first good one is; "" where there is none. Where a record has `messages`
+    and a field of `text_field`, the messages count, but for a single field, which somebody has named. What cannot be
+    read is found later."""
     if not getattr(reader_of(file.name), "HAS_FIELDS", True):
-        return False
+        return "text"
+    names = (text_field, CHAT_FIELD) if isinstance(text_field, str) else (CHAT_FIELD, *text_field)
     try:
-        records = read_records(file, (*names_of(text_field), CHAT_FIELD))
-        for _, record in itertools.islice(records, LOOKED_AT):
-            if isinstance(record, Conversation):
-                return True
+        for _, record in itertools.islice(read_records(file, names), LOOKED_AT):
             if isinstance(record, BadRecord):
                 if record.of_chat:
-                    return True
+                    return "chat"
             elif record is not None and len(record):
-                return False
+                return kind_of(record)
     except base.UserError:
         pass
-    return False
+    return ""
 
 
 def needs_tokenizer(settings: flags.Settings, corpora: list[Corpus]) -> bool:
@@ -130,8 +163,8 @@ def needs_tokenizer(settings: flags.Settings, corpora: list[Corpus]) -> bool:
 
 
 def mask_conversations(settings: flags.Settings, corpora: list[Corpus]) -> flags.Settings:
-    """The settings with the document mask that is on by default where a run reads conversations."""
-    if settings.document_mask is None and any(corpus.is_chat for corpus in corpora):
+    """The settings with the document mask that is on by default where a run reads conversations or labels."""
+    if settings.document_mask is None and any(corpus.has_mask for corpus in corpora):
         return dataclasses.replace(settings, document_mask=True)
     return settings
 
@@ -161,6 +194,8 @@ class Reading:
         return None if self.tokenizer is None else self.tokenizer.eos_token_id
 
     def encoder(self, corpus: Corpus) -> TextFormat:
+        if corpus.kind == "labels":
+            return RowFormat(self.tokenizer, self.vocab_size)
         if not corpus.is_chat:
             return TextFormat(self.tokenizer, self.vocab_size)
         template = read_template(self.chat_template)
@@ -173,11 +208,14 @@ class Reading:
         name, bounds = parse_split(split)
         of_split = corpus.listing.of_split(name)
         if corpus.is_mapped and are_mapped(of_split):
-            opened = [open_token_file(file, self.vocab_size) for file in of_split]
+            open_all = functools.partial(open_token_files, of_split, self.vocab_size)
+            opened = base.with_all_ranks(open_all)  # on one node alone a file may be missing
             tokens = Tokens(opened, self.vocab_size, self.end_of_text)
             tokens.line = token_files.describe(opened)
         else:
-            rows = rows_of_slice(of_split, bounds) if corpus.listing.is_hub and bounds else None
+            rows = None
+            if corpus.listing.is_hub and bounds:
+                rows = base.on_main_rank(functools.partial(rows_of_slice, of_split, bounds))
             if rows:
                 bounds = []
             found = base.from_main_process(functools.partial(self._tokenize, corpus, of_split, rows), self.is_main)
@@ -191,13 +229,13 @@ class Reading:
         encoder = self.encoder(corpus)
         text_field = CHAT_FIELD if corpus.is_chat else corpus.text_field
         content = [file.version() for file in of_split]
-        identity = [content, rows, text_field, *encoder.identity()]
+        identity = [content, rows, text_field, corpus.has_mask, *encoder.identity()]
 
         def tokenize(counts: Counter) -> Iterator:
             records = itertools.chain.from_iterable(read_records(file, text_field) for file in of_split)
             if rows:
                 records = itertools.islice(records, *rows)  # type: ignore[assignment]
-            documents = read_documents(records, self.vocab_size, self.skip_bad_records, counts, corpus.is_chat)
+            documents = read_documents(records, self.vocab_size, self.skip_bad_records, counts, corpus.kind)
             while batch := list(take(documents, TOKENIZE_BATCH)):
                 yield encoder.encode(batch, counts)
             if not counts["tokens"]:
@@ -205,9 +243,12 @@ class Reading:
                 if left_out:
                     problem = f"the chat template marks no token of any of the {left_out:,} conversations"
                     raise no_assistant_mask(f"--dataset {corpus.source.dataset}: {problem}")
-                raise base.UserError(
-                    f"--dataset {corpus.source.dataset}: it holds no text ({counts['bad records']} bad)"
-                )
+                if left_out := counts["rows without a trained token"]:
+                    problem = f"none of its {left_out:,} rows has a token to train on by its labels and masks"
+                    raise base.UserError(f"--dataset {corpus.source.dataset}: {problem}; mend these, or drop them")
+                bad = counts["bad records"]
+                without = f", {base.counted(bad, 'bad record')} left out" if bad else ""
+                raise base.UserError(f"--dataset {corpus.source.dataset}: it holds no text{without}")
 
         return cache.tokenize_once(identity, tokenize, self.cache_dir, self.skip_bad_records)
 
@@ -226,9 +267,9 @@ class Reading:
 
     def windows(self, tokens: Tokens, place: str) -> PackedDataset:
         """The tokens as windows; too few for one window are a UserError."""
-        mask = tokens.is_chat if self.document_mask is None else self.document_mask
+        mask = tokens.has_mask if self.document_mask is None else self.document_mask
         packed: PackedDataset
-        if self.packing == "best-fit" or (self.packing is None and tokens.is_chat):
+        if self.packing == "best-fit" or (self.packing is None and tokens.has_mask):
             tokenizer = self.tokenizer
             ids = [getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0]
             padding = next(token for token in ids if token is not None)
@@ -237,10 +278,17 @@ class Reading:
             if mask and not tokens.knows_ends and self.end_of_text is None:
                 self.with_ends(tokens)  # the error
             packed = PackedDataset(tokens, self.seq_len, mask)
+        if packed.left_out and not len(packed):
+            problem = f"none of its {base.counted(packed.left_out, 'window')} has a token to train on"
+            raise base.UserError(f"--dataset {place}: {problem}; use a longer --sequence-length, or other data")
         if not len(packed):
-            short = f"{len(tokens):,} tokens do not fill one window of --sequence-length {self.seq_len}"
+            short = f"{base.counted(len(tokens), 'token')}, too few for one window of --sequence-length {self.seq_len}"
             raise base.UserError(f"--dataset {place}: {short}; use a shorter sequence or more text")
         return packed
+
+
+def open_token_files(of_split: list[DataFile], vocab_size: int) -> list[token_files.TokenFile]:
+    return [contents.open_token_file(file, vocab_size) for file in of_split]
 
 
 def parse_split(split: str) -> tuple[str, list[str]]:
@@ -290,8 +338,11 @@ def rows_of_slice(of_split: list[DataFile], bounds: list[str]) -> tuple[int, int
         return None
     rows = 0
     for file in of_split:
-        with file.open() as raw:
-            rows += count(raw)
+        try:
+            with file.open() as raw:
+                rows += count(raw)
+        except (OSError, ValueError, NotImplementedError) as error:  # the last two are Arrow's
+            raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
     first, last = cut_documents(bounds, rows)
     return None if first is None or last is None else (first, last)
 
@@ -308,16 +359,17 @@ def open_windows(
     if not (shuffle or isinstance(dataset, str)):
         raise base.UserError("shuffle=False: a mixture has the order that its shares and its seed give; leave it out")
     sources = flags.sources_of(dataset if isinstance(dataset, str) else tuple(dataset))
+    look = functools.partial(look_into, split=split, text_field=text_field, subset=subset)
+    corpora = base.from_main_process(lambda: [look(source) for source in sources], reading.is_main)
+    refuse_idle(["--chat-template"] if reading.chat_template else [], corpora)
     windows = {}
-    for source in sources:
-        look = functools.partial(look_into, source, split, text_field, subset)
-        corpus = base.from_main_process(look, reading.is_main)
+    for source, corpus in zip(sources, corpora, strict=True):
         place = f"{source.dataset}, split {corpus.split!r}"
         windows[source.name] = reading.windows(reading.tokens(corpus, corpus.split), place)
     if isinstance(dataset, str):
         packed = windows[sources[0].name]
         if not shuffle:
             return packed
-        order: Any = WindowOrder(len(packed), reading.seed).of_epoch(0)  # a list would take five times its memory
+        order: Any = WindowOrder(len(packed), reading.seed)  # computes each number when it is asked for
         return Subset(packed, order)
     return mix(windows, {source.name: source.weight for source in sources}, reading.seq_len, reading.seed)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from harness import base
+from harness.data.records import LabelledIds
 
 BATCH_CHARACTERS = 2**21  # per call of the tokenizer, which takes a hundred times their memory
 
@@ -19,7 +20,7 @@ class Encoded(NamedTuple):
 
     tokens: np.ndarray  # flat
     lengths: np.ndarray  # of each document, int64
-    trained: np.ndarray | None = None  # of conversations, uint8: 1 for each token that is trained on
+    trained: np.ndarray | None = None  # where there is a mask, uint8: 1 for each token that is trained on
 
 
 def take(documents: Iterator, count: int, characters: int = BATCH_CHARACTERS) -> Iterator:
@@ -49,7 +50,10 @@ class TextFormat:
         texts = [document for document in documents if isinstance(document, str)]
         if not texts:
             return self.joined(documents, counts)
-        encoded = iter(self.encode_texts(texts))
+        if self.tokenizer is None or self.tokenizer.eos_token_id is None:
+            name = getattr(self.tokenizer, "name_or_path", "there is none")
+            raise base.UserError(f"--tokenizer {name}: it has no end-of-text token (eos_token), which text needs")
+        encoded = iter(encode_texts(self.tokenizer, texts))
         arrays = []
         for document in documents:
             if isinstance(document, str):
@@ -69,17 +73,56 @@ class TextFormat:
         counts.update(documents=len(arrays), tokens=len(tokens))
         return Encoded(tokens.astype(self.dtype), lengths, None if trained is None else np.concatenate(trained))
 
-    def encode_texts(self, texts: list[str]) -> Iterator[list[int]]:
-        if self.tokenizer is None or self.tokenizer.eos_token_id is None:
-            name = getattr(self.tokenizer, "name_or_path", "there is none")
-            raise base.UserError(f"--tokenizer {name}: it has no end-of-text token (eos_token), which text needs")
-        if not self.tokenizer.is_fast:
-            return iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # on all cores
-        encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return (encoding.ids for encoding in encodings)
+
+class RowFormat(TextFormat):
+    """Token ids with labels as their rows give them."""
+
+    def encode(self, documents: list[LabelledIds], counts: Counter) -> Encoded:
+        """Rows as tokens and masks. Those without a token to train on are left out, and counted."""
+        tokens, masks = [], [np.empty(0, np.uint8)]
+        for row in documents:
+            trained = row.trained.astype(np.uint8)
+            trained[:1] = 0  # nothing precedes it
+            if trained.any():
+                tokens.append(row.ids)
+                masks.append(trained)
+            else:
+                counts["rows without a trained token"] += 1
+        return self.joined(tokens, counts, masks)
+
+
+def encode_texts(tokenizer, texts: list[str]) -> Iterator[list[int]]:
+    """The tokens of each text, those of `tokenizer(text, add_special_tokens=False)`."""
+    if not tokenizer.is_fast:
+        return iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    encodings = backend_of(tokenizer).encode_batch_fast(texts, add_special_tokens=False)
+    return (encoding.ids for encoding in encodings)
+
+
+def backend_of(tokenizer):
+    """The tokenizer of `tokenizers` behind one of transformers, as `tokenizer(...)` itself sets it: without what it
+    remembers of an earlier call (truncation and padding lie in tokenizer.json too), which a call to the backend would
+    apply. Its calls run on all cores."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
 
 
 def vocabulary_of(tokenizer) -> str:
     """Everything that decides how a tokenizer splits text."""
-    return tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+    vocabulary = backend_of(tokenizer).to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+    return f"{vocabulary}, special tokens as text" if tokenizer.split_special_tokens else vocabulary
+
+
+def own_tokens_around(tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens that a tokenizer's own rule puts (before, after) each text."""
+    alone = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for first in range(len(whole) - len(alone) + 1):
+        last = first + len(alone)
+        if whole[first:last] == alone:
+            return whole[:first], whole[last:]
+    return [], []

@@ -17,14 +17,12 @@ import dataclasses
 import heapq
 import itertools
 import math
-import zlib
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
 from harness import flags
+from harness.data.permutation import permuted
 
 MAX_WEIGHT = 2**30  # of all sources
 UNIT = 2**64  # parts that [0, 1) is divided into
@@ -229,24 +227,19 @@ class WindowOrder:
 
     def __init__(self, windows: int, seed: int, name: str | None = None):
         self.windows = windows
-        self.salt = [seed]
-        if name is not None:  # sources of the same length, such as translations, are not read side by side
-            self.salt = [seed, zlib.crc32(name.encode())]
-        self.permutations: dict[int, np.ndarray] = {}  # by epoch: the latest two
+        self.key = f"{seed}" if name is None else f"{seed} {name!r}"  # sources of one length are not read side by side
 
     def window_of(self, sample: int) -> int:
         """The window that the source's sample of this number is."""
         epoch, offset = divmod(sample, self.windows)
-        return int(self.of_epoch(epoch)[offset])
+        return permuted(offset, self.windows, f"{self.key} {epoch}")
 
-    def of_epoch(self, epoch: int) -> np.ndarray:
-        """The windows of an epoch, from 0 on, in their order."""
-        if epoch not in self.permutations:
-            generator = np.random.Generator(np.random.PCG64([*self.salt, epoch]))
-            while len(self.permutations) > 1:
-                del self.permutations[min(self.permutations)]
-            self.permutations[epoch] = generator.permutation(self.windows)
-        return self.permutations[epoch]
+    def __len__(self) -> int:
+        """Of the first epoch: a sequence of its windows in their order."""
+        return self.windows
+
+    def __getitem__(self, sample: int) -> int:
+        return self.window_of(sample)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -355,18 +348,37 @@ def record_of_run(
     sizes, history = before.step_sizes, before.history
     if sizes[-1].samples != samples_per_step:
         sizes = [*sizes, StepSize(step, samples, samples_per_step)]
-    if before.asked != asked:
+    if not same_mixture(before.asked, asked):
         history = [segment for segment in history if segment.first < planned[0].first] + planned
     known = before.removed | before.sources
     removed = {name: rules for name, rules in known.items() if name not in sources}
     return DataRecord(sources, before.plain, before.lanes, asked, history, sizes, removed)
 
 
+def same_mixture(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether weights and stages that were asked for are the same shares, as 5 and 3 are 0.625 and 0.375."""
+
+    def shares(weights: dict[str, Any]) -> dict[str, Fraction | None]:
+        numbers = {name: None if weight is None else Fraction(weight) for name, weight in weights.items()}
+        if len(numbers) == 1:
+            return dict.fromkeys(numbers, Fraction(1))
+        total = sum(number for number in numbers.values() if number)
+        return {name: number and number / total for name, number in numbers.items()}
+
+    def stages(texts: list[str]) -> list[tuple]:
+        # a source that a stage does not name has no share in it
+        parsed = flags.stages_of(tuple(texts))
+        return [(stage.begin, {n: share for n, share in shares(stage.weights).items() if share}) for stage in parsed]
+
+    same_weights = shares(one["weights"]) == shares(other["weights"])
+    return same_weights and stages(one["stages"]) == stages(other["stages"])
+
+
 def describe_changes(before: DataRecord, now: DataRecord, samples: int) -> list[str]:
     """What changed in a run's mixture since its checkpoint, after so many samples, in words."""
     changes = [f"source {name} added" for name in now.sources if name not in before.sources]
     changes += [f"source {name} removed" for name in before.sources if name not in now.sources]
-    if now.asked != before.asked:
+    if not same_mixture(before.asked, now.asked):
         old, new = ([part for part in record.history if part.first <= samples][-1] for record in (before, now))
         changes.append(f"mixture {old.describe()} -> {new.describe()}")
     return changes

@@ -23,6 +23,9 @@ FIRST_TAIL = 2**13  # of the first read behind a part of a file, for the end of 
 Field = str | tuple[str, ...]  # the column that is trained on, or several: the first one that is there
 DEFAULT_FIELD = ("input_ids", "text")
 CHAT_FIELD = "messages"  # of a conversation
+LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # 1 for each token that is trained on
+BESIDE_IDS = ("labels", "attention_mask", "position_ids", *LOSS_MASKS)  # fields of token ids, a number for each of them
+NOT_TRAINED_ON = -100  # the label that transformers leaves out of the loss
 
 
 class BadRecord(NamedTuple):
@@ -45,11 +48,36 @@ class Conversation:
         return len(self.messages) + sum(len(message.get("content") or "") for message in self.messages)
 
 
+@dataclass(frozen=True, eq=False)
+class LabelledIds:
+    """The token ids of a record that says which of them are trained on."""
+
+    ids: np.ndarray
+    trained: np.ndarray  # bool
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
 class NoFieldError(Exception):
     """A file has none of the fields that are asked for; the argument is the names that it has."""
 
 
-Record = str | np.ndarray | Conversation | BadRecord | None  # None of a blank line
+Document = str | np.ndarray | LabelledIds | Conversation
+Record = Document | BadRecord | None  # None of a blank line
+
+
+KINDS = {"text": "text", "ids": "token ids", "labels": "token ids with labels", "chat": "messages"}
+MASKED_KINDS = {"labels", "chat"}  # those of which not all tokens are trained on
+
+
+def kind_of(document: Document) -> str:
+    """What a document is, one of KINDS."""
+    if isinstance(document, Conversation):
+        return "chat"
+    if isinstance(document, LabelledIds):
+        return "labels"
+    return "text" if isinstance(document, str) else "ids"
 
 
 def names_of(text_field: Field) -> tuple[str, ...]:
@@ -64,15 +92,16 @@ def choose_field(names: list[str], text_field: Field) -> str:
     raise NoFieldError(names)
 
 
-def check_value(value: Any, field: str, tools: Any = None) -> Record:
-    """The value of a record as its document: token ids in the field `input_ids`, a conversation in `messages`, in any
-    other a text or token ids."""
+def read_fields(fields: dict[str, Any], field: str) -> Record:
+    """The document in a field of a record: token ids in `input_ids`, a conversation in `messages`, in any other a text
+    or token ids; with what the fields beside it say of it."""
+    value = fields[field]
     if field == CHAT_FIELD and not isinstance(value, str):
-        return check_conversation(value, tools)
+        return check_conversation(value, fields.get("tools"))
     if field == "input_ids" or (value and isinstance(value, list)):
         are_ints = isinstance(value, list) and set(map(type, value)) <= {int}
         if are_ints and 0 <= min(value, default=0) <= max(value, default=0) <= MAX_TOKEN_ID:
-            return np.array(value, np.uint32)
+            return check_ids(np.array(value, np.uint32), fields)
         wanted = "token ids" if field == "input_ids" or are_ints else "text"
         return BadRecord(f"{excerpt(value)} instead of {wanted}")
     if not isinstance(value, str):
@@ -82,12 +111,56 @@ def check_value(value: Any, field: str, tools: Any = None) -> Record:
     return value
 
 
+def check_ids(ids: np.ndarray, fields: dict[str, Any]) -> np.ndarray | LabelledIds | BadRecord:
+    """Token ids with what the fields of BESIDE_IDS say of them, as transformers reads these: padding, where
+    `attention_mask` is 0, is taken off; not trained on is what has the label -100 or a 0 in one of LOSS_MASKS. What a
+    window cannot give is a bad record."""
+    given = {name: fields[name] for name in BESIDE_IDS if fields.get(name) is not None}
+    if not given:
+        return ids
+    beside = {name: np.asarray(values) for name, values in given.items() if is_flat(values)}
+    for name, values in given.items():
+        if name not in beside or beside[name].shape != ids.shape or (len(ids) and beside[name].dtype.kind not in "bui"):
+            shown = excerpt(values.tolist() if isinstance(values, np.ndarray) else values)
+            return BadRecord(f"{name} is {shown} instead of {base.counted(len(ids), 'integer')}, one a token")
+    for name in ("attention_mask", *LOSS_MASKS):
+        if name in beside and not np.isin(beside[name], (0, 1)).all():
+            shown = excerpt(beside[name].tolist())
+            return BadRecord(f"{name} is {shown} instead of 0 and 1; give each document a record")
+    attended = np.flatnonzero(beside.get("attention_mask", np.ones(len(ids))))
+    if len(attended) and attended[-1] - attended[0] >= len(attended):
+        return BadRecord("attention_mask is 0 between tokens, where it can be 0 before and after them only")
+    kept = slice(attended[0], attended[-1] + 1) if len(attended) else slice(0)
+    ids, beside = ids[kept], {name: values[kept] for name, values in beside.items()}
+    if (beside.get("position_ids", np.arange(len(ids))) != np.arange(len(ids))).any():
+        return BadRecord("position_ids do not count from 0 on; give each document a record")
+    if beside.keys().isdisjoint(("labels", *LOSS_MASKS)):
+        return ids
+    labels = beside.get("labels", ids)
+    wrong = (labels != NOT_TRAINED_ON) & (labels != ids)
+    if wrong.any():
+        at = int(wrong.argmax())
+        problem = f"labels[{at + kept.start}] is {labels[at]}, where -100 and the token there, {ids[at]}, can be"
+        return BadRecord(f"{problem} (labels are not shifted)")
+    trained = labels != NOT_TRAINED_ON
+    for name in LOSS_MASKS:
+        trained &= beside.get(name, np.ones(len(ids))).astype(bool)
+    return LabelledIds(ids, trained)
+
+
+def is_flat(values: Any) -> bool:
+    return isinstance(values, np.ndarray) or (
+        isinstance(values, list) and not any(isinstance(value, list) for value in values)
+    )
+
+
 def check_conversation(messages: Any, tools: Any = None) -> Conversation | BadRecord:
     """Messages as a conversation: a list of objects with a role and a content, a text or a list of parts, which only a
     message that calls tools may lack. Tools are a list, or one as JSON text."""
     if isinstance(tools, str):
         with contextlib.suppress(ValueError):
             tools = json.loads(tools)
+    messages, tools = without_nulls(messages), without_nulls(tools)
     if not isinstance(messages, list) or not messages:
         return BadRecord(f"{excerpt(messages)} instead of a list of messages", of_chat=True)
     for number, message in enumerate(messages):
@@ -99,6 +172,16 @@ def check_conversation(messages: Any, tools: Any = None) -> Conversation | BadRe
     if has_half_pair(json.dumps([messages, tools], ensure_ascii=False, default=str)):
         return BadRecord(f"{excerpt(messages)} with half a surrogate pair", of_chat=True)
     return Conversation(messages, tools or None)
+
+
+def without_nulls(value: Any) -> Any:
+    """A value of JSON without the fields that are null. Parquet gives each object of a column all fields that any of
+    them has, so there null and absent are one; a template would render a null, and what it renders is trained on."""
+    if isinstance(value, dict):
+        return {name: without_nulls(of_name) for name, of_name in value.items() if of_name is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def is_message(message: Any) -> bool:
@@ -148,33 +231,39 @@ def split_records(stream: BinaryIO, mark: bytes, start: int = 0, end: int | None
 
 
 def read_documents(
-    records: Iterator[tuple[str, Record]], vocab_size: int, skip_bad: bool, counts: Counter, is_chat: bool = False
-) -> Iterator[str | np.ndarray | Conversation]:
-    """The documents in records, those that are not empty: texts, token ids, conversations.
+    records: Iterator[tuple[str, Record]], vocab_size: int, skip_bad: bool, counts: Counter, kind: str = "text"
+) -> Iterator[Document]:
+    """The documents in records, those that are not empty.
 
     `counts` gets the numbers of empty texts and of the bad records that `skip_bad` left out; else the first of these is
-    a UserError, and so is a token id that is not below `vocab_size`. With `is_chat` all are to be conversations.
+    a UserError, and so is a token id that is not below `vocab_size`. `kind` is what all are to be, as `kind_of` says.
     """
     checked, fits = None, False
     for place, record in records:
-        if isinstance(record, np.ndarray):
+        if isinstance(record, BadRecord):
+            refuse_or_count(place, record.fault, skip_bad, counts)
+            continue
+        if isinstance(record, np.ndarray | LabelledIds):
+            ids = record.ids if isinstance(record, LabelledIds) else record
             # rows are slices of one array, which is checked once
-            whole = record.base if isinstance(record.base, np.ndarray) else record
+            whole = ids.base if isinstance(ids.base, np.ndarray) else ids
             if whole is not checked:
                 checked, fits = whole, bool(np.max(whole, initial=0) < vocab_size)
-            if not fits and record.max(initial=0) >= vocab_size:
-                wrong = int(record[(record >= vocab_size).argmax()])
+            if not fits and ids.max(initial=0) >= vocab_size:
+                wrong = int(ids[(ids >= vocab_size).argmax()])
                 problem = f"token id {wrong}, the model has {vocab_size:,}"
                 raise base.UserError(f"--dataset {place}: {problem}; it was made with another tokenizer, or is damaged")
-            if len(record):
-                yield record
-        elif isinstance(record, BadRecord):
-            refuse_or_count(place, record.fault, skip_bad, counts)
-        elif is_chat and isinstance(record, str):
-            refuse_or_count(place, f"{excerpt(record)} instead of a list of messages", skip_bad, counts)
+        if record is None or (len(record) == 0 and not isinstance(record, str)):
+            continue
+        of_record = kind_of(record)
+        if MASKED_KINDS & {kind, of_record} and of_record != kind:
+            wanted = KINDS[kind]
+            refuse_or_count(place, f"{KINDS[of_record]} instead of {wanted}, as the first record has", skip_bad, counts)
         elif isinstance(record, Conversation):
             yield replace(record, place=place)
-        elif record is not None:
+        elif not isinstance(record, str):
+            yield record
+        else:
             texts = [part.strip("\n") for part in record.split(DOCUMENT_MARK)] if DOCUMENT_MARK in record else [record]
             if not any(text.strip("\n") for text in texts):
                 counts["empty documents"] += 1

@@ -15,14 +15,19 @@ from harness import base, job
 from harness import flags as flag_rules
 from harness.data import stream, token_files
 from harness.data.batches import TrainingData, describe_step
-from harness.data.chat import describe_example
+from harness.data.chat import describe_examples, read_template, render_prompt
+from harness.data.contents import read_records
 from harness.data.corpora import Corpus, Reading, are_mapped, find_corpus, parse_split
+from harness.data.encode import own_tokens_around
+from harness.data.files import DataFile
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
+from harness.data.records import CHAT_FIELD, Conversation
 from harness.data.stream import Stream
 from harness.data.windows import EVERY, BestFitDataset, PackedDataset, SyntheticDataset, tokens_of
 
 DEFAULT_EVAL_SPLIT = "validation"
 SYNTHETIC_EVAL_WINDOWS = 1024
+STREAM_EVAL_WINDOWS = 256  # of a stream without a split that is held out: all would be all of the corpus
 HELD_OUT = f"one of every {EVERY} documents of it"  # the rules as a checkpoint records them
 HELD_OUT_BY_CONTENT = f"{HELD_OUT}, by content"
 
@@ -42,12 +47,19 @@ class OpenedSource:
 
 
 def load(
-    settings: flag_rules.Settings, corpora: list[Corpus], tokenizer, config, manifest: dict | None = None
+    settings: flag_rules.Settings,
+    corpora: list[Corpus],
+    tokenizer,
+    config,
+    manifest: dict | None = None,
+    whole: bool = False,
 ) -> TrainingData:
     """What a run trains on and holds out, with the header's lines about it. Every rank calls this.
 
-    `manifest` is that of the checkpoint that the run goes on from: its sources are read by its rules, and the mixture
-    goes on from its history.
+    Args:
+        manifest: that of the checkpoint that the run goes on from: its sources are read by its rules, and the mixture
+            goes on from its history.
+        whole: whether the data was not trained on, and all documents of a source without a held-out split are held out.
     """
     from accelerate import PartialState  # not with this file: it loads much that nothing here needs
 
@@ -79,9 +91,9 @@ def load(
                 f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}"
             )
         if settings.streaming and not corpus.is_mapped:
-            opened[corpus.name] = open_stream(settings, corpus, reading, rules, lanes)
+            opened[corpus.name] = open_stream(settings, corpus, reading, rules, lanes, whole)
         else:
-            opened[corpus.name] = open_cached(settings, corpus, reading, rules)
+            opened[corpus.name] = open_cached(settings, corpus, reading, rules, whole)
     record = record_of_run(
         settings,
         {name: source.rules for name, source in opened.items()},
@@ -100,8 +112,8 @@ def load(
         data.held_out = {name: source.held_out for name, source in opened.items()}
     if settings.num_steps:
         check_size(settings, data, corpora, per_step)
-    data.header = describe(settings, data, opened, corpora, per_step)
-    data.beginning = base.on_main_rank(lambda: first_words(data.held_out or data.sources, tokenizer))
+    data.header = describe(settings, data, opened, corpora, per_step, tokenizer)
+    data.beginning = base.on_main_rank(lambda: first_words(corpora, data.held_out or data.sources, tokenizer))
     return data
 
 
@@ -126,17 +138,19 @@ def open_synthetic(settings: flag_rules.Settings, vocab_size: int) -> OpenedSour
 
 
 def choose_held_out(
-    settings: flag_rules.Settings, corpus: Corpus, rules: dict[str, Any] | None, rule: str
+    settings: flag_rules.Settings, corpus: Corpus, rules: dict[str, Any] | None, rule: str, whole: bool
 ) -> tuple[str | None, str | None]:
     """(the split that is held out, the rule by which documents of the training split are); None for what does not
     apply. Held out is the split --eval-split; by default the split `validation`, and where there is none some of the
-    documents. `rules` are those of the checkpoint that a run goes on from."""
+    documents, or with `whole` all. `rules` are those of the checkpoint that a run goes on from."""
     if not settings.eval_interval:
         return None, None
     was_divided = bool(rules and rules["held_out"])
     split = settings.eval_split
     if split is None and not was_divided and DEFAULT_EVAL_SPLIT in corpus.listing.splits:
         split = DEFAULT_EVAL_SPLIT
+    if split is None and whole:
+        split = corpus.split
     if rules and split is None and not was_divided:
         problem = f"the run held out nothing of {corpus.source.dataset}, it trained on all of it"
         raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
@@ -147,10 +161,10 @@ def choose_held_out(
 
 
 def open_cached(
-    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None
+    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None, whole: bool
 ) -> OpenedSource:
     """A source from the token cache or from token files."""
-    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT)
+    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT, whole)
     place = f"{corpus.source.dataset}, split {corpus.split!r}"
     tokens = reading.tokens(corpus, corpus.split)
     of_source = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
@@ -160,32 +174,47 @@ def open_cached(
         job.print_error(f"train_fsdp.py: warning: {warning}")
     held_out, name = None, split or ""
     if rule:
-        divided = reading.with_ends(tokens).divide()
+        documents = len(reading.with_ends(tokens).ends)
+        divided = tokens.divide()
         tokens = divided[0]
-        held_out, name = reading.windows(divided[1], f"{place}, {rule}"), rule
+        held_out = reading.windows(divided[1], f"{place}, {rule}")
+        name = f"{rule}, {len(divided[1].ends):,} of {documents:,}"
         if len(tokens.starts) == 1:
             name = f"the last {100 // EVERY} % of it"
     if split:
-        of_split = reading.tokens(corpus, split)
-        job.say("data      ", of_source + of_split.line)
+        of_split = tokens
+        if split != corpus.split:
+            of_split = reading.tokens(corpus, split)
+            job.say("data      ", of_source + of_split.line)
         held_out, name = reading.windows(of_split, f"{corpus.source.dataset}, split {split!r}"), split
+        if of_split is tokens and tokens.knows_ends:  # elsewhere all tokens would be read to count them
+            name = f"all of it, {base.counted(len(tokens.ends), 'document')}"
     train = reading.windows(tokens, place)
     trains = settings.num_steps > 0 and not settings.show_samples
-    for word, line in describe_packing(train, reading.tokenizer, with_example=trains).items():
+    for word, line in describe_packing(corpus, train, reading.tokenizer, with_example=trains).items():
         job.say(f"{word:10}", of_source + line)
-    return OpenedSource(train, held_out, name, {"held_out": rule, "dataset": tokens.fingerprint()})
+    recorded: dict[str, Any] = {"held_out": rule, "dataset": tokens.fingerprint()}
+    if corpus.is_chat:
+        recorded["chat"] = True
+    return OpenedSource(train, held_out, name, recorded)
 
 
 def open_stream(
-    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None, lanes: int
+    settings: flag_rules.Settings,
+    corpus: Corpus,
+    reading: Reading,
+    rules: dict[str, Any] | None,
+    lanes: int,
+    whole: bool,
 ) -> OpenedSource:
     """A source that is read while training."""
     dataset = corpus.source.dataset
-    if corpus.is_chat:
+    if corpus.has_mask:
+        holds = "conversations" if corpus.is_chat else "token ids with labels"
         raise base.UserError(
-            f"--dataset {dataset}: holds conversations, whose masks are in the token cache; leave out --streaming"
+            f"--dataset {dataset}: holds {holds}, whose masks are in the token cache; leave out --streaming"
         )
-    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT_BY_CONTENT)
+    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT_BY_CONTENT, whole)
 
     def stream_of(split: str) -> Stream:
         name, bounds = parse_split(split)
@@ -216,10 +245,15 @@ def open_stream(
         train.held_out = False
     if rule and not split:
         held_out.held_out = True
-    windows = None
+    windows, name = None, split or rule or ""
     if settings.eval_interval:
-        windows = held_out.windows_of_all_ranks(settings.eval_steps * settings.batch_size * dist.get_world_size())
-    return OpenedSource(train, windows, split or rule or "", {"held_out": rule} | fingerprint)
+        count = settings.eval_windows
+        if not split:
+            count = count or STREAM_EVAL_WINDOWS
+        windows = held_out.held_out_windows(count, settings.batch_size)
+        if len(windows) == count:
+            name += f", the first {base.counted(count, 'window')}"
+    return OpenedSource(train, windows, name, {"held_out": rule} | fingerprint)
 
 
 def choose_lanes(settings: flag_rules.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
@@ -268,7 +302,8 @@ def check_size(settings: flag_rules.Settings, data: TrainingData, corpora: list[
     if len(data.sources) == 1 and data.orders:
         (order,) = data.orders.values()
         if order.windows < per_step:
-            problem = f"{order.windows:,} windows of {settings.sequence_length} tokens do not fill one global batch"
+            windows = f"{base.counted(order.windows, 'window')} of {settings.sequence_length} tokens"
+            problem = f"{windows}, too few for one global batch"
             advice = "use a smaller batch, a shorter sequence or more text"
             split = f", split {corpora[0].split!r}" if corpora else ""
             raise base.UserError(f"--dataset {settings.describe_dataset()}{split}: {problem} of {per_step}; {advice}")
@@ -286,20 +321,35 @@ def check_size(settings: flag_rules.Settings, data: TrainingData, corpora: list[
 # What is said of them
 
 
-def describe_packing(train: PackedDataset, tokenizer, with_example: bool) -> dict[str, str]:
-    """The lines about documents that are packed whole, and about conversations."""
+def describe_packing(corpus: Corpus, train: PackedDataset, tokenizer, with_example: bool) -> dict[str, str]:
+    """The lines about documents that are packed whole, and about what is trained on of conversations and rows."""
     lines = {}
     if isinstance(train, BestFitDataset):
         lines["packing"] = train.describe()
-    if train.is_chat:
+    if train.has_mask:
         share = train.total_trained() / len(train.tokens)
-        conversations = base.counted(len(train.tokens.ends), "conversation")
-        lines["chat"] = f"{conversations}, trained on {100 * share:.1f} % of their tokens"
-    if train.is_chat and with_example:
-        window: Any = train[0]  # a `Window`, as all of conversations are
-        example = describe_example(window, tokenizer, train.real_tokens(0))
-        lines["example"] = f"([[ ]] is around what is trained on)\n{example}"
+        word, document = ("chat", "conversation") if corpus.is_chat else ("labels", "row")
+        documents = base.counted(len(train.tokens.ends), document)
+        lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
+    if train.has_mask and with_example:
+        lines["examples"] = f"([[ ]] is around what is trained on)\n{describe_examples(train, tokenizer)}"
     return lines
+
+
+def describe_left_out(windows) -> str:
+    """How many windows have no token to train on, in words behind others; "" for none."""
+    return f", left out {base.counted(windows.left_out, 'window')} without a trained token" if windows.left_out else ""
+
+
+def describe_ends(tokenizer) -> str:
+    """For the header: what stands between texts, and what a tokenizer's own rule would put there beside it."""
+    before, after = own_tokens_around(tokenizer)
+    own = [*before, *(token for token in after if token != tokenizer.eos_token_id)]
+    line = f"{tokenizer.eos_token} after each text"
+    if own:
+        names = " ".join(tokenizer.convert_ids_to_tokens(own))
+        line += f"; not {names}, which this tokenizer's own rule adds: docs/DATA.md (Text) says how to have it"
+    return line
 
 
 def describe(
@@ -308,6 +358,7 @@ def describe(
     opened: dict[str, OpenedSource],
     corpora: list[Corpus],
     per_step: int,
+    tokenizer,
 ) -> dict[str, str]:
     """The lines of the header about the text: what is trained on, in which shares, what is held out and left out."""
     if settings.dataset == "synthetic":
@@ -319,21 +370,34 @@ def describe(
         train, size = opened[corpus.name].train, "streamed"
         if corpus.name in epochs:
             read = f"{len(train) / per_step:,.1f} steps an epoch" if alone else f"{epochs[corpus.name]:.1f} epochs"
-            size = f"{train.total_tokens():,} tokens, {read}"
+            size = f"{train.total_tokens():,} tokens, {read}{describe_left_out(train)}"
         place = ", ".join(filter(None, [corpus.source.dataset, settings.dataset_config, corpus.split]))
         of_source = [f"{place}: {size}", corpus.listing.describe(), describe_tokenizer(train)]
         for texts, text in zip(found.values(), [*of_source, describe_held_out(opened[corpus.name])], strict=True):
             if text:
                 texts.append(text if alone else f"{corpus.name}: {text}")
     lines = {word: "; ".join(texts) for word, texts in found.items() if texts}
+    if any(corpus.kind == "text" for corpus in corpora):
+        lines["documents"] = describe_ends(tokenizer)
     if not alone:
         first, *later = data.record.history
         shares = [first.describe()]
         shares += [f"from step {data.record.step_of_sample(segment.first):,} {segment.describe()}" for segment in later]
         lines["mixture"] = "; ".join(shares)
-    if data.record.lanes > 1:
-        lines["streams"] = f"{data.record.lanes:,} logical streams of each source, divided among ranks and workers"
+    if data.has_streams:
+        streams = base.counted(data.record.lanes, "logical stream")
+        lines["streams"] = f"{streams} of each source, divided among ranks and workers"
+        of_rank = lanes_of_rank(data.record.lanes, settings.batch_size, dist.get_world_size())
+        if settings.num_steps and of_rank < settings.num_workers:
+            idle = f"{settings.num_workers - of_rank:,} of its {settings.num_workers:,} workers have none"
+            lines["streams"] += f"; a rank reads {of_rank:,}, so {idle} (a new run with more --streams has more)"
     return lines
+
+
+def lanes_of_rank(lanes: int, batch_size: int, ranks: int) -> int:
+    """How many lanes a rank meets, each `ranks x batch_size` samples so many in a row."""
+    apart = math.gcd(lanes, ranks * batch_size)  # of the lanes at which its microbatches begin
+    return lanes // apart * min(batch_size, apart)
 
 
 def describe_held_out(source: OpenedSource) -> str:
@@ -341,9 +405,9 @@ def describe_held_out(source: OpenedSource) -> str:
     if source.held_out is None:
         return ""
     line = f"{source.held_out_name}: {source.held_out.total_tokens():,} tokens"
-    if source.held_out.is_chat:
+    if source.held_out.has_mask:
         line += f", {source.held_out.total_trained():,} of them in the loss"
-    return line
+    return line + describe_left_out(source.held_out)
 
 
 def describe_tokenizer(train) -> str:
@@ -354,14 +418,37 @@ def describe_tokenizer(train) -> str:
     return f"{f'{named}, as the files say' if named else 'not known'} (tokens are read in place)"
 
 
-def first_words(sources: dict[str, Any], tokenizer) -> str:
-    """The first words of the first source, as the beginning of a generated story; empty where it has no text."""
+def story_beginning(settings: flag_rules.Settings, record: DataRecord | None, tokenizer, prompt: str) -> str:
+    """The text that a story goes on from: the prompt, where the data of `record` are conversations or a chat template
+    is given, as a user's message rendered by the template."""
+    is_chat = record is not None and any(rules.get("chat") for rules in record.sources.values())
+    if not is_chat and settings.chat_template is None:
+        return prompt
+    return render_prompt(tokenizer, read_template(settings.chat_template), prompt)
+
+
+def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer) -> str:
+    """The first words of the first source, as the beginning of a generated story, of conversations those of a user;
+    empty where it has no text."""
+    if corpora and corpora[0].is_chat:
+        files = corpora[0].listing.of_split(parse_split(corpora[0].split)[0])
+        return first_question(files[0])
     dataset = next(iter(sources.values()))
-    if tokenizer is None or not isinstance(dataset, PackedDataset):
+    if tokenizer is None or isinstance(dataset, Stream | SyntheticDataset):
         return ""
     text = tokenizer.decode(tokens_of(dataset[0])[:12], skip_special_tokens=True)
     words = text.replace("\ufffd", "").lstrip(" \n.,;:!?)").split()
     return " ".join(words[:-1] or words)  # the last one may be cut
+
+
+def first_question(file: DataFile) -> str:
+    """The first words of a user in a file of conversations; empty where there are none."""
+    for _, record in read_records(file, CHAT_FIELD):
+        messages = record.messages if isinstance(record, Conversation) else []
+        for message in messages:
+            if message["role"] == "user" and isinstance(message.get("content"), str):
+                return " ".join(message["content"].split()[:12])
+    return ""
 
 
 def show_samples(settings: flag_rules.Settings, data: TrainingData, tokenizer, recorded: dict | None) -> None:

@@ -9,9 +9,11 @@ tokens of the piece before the window): of a chunk what is before it is read aga
 
 import bisect
 import collections
+import functools
 import hashlib
 import itertools
 import json
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +28,7 @@ from harness.data.encode import Encoded, TextFormat, take
 from harness.data.files import DataFile
 from harness.data.readers import reader_of
 from harness.data.records import Field, read_documents
-from harness.data.windows import EVERY, PackedDataset, TokenFile, Tokens, Window, end_labels
+from harness.data.windows import EVERY, Window, end_labels
 
 LEAST_CHUNK = 2**12  # bytes: a corpus has no more lanes than chunks
 MOST_CHUNK = 2**18  # bytes, and characters of a piece: about what an open lane holds in memory
@@ -48,7 +50,7 @@ class Part(NamedTuple):
 class Stream:
     """The documents of files in lanes."""
 
-    is_chat = False
+    has_mask = False
 
     def __init__(
         self,
@@ -127,36 +129,69 @@ class Stream:
             "dataset": f"{hashlib.sha256(beginning.tobytes()).hexdigest()[:20]}, then streamed",
         }
 
-    def windows_of_all_ranks(self, count: int) -> PackedDataset:
+    def held_out_windows(self, count: int, batch_size: int) -> "HeldOutWindows":
         """The first windows in the order of the chunks, which is that of the files but that those which cannot be cut
-        come last; all windows for 0. Each rank reads its share of the chunks, and all get all. A UserError where there
-        is not one; every rank calls this."""
-        wanted = count * self.seq_len + 1 if count else 2**63
+        come last; all windows for 0. No more chunks are read than it takes. Ranks read them in turn; each sees the
+        tokens of all and keeps the windows that it evaluates. A UserError where there is not one; every rank calls
+        this."""
         rank, world = dist.get_rank(), dist.get_world_size()
-        parts: list[Encoded] = []
+        most = count or sys.maxsize
+        found = HeldOutWindows(self.seq_len)
+        tokens, ends = np.empty(0, self.encoder.dtype), np.empty(0, np.int64)  # what is in no window yet
         for first in range(0, len(self.chunks), world):
-            mine: Encoded | base.UserError
-            try:
-                mine = self.head(wanted, self.chunks[first + rank : first + rank + 1])
-            except base.UserError as error:
-                mine = error
-            for part in base.of_all_ranks(mine):
-                if isinstance(part, base.UserError):
-                    raise part
-                parts.append(part)
-            if sum(len(part.tokens) for part in parts) >= wanted:
+            chunk = self.chunks[first + rank : first + rank + 1]
+            wanted = (most - len(found)) * self.seq_len + 1 - len(tokens)
+            mine = base.with_all_ranks(functools.partial(self.head, wanted, chunk))
+            for encoded in base.of_all_ranks(mine):
+                ends = np.concatenate([ends, len(tokens) + np.cumsum(encoded.lengths)])
+                tokens = np.concatenate([tokens, encoded.tokens])
+                while len(tokens) > self.seq_len and len(found) < most:
+                    is_mine = len(found) // batch_size % world == rank
+                    found.add(self.first_window(tokens, ends), is_mine)
+                    tokens, ends = tokens[self.seq_len :], ends - self.seq_len
+            if len(found) == most:
                 break
-        read = joined(parts)
-        tokens = read.tokens[:wanted]
-        if len(tokens) <= self.seq_len:
-            problem = f"{len(tokens):,} tokens do not fill one window of --sequence-length {self.seq_len}"
+        if not len(found):
+            problem = (
+                f"{base.counted(len(tokens), 'token')}, too few for one window of --sequence-length {self.seq_len}"
+            )
             raise base.UserError(
                 f"--dataset {self.files[0]}: {problem}; use a shorter sequence, more text or an --eval-split"
             )
-        ends = np.cumsum(read.lengths)
-        ends = np.append(ends[ends < len(tokens)], len(tokens))
-        file = TokenFile(tokens, find_ends=lambda: ends)
-        return PackedDataset(Tokens([file], self.encoder.vocab_size), self.seq_len, self.document_mask)
+        return found
+
+    def first_window(self, tokens: np.ndarray, ends: np.ndarray) -> np.ndarray | Window:
+        """The window that tokens begin with, whose documents end at `ends`, counted from its first token."""
+        window = tokens[: self.seq_len + 1].copy()  # without what comes after it
+        if not self.document_mask:
+            return window
+        inside = ends[(ends > 0) & (ends <= self.seq_len)]
+        return Window(window, *end_labels(np.concatenate([[0], inside]), self.seq_len))
+
+
+class HeldOutWindows:
+    """Windows of a stream that are evaluated, of which a rank holds its own, see `batches.held_out_batches`."""
+
+    has_mask, left_out = False, 0
+
+    def __init__(self, seq_len: int):
+        self.seq_len, self.count = seq_len, 0
+        self.held: dict[int, np.ndarray | Window] = {}
+
+    def add(self, window: np.ndarray | Window, is_mine: bool) -> None:
+        if is_mine or self.count == 0:  # every rank has the first one, to fill its last batch with
+            self.held[self.count] = window
+        self.count += 1
+
+    def __len__(self) -> int:
+        """How many all ranks hold."""
+        return self.count
+
+    def __getitem__(self, index: int) -> np.ndarray | Window:
+        return self.held[index]
+
+    def total_tokens(self) -> int:
+        return self.count * self.seq_len
 
 
 def joined(parts: list[Encoded]) -> Encoded:
@@ -243,11 +278,7 @@ class LaneReader:
         self._drop(first)
         if first < self.start:
             raise ValueError(f"window {number:,} is wanted, the lane was read from token {self.start:,} on")
-        tokens = self.tokens[: self.stream.seq_len + 1]
-        if not self.stream.document_mask:
-            return tokens
-        inside = self.ends[(self.ends > first) & (self.ends <= last)] - first
-        return Window(tokens, *end_labels(np.concatenate([[0], inside]), self.stream.seq_len))
+        return self.stream.first_window(self.tokens, self.ends - first)
 
     def _drop(self, first: int) -> None:
         """Drops what is before a token, which may lie beyond all that was read."""

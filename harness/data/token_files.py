@@ -21,7 +21,7 @@ class TokenFile:
     find_ends: Callable[[], np.ndarray] | None = None
     tokenizer: str | None = None  # the name of the one that made it, where the format has it
     is_checked: bool = False  # whether each id is known to be below the vocabulary's size
-    trained: np.ndarray | None = None  # of conversations, uint8: 1 for each token that is trained on
+    trained: np.ndarray | None = None  # where there is a mask, uint8: 1 for each token that is trained on
 
 
 def map_numbers(file: str, dtype, offset: int = 0) -> np.ndarray:

@@ -62,7 +62,7 @@ class Tokens:
         return self._read(first, last, self._of_file)
 
     def trained(self, first: int, last: int) -> np.ndarray:
-        """Whether the tokens from `first` to before `last` are trained on, uint8; of conversations only."""
+        """Whether the tokens from `first` to before `last` are trained on, uint8; only where there is a mask."""
         return self._read(first, last, lambda file, start, stop: file.trained[start:stop])
 
     def _read(self, first: int, last: int, read: Callable[[TokenFile, int, int], np.ndarray]) -> np.ndarray:
@@ -98,8 +98,8 @@ class Tokens:
         return unsigned.astype(self.dtype, copy=False)
 
     @property
-    def is_chat(self) -> bool:
-        """Whether its documents are conversations, of which not all tokens are trained on."""
+    def has_mask(self) -> bool:
+        """Whether it is known of each token whether it is trained on: of conversations, and of rows with labels."""
         return self.files[0].trained is not None
 
     @property
@@ -173,7 +173,7 @@ class Tokens:
         digest = hashlib.sha256()
         for start in starts:
             digest.update(self[start : start + 4096].tobytes())
-            if self.is_chat:
+            if self.has_mask:
                 digest.update(self.trained(start, min(start + 4096, len(self))).tobytes())
         return f"{digest.hexdigest()[:20]}, {len(self):,} tokens"
 
@@ -207,8 +207,9 @@ class PackedDataset(Dataset):
     """Windows of `seq_len + 1` tokens; consecutive windows share one token.
 
     Window i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly once and
-    nothing is lost but the last partial window. A window is a plain array, or a `Window` where not all is trained on or
-    documents are not to see each other: then the last token of one does not predict the first of the next either.
+    nothing is lost but the last partial window, and windows without a label that is trained on. A window is a plain
+    array, or a `Window` where not all is trained on or documents are not to see each other: then the last token of one
+    does not predict the first of the next either.
     """
 
     def __init__(
@@ -217,26 +218,59 @@ class PackedDataset(Dataset):
         """`end_of_text` ends a document of a plain array."""
         self.tokens = tokens if isinstance(tokens, Tokens) else Tokens([TokenFile(tokens)], end_of_text=end_of_text)
         self.seq_len, self.document_mask = seq_len, document_mask
-        self.is_chat = self.tokens.is_chat
+        self.has_mask = self.tokens.has_mask
         # whether each window has `seq_len` inputs and labels that count
-        self.is_uniform = not (self.is_chat or document_mask)
+        self.is_uniform = not (self.has_mask or document_mask)
+        self.cut = max(0, (len(self.tokens) - 1) // seq_len)  # windows, those that are left out too
+
+    @functools.cached_property
+    def trained_in_cut(self) -> np.ndarray:
+        """Labels that count in each window that is cut, of data with a mask, which is read once."""
+        last = self.cut * self.seq_len + 1
+        mask = self.tokens.trained(1, last)
+        counts = mask.reshape(-1, self.seq_len).sum(1, dtype=np.int32)
+        if self.document_mask:
+            labels = self.tokens.starts_between(0, last)[1:] - 1  # that begin a document
+            counts -= np.bincount(labels // self.seq_len, mask[labels], self.cut).astype(np.int32)
+        return counts
+
+    @functools.cached_property
+    def numbers(self) -> np.ndarray | range:
+        """Which of the windows that are cut have a label that counts: these are the windows of the data set. Without a
+        mask all are: a window of documents of one token each has not been met."""
+        return np.flatnonzero(self.trained_in_cut) if self.has_mask else range(self.cut)
+
+    @functools.cached_property
+    def trained_counts(self) -> np.ndarray:
+        """Labels that count in each window, of data with a mask."""
+        return self.trained_in_cut[self.numbers]
+
+    @functools.cached_property
+    def left_out(self) -> int:
+        """How many windows were left out as none of their labels counts."""
+        return self.cut - len(self.numbers)
 
     def __len__(self) -> int:
-        return max(0, (len(self.tokens) - 1) // self.seq_len)
+        return len(self.numbers)
 
     def __getitem__(self, index: int) -> np.ndarray | Window:
         """Tokens of shape (seq_len + 1,), unsigned integers."""
-        first, last = index * self.seq_len, (index + 1) * self.seq_len
-        if first < 0 or last >= self.tokens.size:
+        if not 0 <= index < len(self):
             raise IndexError(index)
+        first, last = self.inputs_of(index)
         tokens, trained, starts = self.tokens[first : last + 1], None, None
-        if self.is_chat:
+        if self.has_mask:
             trained = self.tokens.trained(first + 1, last + 1).astype(bool)
         if self.document_mask:
             trained, starts = end_labels(self.tokens.starts_between(first, last + 1), self.seq_len, trained)
         if starts is None and trained is None:
             return tokens
         return Window(tokens, trained, starts)
+
+    def inputs_of(self, index: int) -> tuple[int, int]:
+        """(the first input of a window, the one after its last) among the tokens."""
+        first = int(self.numbers[index]) * self.seq_len
+        return first, first + self.seq_len
 
     def real_tokens(self, index: int) -> int:
         """Inputs of a window that are not padding."""
@@ -246,20 +280,14 @@ class PackedDataset(Dataset):
         """Labels of a window that count."""
         if self.is_uniform:
             return self.seq_len
-        if self.is_chat:
+        if self.has_mask:
             return int(self.trained_counts[index])
-        first, last = index * self.seq_len, (index + 1) * self.seq_len
+        first, last = self.inputs_of(index)
         return self.seq_len - (len(self.tokens.starts_between(first, last + 1)) - 1)
 
     def total_trained(self) -> int:
-        """Labels of all windows of conversations that count."""
+        """Labels of all windows that count, of data with a mask."""
         return int(self.trained_counts.sum())
-
-    @functools.cached_property
-    def trained_counts(self) -> np.ndarray:
-        """Labels that count in each window of conversations, read from the mask once."""
-        mask = self.tokens.trained(1, len(self) * self.seq_len + 1)
-        return mask.reshape(-1, self.seq_len).sum(1, dtype=np.int32)
 
     def total_tokens(self) -> int:
         """Inputs of all windows that are not padding."""
@@ -267,7 +295,7 @@ class PackedDataset(Dataset):
 
     def starts_in(self, index: int) -> list[int]:
         """Where documents begin among the inputs of a window, 0 first."""
-        return self.tokens.starts_between(index * self.seq_len, (index + 1) * self.seq_len).tolist()
+        return self.tokens.starts_between(*self.inputs_of(index)).tolist()
 
 
 def end_labels(begins: np.ndarray, seq_len: int, trained: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -293,12 +321,16 @@ class BestFitDataset(PackedDataset):
         self.starts, self.lengths = cut_long(tokens.ends, seq_len)  # of the pieces, in tokens
         self.items, self.begins = best_fit(self.lengths, seq_len + 1, seed)
         trained = self.lengths - 1
-        if tokens.is_chat:
+        if tokens.has_mask:
             mask = np.append(tokens.trained(0, len(tokens)), np.uint8(0))
             borders = np.stack([self.starts + 1, self.starts + self.lengths], axis=1).ravel()
             trained = np.add.reduceat(mask, borders, dtype=np.int64)[::2]
             trained[self.lengths == 1] = 0  # of an empty range reduceat gives the item there
-        self.trained_counts = self.sums(trained)
+        trained_counts = self.sums(trained)
+        is_trained, sizes = trained_counts > 0, np.diff(self.begins)
+        self.items = self.items[np.repeat(is_trained, sizes)]
+        self.begins = np.concatenate([[0], np.cumsum(sizes[is_trained])])
+        self.trained_counts, self.left_out = trained_counts[is_trained], int((~is_trained).sum())
         self.real = np.minimum(self.sums(self.lengths), seq_len)
 
     def sums(self, of_pieces: np.ndarray) -> np.ndarray:
@@ -324,7 +356,7 @@ class BestFitDataset(PackedDataset):
             start, length = int(self.starts[piece]), int(self.lengths[piece])
             tokens[filled : filled + length] = self.tokens[start : start + length]
             trained[filled + 1 : filled + length] = True
-            if self.tokens.is_chat:
+            if self.has_mask:
                 trained[filled + 1 : filled + length] = self.tokens.trained(start + 1, start + length)
             starts.append(filled)
             filled += length
@@ -404,7 +436,8 @@ class SyntheticDataset(Dataset):
     """Random tokens for throughput runs: window i is a pure function of (seed, i) and is stored nowhere."""
 
     is_uniform = True
-    is_chat = False
+    has_mask = False
+    left_out = 0
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, windows: int = 2**20):
         self.vocab_size, self.seq_len, self.seed, self.windows = vocab_size, seq_len, seed, windows

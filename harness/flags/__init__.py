@@ -2,6 +2,7 @@
 program prints. Imports no torch, so that --help and a wrong flag answer at once.
 
     settings = flags.parse_args()     a mistake ends the process with one line
+    flags.complete(given)             the settings of flags that were given, such as those that a checkpoint records
     settings.given                    {field: value} of the flags that the command line and --config gave
     flags.record_flags(settings)      {"given": ..., "flags": ...}, for config.json and a checkpoint's manifest
     flags.must_match(settings)        {field: value} that a resumed run must have as its checkpoint has it
@@ -13,7 +14,7 @@ A flag is one field of `Settings` in settings.py, which says all of it; what it 
 
 from harness.flags.checkpoints import checkpoint_folder, no_checkpoint
 from harness.flags.commands import as_flags, as_words, flags_of_run, to_paste
-from harness.flags.parser import make_parser, parse_args
+from harness.flags.parser import complete, make_parser, parse_args
 from harness.flags.rules import contradiction, misfits_float8, not_a_folder_name
 from harness.flags.schedules import SCHEDULES
 from harness.flags.settings import (
@@ -50,6 +51,7 @@ __all__ = [
     "as_flags",
     "as_words",
     "checkpoint_folder",
+    "complete",
     "contradiction",
     "default_warmup",
     "flags_of_run",

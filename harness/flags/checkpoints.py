@@ -37,8 +37,8 @@ def no_checkpoint(resume: str) -> str:
 
 def flags_of_checkpoint(settings: Settings) -> dict[str, Any]:
     """The flags that a run of no step takes from the checkpoint of its --resume where none is given: those of the
-    model, and for an evaluation or --show-samples those of the data, unless another --dataset is given. None where the
-    checkpoint cannot be read, which is reported when it is loaded."""
+    model, for an evaluation or --show-samples those of the data, unless another --dataset is given, and for samples
+    the chat template. None where the checkpoint cannot be read, which is reported when it is loaded."""
     try:
         flags = base.read_manifest(checkpoint_folder(settings.resume))["flags"]
     except (OSError, ValueError, KeyError):
@@ -47,5 +47,9 @@ def flags_of_checkpoint(settings: Settings) -> dict[str, Any]:
     is_same = same_dataset(settings.given.get("dataset", flags["dataset"]), flags["dataset"])
     if is_same and (settings.eval_interval > 0 or settings.show_samples is not None):
         names += flags_where("from_checkpoint", "data")
+        if "eval_steps" not in settings.given:
+            names.append("eval_windows")
+    elif settings.sample_prompt:
+        names += ["chat_template"]  # by which a run on conversations samples
     found = {name: flags[name] for name in names if name in flags}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}

@@ -5,10 +5,12 @@ import errno
 import math
 import os
 import sys
+from fractions import Fraction
 
 from harness.flags.sources import parse_source, parse_stage
 
 MAX_WORLD = 2**20  # ranks that are planned for
+TOKEN_UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
 MAX_SEQUENCES = 1_000_000  # of a microbatch
 
 
@@ -30,11 +32,25 @@ def number(kind: type, least: float | None = None, below: float = math.inf):
     return parse
 
 
+def percent(text: str) -> float:
+    """An argparse type: a percentage of at least 1; below it a share is meant, most likely."""
+    value = float(text)
+    if not 1 <= value < 100:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1 and below 100; it is in percent, as in 40")
+    return value
+
+
 def token_count(text: str) -> int:
-    """An argparse type: a whole number of tokens, such as 20e9."""
-    value = number(float, 1, 1e18)(text)
-    if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
+    """An argparse type: a whole number of tokens, such as 20e9, 20B, 1.5T or 500M."""
+    digits, unit = text, 1
+    if text[-1:].upper() in TOKEN_UNITS:
+        digits, unit = text[:-1], TOKEN_UNITS[text[-1].upper()]
+    try:
+        value = Fraction(str(float(digits))) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no number of tokens, such as 20e9, 20B, 1.5T or 500M") from None
+    if value.denominator != 1 or not 0 < value < 10**18:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of tokens below 1e18")
     return int(value)
 
 

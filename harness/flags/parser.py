@@ -123,7 +123,7 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     return settings
 
 
-def complete(given: dict[str, typing.Any], file: str | None) -> Settings:
+def complete(given: dict[str, typing.Any], file: str | None = None) -> Settings:
     """The settings with these flags given, by a file of flags too: --demo, a checkpoint of which nothing is trained,
     and other flags decide the defaults."""
     defaults: dict[str, typing.Any] = {"config": file, "given": given}
@@ -165,7 +165,7 @@ def leave_out_accelerate(settings: Settings) -> None:
     }
     for name, (field, own) in decided_by.items():
         value = os.environ.pop(name, "").lower()
-        if value not in ("", "no", own) and int(os.environ.get("RANK", 0)) == 0:
+        if value not in ("", "no", own) and os.environ.get("RANK", "0") == "0":
             followed = f"{name}={value} (of accelerate launch or its config) is not followed"
             warning = f"train_fsdp.py: warning: {followed}: this program goes by {as_flag(field)}"
             print(warning, file=sys.stderr, flush=True)

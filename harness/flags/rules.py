@@ -117,7 +117,7 @@ def contradictions(s: Settings) -> Iterator[str]:
         yield base.unlisted(gpu, {})
 
     # Files that are not there, then what can have no effect
-    if int(os.environ.get("RANK", 0)) == 0:  # the others' disks, which may differ, are looked at later
+    if os.environ.get("RANK", "0") == "0":  # the others' disks, which may differ, are looked at later
         yield from missing_files(s)
     if s.trains():
         yield from without_effect(s)

@@ -18,6 +18,7 @@ from harness.flags.flag_types import (
     gpu_counts,
     number,
     path,
+    percent,
     stage,
     text,
     token_count,
@@ -98,14 +99,14 @@ class Settings:
     mixture_stage: tuple[str, ...] | None = flag(None, "from this share of the planned run on the sources have these weights, and those that are not named none; each further one adds a stage [none]", metavar="SHARE:NAME=WEIGHT,...", type=stage, action=Collect, from_checkpoint="data")
     max_epochs: float | None = flag(None, "refuse a run in which a source would be repeated more often than this [any number]")
     dataset_config: str | None = flag(None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1 [its default]", also="dataset-config-name", from_checkpoint="data")
-    text_field: str = flag("text", f"column of the text in {', '.join(FIELD_SUFFIXES)} and hub data [input_ids where there are token ids, else text]", also="text-column text-column-name", from_checkpoint="data")
+    text_field: str = flag("text", f"column of the text in {', '.join(FIELD_SUFFIXES)} and hub data [messages, input_ids or text, the first that is there]", also="text-column text-column-name", from_checkpoint="data")
     dataset_split: str | None = flag(None, "training split, with an optional slice [train[:5%%]; of local data and with --streaming: train]", from_checkpoint="data")
     eval_split: str | None = flag(None, "held-out split, with an optional slice [validation; where there is none 5 %% of the training documents, one of every 20]", only_with="eval_interval", from_checkpoint="data")
     sequence_length: int | None = flag(None, "tokens per sample [8192, or as many positions as the model has]", also="seq-len max-seq-len max-seq-length block-size context-length", on_resume="same", from_checkpoint="model")
     batch_size: int | Literal["auto"] = flag(1, "sequences per rank and microbatch; auto takes the largest that fits by --plan [1]", type=batch_size, also="per-device-train-batch-size device-batch-size micro-batch-size local-batch-size", on_resume="reported", from_checkpoint="data")
     gradient_accumulation_steps: int = flag(1, "microbatches per optimizer step [1]", on_resume="reported", from_checkpoint="data")
-    document_mask: bool | None = flag(None, "attention and labels stay inside each document, up to the tokenizer's end-of-text token [off, on for conversations]", on_resume="reported", from_checkpoint="model")
-    packing: Literal["concatenate", "best-fit"] | None = flag(None, "concatenate cuts documents where a window ends; best-fit fills windows with whole documents and pads them [concatenate, best-fit for conversations]", from_checkpoint="data")
+    document_mask: bool | None = flag(None, "attention and labels stay inside each document, up to the tokenizer's end-of-text token [off, on for conversations and labels]", on_resume="reported", from_checkpoint="model")
+    packing: Literal["concatenate", "best-fit"] | None = flag(None, "concatenate cuts documents where a window ends; best-fit fills windows with whole documents and pads them [concatenate, best-fit for conversations and labels]", from_checkpoint="data")
     chat_template: str | None = flag(None, "Jinja file that renders conversations (records with messages) [the tokenizer's]", metavar="FILE", type=path, from_checkpoint="data")
     chat_loss: Literal["assistant", "all"] = flag("assistant", "tokens of a conversation that are trained on [assistant]", from_checkpoint="data")
     streaming: bool = flag(False, "read and tokenize while training: no full download, no cache; whole splits only [off]", on_resume="same", from_checkpoint="data")
@@ -129,7 +130,7 @@ class Settings:
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 
     num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates (--eval-interval 1), writes stories (--sample-prompt) and exports (--export) [1000]", least=0, group="optimization", also="max-steps steps max-iters num-iterations epochs num-epochs num-train-epochs", on_resume="reported")
-    num_tokens: int | None = flag(None, "instead of --num-steps: tokens of the whole run, such as 20e9; the global batch decides how many steps these are [--num-steps]", type=token_count)
+    num_tokens: int | None = flag(None, "instead of --num-steps: tokens of the whole run, such as 20e9, 20B, 500M or 1.5T; the global batch decides how many steps these are [--num-steps]", type=token_count)
     optimizer: Literal[*OPTIMIZERS] = flag("adamw", f"{OPTIMIZERS_HELP} [adamw]", also="optim", on_resume="same", from_checkpoint="model")  # type: ignore[valid-type]  # the files of a folder
     lr: float = flag(3e-4, "peak learning rate [3e-4]", also="learning-rate max-lr", on_resume="reported")
     adamw_lr: float | None = flag(None, "peak learning rate of what muon leaves to adamw: embedding, head, norms, biases [--lr]", on_resume="reported")
@@ -143,10 +144,10 @@ class Settings:
     seed: int = flag(42, "of weights and data order [42]", least=0, below=2**63, on_resume="same", from_checkpoint="data")
 
     eval_interval: int = flag(0, "steps between evaluations on the held-out split; 0 never [0]", least=0, group="evaluation", also="eval-every", from_checkpoint="data")
-    eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split [0]", least=0, only_with="eval_interval", from_checkpoint="data")
+    eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split, of a stream without one 256 windows; a run that goes on, and an evaluation of it, take the same windows on any ranks [0]", least=0, only_with="eval_interval", from_checkpoint="data")
     show_samples: int | None = flag(None, "no training: prints the documents that this optimizer step of a run trains on, or trained on [none]", metavar="STEP")
     average_checkpoints: int | None = flag(None, "with --num-steps 0 --resume RUN: evaluates, samples or exports the mean of the run's newest so many checkpoints, summed in fp32", metavar="K")
-    sample_prompt: tuple[str, ...] | None = flag(None, "text that the model continues at evaluations and at the end; each further one is continued too", type=text, action=Collect)
+    sample_prompt: tuple[str, ...] | None = flag(None, "text that the model continues at evaluations and at the end, of conversations a user's message; each further one is continued too", type=text, action=Collect)
     sample_tokens: int = flag(128, "length of the continuation [128]", only_with="sample_prompt demo")
 
     checkpoint_interval: int = flag(0, "steps between checkpoints; 0 saves at the end, and on SIGTERM and SIGUSR1 [0]", least=0, group="checkpoints", also="save-steps save-interval save-every")
@@ -170,7 +171,7 @@ class Settings:
 
     perf_warmup_steps: int = flag(10, "steps at the start that the speed figures leave out; not --warmup-steps, the learning rate's [10]", least=0, group="figures and gates")
     peak_tflops: float | None = flag(None, "dense bf16 peak of one GPU, for one that is not in the table")
-    min_mfu: float | None = flag(None, "acceptance gate: exit 3 at the end when the MFU after warmup is below this percentage [none]")
+    min_mfu: float | None = flag(None, "acceptance gate: exit 3 at the end when the MFU after warmup is below this, in percent [none]", type=percent)
     max_memory_gib: float | None = flag(None, "acceptance gate: exit 3 at the end when the fullest GPU's reserved memory was above this [none]")
     profile: bool = flag(False, f"trace of {PROFILED_STEPS} steps after the warmup, and a table of where their time went; they are in no speed figure [off]")
     memory_snapshot: bool = flag(False, "history of every allocation on the GPU, for pytorch.org/memory_viz, also when it runs out of memory [off]")
@@ -187,7 +188,9 @@ class Settings:
     measure: bool = flag(False, "no training: times products, attention, memory, launches and, under torchrun, links of this device for plans, in some seconds; names a slow rank or link")
     own_plan: bool = flag(True, "a run on a GPU is planned by a process beside it, and ends with that plan beside its own figures [on]")
 
-    given: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # no flag: the flags that the command line and --config gave
+    # no flags:
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # the flags that the command line and --config gave
+    eval_windows: int = 0  # held-out windows of a source that an evaluation takes at most, of all ranks; 0 takes all
     # fmt: on
 
     def sources(self) -> list[Source]:
@@ -260,8 +263,9 @@ def reported(settings: Settings) -> dict[str, Any]:
 
 def record_flags(settings: Settings) -> dict[str, dict]:
     """The flags of a run for its config.json and its checkpoints: `given`, those that the command line and --config
-    gave, with the values that they had there; `flags`, all of them as `settings` has them."""
-    return {"given": dict(settings.given), "flags": {name: getattr(settings, name) for name in FLAGS}}
+    gave, with the values that they had there; `flags`, all of them as `settings` has them, with `eval_windows`."""
+    resolved = {name: getattr(settings, name) for name in (*FLAGS, "eval_windows")}
+    return {"given": dict(settings.given), "flags": resolved}
 
 
 def default_split(dataset: str, streaming: bool) -> str:

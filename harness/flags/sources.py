@@ -74,10 +74,13 @@ def name_of(place: str) -> str:
 
 
 def same_dataset(one: str | Sequence[str], other: str | Sequence[str]) -> bool:
-    """Whether two values of --dataset are the same; JSON has lists for tuples."""
-    if isinstance(one, str) or isinstance(other, str):
-        return one == other
-    return list(one) == list(other)
+    """Whether two values of --dataset name the same sources, whatever their weights; JSON has lists for tuples."""
+
+    def places(dataset: str | Sequence[str]) -> set[tuple[str, str]]:
+        sources = sources_of(dataset if isinstance(dataset, str) else tuple(dataset))
+        return {(s.name, os.path.realpath(s.dataset) if exists(s.dataset) else s.dataset) for s in sources}
+
+    return places(one) == places(other)
 
 
 def splits_overlap(one: str, other: str) -> bool:

@@ -17,13 +17,14 @@ from harness.job.folders import replace_file, take_folder
 from harness.job.heartbeats import HERE, RANKS, end_part, enter_phase, rank_name
 from harness.job.preflight import ParameterBytes, check_machine
 from harness.job.schedule import Due, count_steps, due
-from harness.job.signals import LISTENING, ignore_signals
+from harness.job.signals import LISTENING, Stopped, ignore_signals
 from harness.job.startup import begin
 from harness.job.terminal import (
     columns,
     command,
     is_first_rank,
     is_terminal,
+    last_lines,
     launcher,
     print_error,
     progress,
@@ -43,6 +44,7 @@ __all__ = [
     "STOPPED",
     "Due",
     "ParameterBytes",
+    "Stopped",
     "World",
     "at_exit",
     "begin",
@@ -56,6 +58,7 @@ __all__ = [
     "ignore_signals",
     "is_first_rank",
     "is_terminal",
+    "last_lines",
     "launcher",
     "limit_waiting",
     "print_error",

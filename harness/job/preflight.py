@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 PREFETCHED_BATCHES = 2  # that a data worker reads ahead
-PREFETCHED_BATCHES_STREAMING = 16
 BATCHES_IN_USE = 2  # that the training holds beside them
 FOREIGN_MEMORY = base.GIB  # bytes of a GPU that other processes may hold without a warning
 
@@ -94,6 +93,8 @@ def check_machine(
         if findings.error:
             raise findings.error
     warnings = compare_versions(everyone) + [findings.taken_gpu for findings in everyone if findings.taken_gpu]
+    if spread := describe_spread(settings, mesh):
+        warnings.append(spread)
     changes = {}
     lacks_memory = [findings.name for findings in everyone if findings.lacks_memory]
     if lacks_memory:
@@ -145,6 +146,18 @@ def compare_versions(everyone: list[Findings]) -> list[str]:
                 line = f"{other.name}: {name} {version}, but {usual} on {first.name}; give all ranks the same"
                 lines.setdefault((other.node, name, version), line)
     return [*lines.values()]
+
+
+def describe_spread(settings: flags.Settings, mesh: DeviceMesh) -> str:
+    """The warning of a shard group that spans several nodes of several ranks, by what the launcher says; empty for any
+    other, and where --dp-replicate-size was given."""
+    shards, of_node = mesh["shard"].size(), host.ranks_here()
+    if of_node == 1 or shards <= of_node or "dp_replicate_size" in settings.given:
+        return ""
+    nodes = shards // of_node
+    problem = f"the shards are spread over {nodes} nodes, so every all-gather crosses the network between them"
+    advice = f"{nodes} keeps them inside a node, where its {of_node} ranks hold the model; 1 says that they do not"
+    return f"--dp-replicate-size: {problem}; {advice}"
 
 
 def holders_of_gpu() -> dict[int, int]:
@@ -206,8 +219,7 @@ def check_shared_memory(settings: flags.Settings) -> None:
     workers = settings.num_workers * host.ranks_here()
     if not workers:
         return
-    prefetched = PREFETCHED_BATCHES_STREAMING if settings.streaming else PREFETCHED_BATCHES
-    batches = workers * prefetched + BATCHES_IN_USE * host.ranks_here()
+    batches = workers * PREFETCHED_BATCHES + BATCHES_IN_USE * host.ranks_here()
     need, free = batches * batch_bytes(settings), free_bytes(SHARED_MEMORY)
     if need > free:
         what = f"{amount(free)} free, what {workers} data workers read ahead takes {amount(need)}"

@@ -1,6 +1,7 @@
-"""Signals: Ctrl-C, SIGTERM and SIGUSR1, for which a thread waits, and the agreement of all ranks to stop. Imports
-nothing heavy: signals are read before torch is loaded."""
+"""Signals: Ctrl-C, SIGTERM and SIGUSR1, which a thread reads, and the agreement of all ranks to stop. Imports nothing
+heavy: signals are read before torch is loaded."""
 
+import contextlib
 import ctypes
 import math
 import os
@@ -8,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from harness import flags
@@ -16,9 +18,14 @@ from harness.job import endings, heartbeats, terminal
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
+class Stopped(BaseException):
+    """All ranks stop here: each is before the same forward pass. As with KeyboardInterrupt no library catches it."""
+
+
 class StopRequest:
-    """On SIGTERM or SIGUSR1 to any rank all ranks save after the same step and leave with 143. A second signal, or one
-    before the first step is done, ends the job at once; so does Ctrl-C at any time, with 130 and what to do next."""
+    """On SIGTERM or SIGUSR1 to any rank all ranks stop before the same forward pass, of a microbatch, of a batch of an
+    evaluation or of a token of a story, save the last complete step and leave with 143. A second signal, or one before
+    the first step is done, ends the job at once; so does Ctrl-C at any time, with 130 and what to do next."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
     EXIT_CODE = endings.STOPPED
@@ -28,6 +35,7 @@ class StopRequest:
         self.settings = settings
         self.name = ""  # of the signal that asked for the end
         self.can_save = False  # set by the loop, from when a step is done
+        self.resumed_step = 0  # set by the loop, what this start went on from
         self.leaving = False  # set when the ranks have done all their work
         self.first_request = math.inf  # when, on the monotonic clock
         self.group: Any = None  # of the ranks that ask each other, by default all of the world
@@ -35,19 +43,35 @@ class StopRequest:
         self.flag: Any = None
 
     def listen(self) -> None:
-        """Starts the thread that waits for signals; called in the main thread, before other threads are started. Only
-        such a thread can act at any time: Python's own handlers run in the main thread, which may be inside a
-        collective. Processes that are forked later get signals as usual."""
+        """Starts the thread that reads signals; called in the main thread. Only such a thread can act at any time:
+        Python's own handlers run in the main thread, which may be inside a collective. What C does when a signal comes
+        is to write its number into the pipe, whatever all threads are doing.
+
+        No signal is blocked, as every child process would inherit that: a program that is started gets signals as
+        usual, and so does a process that is forked."""
         numbers = {*self.SIGNALS, signal.SIGINT}
-        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        pipe, into_pipe = os.pipe()
+        os.set_blocking(into_pipe, False)
+        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        signal.set_wakeup_fd(into_pipe, warn_on_full_buffer=False)
+        for number in numbers:
+            signal.siginterrupt(number, False)  # a library's system call that it meets goes on
+
+        def forget() -> None:
+            signal.set_wakeup_fd(-1)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
         if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
             ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)  # when torchrun or accelerate dies
-        os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers))
-        threading.Thread(target=self._wait, args=(numbers,), daemon=True).start()
+        os.register_at_fork(after_in_child=forget)
+        threading.Thread(target=self._read, args=(pipe,), daemon=True).start()
 
-    def _wait(self, numbers: set[signal.Signals]) -> None:
+    def _read(self, pipe: int) -> None:
         while True:
-            self.react(signal.sigwait(numbers))
+            for number in os.read(pipe, 64):  # other signals with a handler of Python's come here too
+                if number in (*self.SIGNALS, signal.SIGINT):
+                    self.react(number)
 
     def react(self, number: int) -> None:
         """Does what a signal asks for; called in a thread of its own."""
@@ -59,7 +83,10 @@ class StopRequest:
         elif interrupts:
             if self.settings is not None and terminal.is_first_rank():
                 here = heartbeats.HERE
-                terminal.print_error(terminal.describe_interrupt(self.settings, here.step, here.phase, here.folder))
+                lines = terminal.describe_interrupt(
+                    self.settings, here.step, here.phase, here.folder, self.resumed_step
+                )
+                terminal.print_error(lines)
             endings.end(endings.INTERRUPTED, patience=3)
         elif not self.leaving:  # torchrun sends SIGTERM to ranks that leave a moment after the first one
             now = time.monotonic()
@@ -80,9 +107,9 @@ class StopRequest:
         endings.end(self.EXIT_CODE, patience=3)
 
     def agreed_by_all_ranks(self) -> bool:
-        """Whether any rank had a request when this was last called; every rank calls it after every step.
+        """Whether any rank had a request when this was last called; every rank calls it before every forward pass.
 
-        The answer is one step old, so that no rank waits for it: a small all-reduce on the host during the next step.
+        The answer is one pass old, so that no rank waits for it: a small all-reduce on the host during the next pass.
         """
         import torch
         import torch.distributed as dist
@@ -95,6 +122,26 @@ class StopRequest:
         self.flag = torch.tensor(int(bool(self.name)))
         self.round = dist.all_reduce(self.flag, dist.ReduceOp.MAX, self.group, async_op=True)
         return answer
+
+    @contextlib.contextmanager
+    def before_each_forward(self, model: Any) -> Iterator[None]:
+        """Inside, each forward pass of `model` raises Stopped where a rank has a request. Each rank makes every pass,
+        so there they can agree."""
+
+        def check(*_) -> None:
+            if self.agreed_by_all_ranks():
+                raise Stopped
+
+        hook = model.register_forward_pre_hook(check, prepend=True)  # before FSDP2 gathers parameters
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def raise_if_asked(self) -> None:
+        """Raises Stopped where a rank has a request at this moment. Every rank calls this, and waits for the others."""
+        if self.agreed_by_all_ranks() or self.agreed_by_all_ranks():  # the first answer is older
+            raise Stopped
 
 
 LISTENING: list[StopRequest] = []  # the one of this process

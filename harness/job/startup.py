@@ -6,14 +6,24 @@ import os
 import sys
 import warnings
 
-from harness import flags
+from harness import base, flags
 from harness.job import host, signals, terminal
 
+# The launchers that start several processes and tell none its RANK: Open MPI, MPICH and Intel MPI, MVAPICH, srun. Of
+# each the variable with how many there are, and the one with the process's own number.
+LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+}
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate")
 
 
 def begin(settings: flags.Settings) -> None:
     """Listens to signals, and prepares the threads and the environment, by which torch is loaded."""
+    if not settings.plan:  # a plan is of a world of its own
+        refuse_half_a_world(settings)
     signals.listen(settings)
     if not settings.json:  # a plan as JSON is all that stdout has
         terminal.say(f"train_fsdp {settings.model}; loading torch")
@@ -24,6 +34,37 @@ def begin(settings: flags.Settings) -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("WANDB_SILENT", "true")
     gc.disable()  # until `World`: imports make no garbage, and looking for it takes a fifth of their time
+
+
+def refuse_half_a_world(settings: flags.Settings) -> None:
+    """Ends the process with one line where its environment is that of one rank of several, but does not say which, or
+    where the others are: the ranks would wait for each other in vain, or each train alone."""
+    env, told = os.environ, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    advice = f"start the ranks by torchrun or accelerate, which set {', '.join(told)}; docs/LAUNCH.md has commands"
+    problem = ""
+    if "RANK" in env:
+        missing = [name for name in told if name not in env]
+        if missing:
+            problem = f"RANK={env['RANK']} is set, but not {', '.join(missing)}"
+        numbers = ["RANK", "WORLD_SIZE", "MASTER_PORT", *(n for n in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if n in env)]
+        wrong = [name for name in numbers if not env.get(name, "0").isdigit()]
+        if wrong:
+            problem = f"{wrong[0]}={env[wrong[0]]} is not a whole number"
+            env["RANK"] = "0"  # this rank says so
+        elif not problem and int(env["RANK"]) >= int(env["WORLD_SIZE"]):
+            problem = f"RANK={env['RANK']} is not below WORLD_SIZE={env['WORLD_SIZE']}"
+            env["RANK"] = "0"
+    elif env.get("WORLD_SIZE", "1") != "1":
+        problem = f"WORLD_SIZE={env['WORLD_SIZE']} is set, but RANK is not"
+        advice += "; for a run of one rank unset it"
+    else:
+        for size, rank in LAUNCHERS.items():
+            if env.get(size, "1") != "1":
+                problem = f"{size}={env[size]} is set, but RANK is not: each process would train alone"
+                env["RANK"] = env.get(rank, "0")  # one of them says so
+                break
+    if problem:
+        base.leave(f"train_fsdp.py: error: {problem}; {advice}", settings.json)
 
 
 def silence_libraries() -> None:

@@ -18,6 +18,7 @@ from harness import flags as flag_rules
 
 PIPED = 120  # columns of a story where there is no terminal
 BAR_FORMAT = "{n_fmt}/{total_fmt}{postfix}, eta {remaining} {bar}"  # a narrow terminal loses the end of it
+IN_A_STEP = ("data", "forward", "backward", "optimizer")  # phases in which a step is not done
 CLEAR = "\r\x1b[K"  # erases the bar on this line
 
 
@@ -137,19 +138,35 @@ def command(settings: flag_rules.Settings, folder: pathlib.Path) -> str:
     return flag_rules.to_paste(launcher(), flags, resume=folder)
 
 
-def describe_interrupt(settings: flag_rules.Settings, step: int, phase: str, folder: pathlib.Path | None) -> str:
-    """The last lines after Ctrl-C: where the run was, what is saved, and the command that goes on."""
+def last_lines(lines: dict[str, str]) -> str:
+    """The columns of a run that a signal ended. Under torchrun they stand clear of its own lines: it logs the signal
+    before them, and raises a traceback of 25 lines when the ranks have left."""
+    text = columns(lines)
+    return f"\n{text}\n" if "TORCHELASTIC_RUN_ID" in os.environ else text
+
+
+def describe_interrupt(
+    settings: flag_rules.Settings, step: int, phase: str, folder: pathlib.Path | None, resumed_step: int = 0
+) -> str:
+    """The last lines after Ctrl-C: where the run was, what is lost, and the command that goes on. `resumed_step` is
+    the one that this start went on from."""
     if not settings.trains():
         return "stopped    by Ctrl-C"
     length = f"{settings.num_tokens:,} tokens" if settings.num_tokens else f"{settings.num_steps:,}"
     where = f"in {phase} of step {step:,} of {length}" if step else "before the first step"
-    lines = [f"stopped    by Ctrl-C {where}"]
+    lines = {"stopped": f"by Ctrl-C {where}"}
     newest = base.newest_checkpoint(folder)
-    if newest:
-        lines += [f"saved      {newest}", f"go on      {command(settings, folder)}"]
-    elif step:
-        lines.append("saved      nothing; --checkpoint-interval N saves every N steps")
-    return "\n".join(lines)
+    saved_step = max(resumed_step, base.step_in_name(newest) or 0 if newest else 0)
+    done = step - 1 if phase in IN_A_STEP else step
+    if done > saved_step:
+        lines["lost"] = f"{base.counted(done - saved_step, 'step')}, since step {saved_step:,}"
+        if not saved_step:
+            lines["lost"] = f"{base.counted(done, 'step')}; --checkpoint-interval N saves every N steps"
+    elif step and saved_step:
+        lines["lost"] = f"nothing, step {saved_step:,} is saved"
+    if folder and saved_step:
+        lines["go on"] = command(settings, folder)
+    return last_lines(lines)
 
 
 def describe_stop(name: str, folder: pathlib.Path | None) -> str:

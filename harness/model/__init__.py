@@ -21,7 +21,7 @@ from harness.model.optimization import (
 )
 from harness.model.precision import choose_precision
 from harness.model.routing import describe_routing
-from harness.model.sampling import evaluating, sample
+from harness.model.sampling import evaluating, reshard, sample
 from harness.model.skipping import decide_skip, skips_on_device, step_or_skip
 from harness.model.stand_ins import without_data
 from harness.model.tokenizer import load_files
@@ -79,6 +79,7 @@ __all__ = [
     "on_meta",
     "parameter_bytes",
     "read_generation_config",
+    "reshard",
     "sample",
     "sharded_modules",
     "skips_on_device",

@@ -23,13 +23,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train()
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees every gathered parameter."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def sample(settings: flags.Settings, prompt: str, model: Any, tokenizer, device: torch.device) -> dict[str, str]:
-    """`prompt` and, as `text`, it with its continuation; every rank takes part with the same random numbers."""
+    """`prompt` and, as `text`, it with its continuation, both without special tokens; every rank takes part with the
+    same random numbers."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
     # the length changes with every token: eager code and no cuDNN, or both would start again each time
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -47,4 +53,5 @@ def sample(settings: flags.Settings, prompt: str, model: Any, tokenizer, device:
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.eos_token_id,
         )
-    return {"prompt": prompt, "text": tokenizer.decode(tokens[0], skip_special_tokens=True)}
+    shown = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (encoded["input_ids"][0], tokens[0])]
+    return {"prompt": shown[0], "text": shown[1]}

@@ -38,8 +38,13 @@ def load_tokenizer(settings: flags.Settings, config, needed: bool = True):
         refuse_foreign_code(f"--tokenizer {source}", error)
         demo = flags.ASSETS / "demo"
         advice = f"give --tokenizer a folder ({demo} has one), or use --dataset synthetic without prompts"
+        reason = base.first_line(error)
         if os.path.isdir(source):
             problem = "the folder has no usable tokenizer"
+            if "Couldn't instantiate the backend tokenizer" in reason:  # it goes on about what a caller could pass
+                reason = "no tokenizer.json, and nothing that transformers makes one of"
+                if os.path.exists(os.path.join(source, "tokenizer.model")):
+                    reason = "no tokenizer.json, and a tokenizer.model needs the package sentencepiece or tiktoken"
         elif source.count("/") > 1 or source.startswith(("/", ".", "~")):
             raise base.UserError(f"--tokenizer {source}: no such folder; {advice}") from error
         else:
@@ -47,7 +52,7 @@ def load_tokenizer(settings: flags.Settings, config, needed: bool = True):
             advice = f"`hf auth login` where {source} is gated, or a network; else {advice}"
         if settings.tokenizer is None and settings.model in flags.PRESETS:
             problem += f"; the preset {settings.model} has its config alone here"
-        raise base.UserError(f"--tokenizer {source}: {problem} ({base.first_line(error)}); {advice}") from error
+        raise base.UserError(f"--tokenizer {source}: {problem} ({reason}); {advice}") from error
     size, embeddings = len(tokenizer), config.get_text_config().vocab_size
     if size > embeddings:
         raise base.UserError(f"--tokenizer {source}: its vocabulary of {size} is larger than the model's {embeddings}")

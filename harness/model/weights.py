@@ -72,6 +72,7 @@ def materialize(model: nn.Module, modules: list[nn.Module], device, weights, lay
     Parameters are drawn in fp32 and then rounded: in bf16 torch 2.11 draws others on a CPU, and coarser ones.
     """
     real: dict[torch.Tensor, torch.Tensor] = {}  # a tied parameter is one tensor under two names
+    wanted = [(module, name, tensor.dtype) for module in modules for name, tensor in own_tensors(module)]
     for module in modules:
         for name, tensor in own_tensors(module):
             if tensor.is_meta:
@@ -95,8 +96,9 @@ def materialize(model: nn.Module, modules: list[nn.Module], device, weights, lay
                 tensor_name = f"{type(module).__name__}.{name}"
                 problem = "gets no value, from a checkpoint or when its layer is made by itself"
                 raise base.UserError(f"--model: {tensor_name} {problem}")
-    for tensor, drawn in real.items():
-        drawn.data = drawn.data.to(tensor.dtype)
+    for module, name, dtype in wanted:  # a parameter that was loaded is another object
+        tensor = getattr(module, name)
+        tensor.data = tensor.data.to(dtype)
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -33,9 +33,10 @@ def resolve(settings: flags.Settings, config, manifest: dict | None = None) -> f
     if manifest:
         settings = state.keep_global_batch(settings, manifest)
     if not (settings.plan or settings.measure):
-        settings = job.count_steps(settings, manifest)
-    decided = {name: getattr(settings, name) for name in ("precision", "fp8_recipe", "fp8_emulate", "num_steps")}
-    problem = flags.contradiction(dataclasses.replace(asked, **decided))
+        settings = state.count_eval_windows(job.count_steps(settings, manifest), manifest)
+    # a flag that has no effect with so many microbatches may have one on the ranks of another start
+    as_asked = {"gradient_accumulation_steps": asked.gradient_accumulation_steps}
+    problem = flags.contradiction(dataclasses.replace(settings, **as_asked))
     if problem:
         raise base.UserError(problem)
     return settings

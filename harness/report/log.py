@@ -165,10 +165,15 @@ class Log(contextlib.AbstractContextManager):
         figures = of_all_ranks(self.speed, state, self.device)
         return metrics | figures | self.data.figures(state.samples, state.tokens), problem
 
+    def lacks_evaluation(self) -> bool:
+        """On rank 0: whether the last step that an earlier start logged and saved was not evaluated."""
+        return self.last.get("step") == self.state.step and "eval_loss" not in self.last
+
     def write(self, metrics: dict, stories: list[dict[str, str]] | None = None) -> None:
-        """A log line: metrics.jsonl, the trackers, the console. `stories` are what the model wrote now."""
+        """A log line: metrics.jsonl, the trackers, the console. `stories` are what the model wrote now. A line of an
+        evaluation alone adds to the last one."""
         job.enter_phase("log")
-        self.last = metrics
+        self.last = metrics if "skipped_steps" in metrics else self.last | metrics
         if "eval_loss" in metrics:
             with self.state.tracker.excluded():
                 keep_objects()  # the compiler may have run again, for passes without gradients
@@ -203,12 +208,15 @@ class Log(contextlib.AbstractContextManager):
     def _say_line(self, metrics: dict) -> None:
         """The line of the console, and the figures in the bar."""
         step, num_steps = metrics["step"], self.settings.num_steps
-        parts = ["skipped"]
+        parts = []
         if "loss" in metrics:
             parts = [f"loss {metrics['loss']:.4f}", f"grad {metrics['grad_norm']:.2f}"]
+        elif "skipped_steps" in metrics:
+            parts = ["skipped"]
         of_mfu = f", MFU {metrics['mfu_percent']:.1f} %" if "mfu_percent" in metrics else ""
-        self.bar.set_postfix_str(parts[0] + of_mfu, refresh=False)
-        parts.append(f"lr {metrics['learning_rate']:.1e}")
+        if parts:  # else an evaluation alone
+            self.bar.set_postfix_str(parts[0] + of_mfu, refresh=False)
+            parts.append(f"lr {metrics['learning_rate']:.1e}")
         if "step_time_ms" in metrics:
             parts.append(self.state.tracker.get_print_message(metrics))
             parts.append(f"eta {tqdm.format_interval((num_steps - step) * metrics['step_time_ms'] / 1000)}")

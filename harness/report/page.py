@@ -14,6 +14,7 @@ from harness.report.files import read_metrics
 
 WIDTH, HEIGHT = 1000, 300  # of a chart's drawing, which CSS stretches
 POINTS = 120  # of a line; one of more numbers is drawn as their means and a band from the least to the greatest
+SAME = 0.01  # of a number, by which one can differ that is drawn at the same place
 MAX_STORIES, MAX_STORY = 6, 900  # how many stories, of how many characters
 
 Line = list[tuple[int, float]]  # (step, number)
@@ -30,8 +31,8 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
     name = text(folder.resolve().name)
     last = lines[-1] if lines else {}
     parts = [f"<h1>{name}</h1><p class=muted>{text(summary(lines, config))}</p>", draw_tiles(last)]
-    parts += [draw_charts([line for line in lines if "final" not in line])]
-    parts += [draw_stories(lines), plan_and_reality(last)]
+    parts += [draw_charts([line for line in lines if "final" not in line], resumed_steps(config))]
+    parts += [draw_stories(lines), plan_and_reality(last), describe_origin(config)]
     values = {"title": name, "body": "\n".join(parts)}
     # in one pass: a placeholder in a run's text stays text
     job.replace_file(path, re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template))
@@ -64,6 +65,30 @@ def summary(lines: list[dict], config: dict) -> str:
     else:
         words.append(f"ended at step {lines[-1]['step']:,}{of_all}")
     return " · ".join(words)
+
+
+def resumed_steps(config: dict) -> list[int]:
+    """The steps that later starts of the run went on from."""
+    return [start["step"] for start in config.get("starts", [])[1:]]
+
+
+def describe_origin(config: dict) -> str:
+    """What it takes to repeat the run: its command with the flags that were given, the commit, the date of each start;
+    empty where config.json does not say."""
+    if not config.get("starts"):
+        return ""
+    rows = {"command": config.get("command", ""), "commit": config.get("commit") or "unknown"}
+    if "parameters" in config:
+        rows = {"model": f"{config['parameters']:,} parameters"} | rows
+    for number, start in enumerate(config["starts"]):
+        words = start["time"].replace("T", " ").replace("Z", " UTC")
+        if start["step"]:
+            words += f", from step {start['step']:,} on"
+        if start.get("changed"):
+            words += f", changed: {start['changed']}"
+        rows["resumed" if number else "started"] = f"{rows['resumed']}\n{words}" if "resumed" in rows else words
+    cells = [f"<tr><th>{name}</th><td class=words>{text(words)}</td></tr>" for name, words in rows.items() if words]
+    return f"<h2>Where it comes from</h2>\n<div class=card><table>{''.join(cells)}</table></div>"
 
 
 def in_words(key: str) -> str:
@@ -132,17 +157,27 @@ class Axis(NamedTuple):
         return {number: short(number, digits) for number in numbers}
 
 
-def draw_charts(lines: list[dict]) -> str:
-    """A chart for each title in the table of figures for which there are numbers."""
+def draw_charts(lines: list[dict], resumed: list[int]) -> str:
+    """A chart for each title in the table of figures for which there are numbers, marked at the steps `resumed`. A line
+    that would lie on the first one, as that of the slowest of one rank, is left out."""
     charts: dict[str, dict[str, Line]] = {figure.chart: {} for figure in FIGURES.values() if figure.chart}
     for key in dict.fromkeys(key for line in lines for key in line):
         figure = find(key)
         numbers = [(line["step"], line[key]) for line in lines if is_number(line.get(key))]
         if figure and figure.chart and numbers:
+            is_loss = figure.unit == "nats per token"  # where losses meet, that is what to see
+            if not is_loss and any(lies_on(numbers, other) for other in charts[figure.chart].values()):
+                continue
             name = key.partition("/")[2] or ("training" if key == "loss" else in_words(key))
             charts[figure.chart][name] = numbers
-    drawn = [draw_chart(title, named) for title, named in charts.items() if named]
+    drawn = [draw_chart(title, named, resumed) for title, named in charts.items() if named]
     return f"<div class=charts>{''.join(drawn)}</div>"
+
+
+def lies_on(line: Line, other: Line) -> bool:
+    """Whether no eye can tell the lines apart: at each step of the first one the second one has about its number."""
+    at_step = dict(other)
+    return all(step in at_step and abs(number - at_step[step]) <= SAME * abs(number) for step, number in line)
 
 
 def points_of(line: Line) -> list[tuple[float, float, float, float]]:
@@ -155,8 +190,8 @@ def points_of(line: Line) -> list[tuple[float, float, float, float]]:
     return points
 
 
-def draw_chart(title: str, named: dict[str, Line]) -> str:
-    """A chart of lines, by their names, over steps."""
+def draw_chart(title: str, named: dict[str, Line], resumed: list[int]) -> str:
+    """A chart of lines, by their names, over steps, with a mark at each step that the run was `resumed` from."""
     figure = next(figure for figure in FIGURES.values() if figure.chart == title)
     lines = {name: points_of(line) for name, line in named.items()}
     steps, least, _, greatest = map(sorted, zip(*(point for line in lines.values() for point in line), strict=True))
@@ -166,6 +201,10 @@ def draw_chart(title: str, named: dict[str, Line]) -> str:
     across, upward = widened(steps[0], steps[-1]), widened(low, high, margin=0.05)
     grid = "".join(f"M0 {HEIGHT - upward.place(tick, HEIGHT)}h{WIDTH}" for tick in upward.ticks())
     drawn, legend = [f'<path class=grid d="{grid}"/>'], []
+    for step in dict.fromkeys(resumed):
+        if across.low < step < across.high:
+            mark = f"<title>resumed from step {step:,}</title>"
+            drawn.append(f'<path class=resumed d="M{across.place(step, WIDTH)} 0v{HEIGHT}">{mark}</path>')
     for color, (name, line) in enumerate(lines.items()):
         means = [(step, mean) for step, _, mean, _ in line]
         if len(means) == 1:

@@ -28,7 +28,7 @@ def profiling(folder: pathlib.Path, state: states.TrainState) -> Iterator[None]:
             yield
             base.wait_for_device()
             seconds = time.perf_counter() - start
-        if profile:
+        if profile and state.step > first_step:  # a stop can come within its first step
             (folder / "profile").mkdir(exist_ok=True)
             profile.export_chrome_trace(str(folder / "profile" / "rank-0.json"))
             say_profile(profile.events(), state.step - first_step, seconds)

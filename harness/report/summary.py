@@ -69,9 +69,14 @@ class Answer(contextlib.ExitStack):
             if not math.isfinite(loss):
                 raise base.UserError(f"--eval-interval: {name.replace('_', ' ')} became {loss} by {weights}", 1)
         size = f"{tokens:,} tokens"
-        if settings.chat_loss == "assistant" and any(windows.is_chat for windows in run.data.held_out.values()):
-            size += ", of conversations the assistant's alone"
-        job.say(job.columns({"evaluated": f"{weights} on {data}: {describe_held_out(losses)}, {size}"}))
+        if any(windows.has_mask for windows in run.data.held_out.values()):
+            size += ", those that count in the loss"
+        if left_out := sum(windows.left_out for windows in run.data.held_out.values()):
+            size += f"; left out {base.counted(left_out, 'window')} without one"
+        lines = {"evaluated": f"{weights} on {data}: {describe_held_out(losses)}, {size}"}
+        if "held out" in run.data.header:
+            lines["held out"] = run.data.header["held out"]
+        job.say(job.columns(lines))
         if settings.json and dist.get_rank() == 0:
             figures = {"model": settings.model, "step": step, "dataset": data, "tokens": tokens} | losses
             figures["perplexity"] = perplexity(losses["eval_loss"])
@@ -176,6 +181,6 @@ def leave_early(run: Any, log: Any, checkpoints: Any, stop: Any) -> int:
         lines["stopped"] += f", saved in {checkpoints.folder}"
         lines["go on"] = job.command(run.settings, run.folder)
     lines["report"] = str(run.folder / "report.html")
-    job.say(job.columns(lines))
+    job.say(job.last_lines(lines))
     lost_lines = log.file and log.file.waiting
     return 1 if checkpoints.failures or lost_lines else job.STOPPED

@@ -24,6 +24,7 @@ from harness.state.identity import (
     check_resume,
     check_same_corpus,
     check_same_model,
+    count_eval_windows,
     describe_identity,
     keep_global_batch,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "check_resume",
     "check_same_corpus",
     "check_same_model",
+    "count_eval_windows",
     "describe_identity",
     "export",
     "find_checkpoint",

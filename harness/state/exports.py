@@ -4,6 +4,7 @@ it at the end of a run. Independent of optimizer and data."""
 import contextlib
 import copy
 import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -30,9 +31,10 @@ FOREIGN_CODE = ("auto_map", "_auto_class")  # name Python code of the source, wh
 # ---- The folder ------------------------------------------------------------------------------------------------------
 
 
-def check_export(settings: flags.Settings) -> None:
+def check_export(settings: flags.Settings, run_id: str | None) -> None:
     """Raises a UserError where --export could not be written later, or would write over something else than an earlier
-    export. Called on rank 0, before anything is trained."""
+    export of the run `run_id`, which is None for a new run, or of the same command. Called on rank 0, before anything
+    is trained."""
     final = folder_of(settings)
     try:
         existing = next(parent for parent in final.parents if parent.exists())
@@ -41,22 +43,35 @@ def check_export(settings: flags.Settings) -> None:
         raise base.UserError(f"--export {settings.export}: cannot be written ({error.strerror})") from error
     if os.path.realpath(os.path.expanduser(settings.model)) == os.path.realpath(final):
         raise base.UserError(f"--export: {settings.export} is the folder of --model; choose another folder")
-    if os.path.lexists(final) and not is_export(final):
-        raise base.UserError(f"--export: {settings.export} exists and is no export; choose another folder or remove it")
+    if not os.path.lexists(final):
+        return
+    header, advice = header_of_export(final), "choose another folder or remove it"
+    if not header:
+        raise base.UserError(f"--export: {settings.export} exists and is no export; {advice}")
+    if header["run_id"] != run_id and header.get("command") != checksum_of_command(settings):
+        raise base.UserError(f"--export: {settings.export} holds the export of another run; {advice}")
 
 
 def folder_of(settings: flags.Settings) -> pathlib.Path:
     return pathlib.Path(settings.export).expanduser()
 
 
-def is_export(folder: pathlib.Path) -> bool:
-    """Whether a folder was written here, by the header of a file of weights."""
+def header_of_export(folder: pathlib.Path) -> dict[str, str]:
+    """What the header of a file of weights says of the run that was exported; empty for a folder that was not written
+    here."""
     from safetensors import SafetensorError, safe_open
 
     for path in folder.glob("*.safetensors"):
         with contextlib.suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
-            return "run_id" in (file.metadata() or {})
-    return False
+            header = file.metadata() or {}
+            return header if "run_id" in header else {}
+    return {}
+
+
+def checksum_of_command(settings: flags.Settings) -> str:
+    """Tells commands apart by the flags that were given; their values, such as paths, are nothing to publish."""
+    given = json.dumps(dict(settings.given), sort_keys=True, default=str)
+    return hashlib.sha256(given.encode()).hexdigest()[:20]
 
 
 def export(settings: flags.Settings, state: TrainState, tokenizer) -> None:
@@ -88,7 +103,7 @@ def export(settings: flags.Settings, state: TrainState, tokenizer) -> None:
     if problem:
         raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
     on_disk(lambda: make_folder(temporary))
-    write_weights(temporary, state, on_disk)
+    write_weights(temporary, state, on_disk, checksum_of_command(settings))
     on_disk(lambda: write_configs(temporary, settings, state.model, tokenizer))
     on_disk(lambda: replace_folder(final, temporary))
     parts = [str(final), f"step {state.step:,}"]
@@ -112,17 +127,19 @@ def replace_folder(final: pathlib.Path, new: pathlib.Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_weights(folder: pathlib.Path, state: TrainState, on_disk: Callable[[Callable[[], None]], None]) -> None:
+def write_weights(
+    folder: pathlib.Path, state: TrainState, on_disk: Callable[[Callable[[], None]], None], command: str
+) -> None:
     """Writes the weights under the names that they have on the hub, into one file where they take at most ONE_FILE,
     else into a file for each decoder layer and one for what is in none: so no rank ever holds the model. A file's
-    header has the run's id and the step. Every rank calls this."""
+    header has the run's id, the step, and the checksum of the `command`. Every rank calls this."""
     from safetensors.torch import save_file
 
     tensors = persistent_tensors(state.model)
     parts = [tensors]
     if sum(tensor.nbytes for tensor in tensors.values()) > ONE_FILE:
         parts = by_layer(tensors)
-    header = {"format": "pt", "run_id": state.run_id, "step": str(state.step)}
+    header = {"format": "pt", "run_id": state.run_id, "step": str(state.step), "command": command}
     index: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
 
     def write(name: str, part: dict[str, torch.Tensor]) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ DATA_FLAGS = (
     *("dataset", "dataset_config", "dataset_split", "text_field"),
     *("skip_bad_records", "eval_interval", "eval_split"),
 )
+BATCH_FLAGS = ("batch_size", "gradient_accumulation_steps")
 ADVICE = "a resumed run must have the same; to train on from these weights start a new run from an --export"
 
 
@@ -79,6 +80,7 @@ def check_data(settings: flag_rules.Settings, now: corpora.DataRecord, manifest:
         if len(before.sources) == len(now.sources) == 1:
             refuse_changed(settings, manifest, DATA_FLAGS)
             raise base.UserError(f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}")
+        refuse_changed(settings, manifest, ("eval_interval",))
         advice = "give it as it was, or under another name as a source of its own"
         raise base.UserError(f"--dataset: the source {name} is not what it was at the checkpoint ({field}); {advice}")
     return corpora.describe_changes(before, now, manifest["samples"])
@@ -121,8 +123,12 @@ def refuse_changed(settings: flag_rules.Settings, manifest: dict, names: Iterabl
     for name in names:
         before, after = manifest["flags"][name], now[name]
         both_hold_out = name == "eval_interval" and before and after
-        if before != after and not both_hold_out:
-            refuse(f"--{name.replace('_', '-')}", before, after)
+        if before == after or both_hold_out:
+            continue
+        if name == "eval_interval" and before:
+            problem = "the run held out documents, which it would train on without the flag"
+            raise base.UserError(f"--eval-interval was {before} in the checkpoint: {problem}; give it again")
+        refuse(f"--{name.replace('_', '-')}", before, after)
 
 
 def refuse(flag: str, before: Any, now: Any) -> None:
@@ -137,19 +143,32 @@ def global_batch(flags: dict, world_size: int) -> int:
     return world_size * flags["batch_size"] * flags["gradient_accumulation_steps"]
 
 
+def asked_batch(given: Mapping[str, Any]) -> tuple[int | str, int]:
+    """The batch size, which may be "auto", and the accumulation that flags ask for, by --demo and defaults too."""
+    settings = flag_rules.complete({name: given[name] for name in ("demo", *BATCH_FLAGS) if name in given})
+    return settings.batch_size, settings.gradient_accumulation_steps
+
+
 def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rules.Settings:
-    """The settings with the batch of a run that goes on from the checkpoint of `manifest`: its global batch, where the
-    batch flags are those of that run or none is given. Then the accumulation may become another, and the batch size
-    where the command line does not give it. Other batch flags ask for another batch, which `check_resume` reports.
+    """The settings with the batch of a run that goes on from the checkpoint of `manifest`: where the batch flags are
+    those that were given to it, or none is given, its global batch, in the largest batch size up to the given one with
+    which these ranks share it. What was given stays given. Other batch flags ask for another batch, which
+    `check_resume` reports.
 
     Raises:
-        UserError: these ranks cannot share the global batch, or not at the batch size that was given.
+        UserError: these ranks cannot share the global batch.
     """
-    flags, world = manifest["flags"], dist.get_world_size()
-    size, accumulation = flags["batch_size"], manifest["given"].get("gradient_accumulation_steps", 1)
-    is_given = bool(settings.given.keys() & {"batch_size", "gradient_accumulation_steps"})
-    if is_given and (settings.batch_size, settings.gradient_accumulation_steps) != (size, accumulation):
-        return settings
+    flags, given, world = manifest["flags"], manifest["given"], dist.get_world_size()
+    if settings.given.keys() & {*BATCH_FLAGS}:
+        if asked_batch(settings.given) != asked_batch(given):
+            return settings
+        size = settings.batch_size  # as given; of "auto" what fits here
+    else:
+        size, _ = asked_batch(given)
+        if size == "auto":
+            size = flags["batch_size"]
+        kept = {name: given[name] for name in BATCH_FLAGS if name in given}
+        settings = dataclasses.replace(settings, given={**settings.given, **kept})
     sequences = global_batch(flags, manifest["world_size"])
     fitting = [divisor for divisor in range(1, size + 1) if sequences % (world * divisor) == 0]
     if not fitting:
@@ -158,8 +177,17 @@ def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rul
         worlds = ", ".join(str(ranks) for ranks in range(1, sequences + 1) if sequences % ranks == 0)
         advice = f"use another number of ranks: {worlds}, or give another --batch-size N for one of {world} x N"
         raise base.UserError(f"--batch-size {size}: {problem}; {advice}")
-    if is_given and fitting[-1] != size and not settings.config:  # a file may be the run's own config.json
-        problem = f"{world} ranks keep the run's global batch of {sequences} with --batch-size {fitting[-1]}"
-        raise base.UserError(f"--batch-size {size}: {problem}; leave the batch flags out, or ask for another batch")
     of_rank = sequences // world
     return dataclasses.replace(settings, batch_size=fitting[-1], gradient_accumulation_steps=of_rank // fitting[-1])
+
+
+def count_eval_windows(settings: flag_rules.Settings, manifest: dict | None) -> flag_rules.Settings:
+    """The settings with the held-out windows that --eval-steps are on these ranks; a run that goes on with its
+    --eval-steps takes those that it took before."""
+    if not settings.eval_steps or settings.eval_windows:  # those of a checkpoint that is evaluated are known
+        return settings
+    before = manifest["flags"] if manifest else {}
+    windows = settings.eval_steps * settings.batch_size * dist.get_world_size()
+    if before.get("eval_steps") == settings.eval_steps:
+        windows = before.get("eval_windows") or windows
+    return dataclasses.replace(settings, eval_windows=windows)

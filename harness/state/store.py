@@ -27,6 +27,8 @@ class Checkpoints:
     A checkpoint is written into a hidden folder; when every rank has written and every file's size and checksum is in
     the manifest, the folder gets its final name, and only then old ones go. `sync_log` makes the log so far durable.
     `failures` counts the saves that failed.
+
+    As a context it ends no error before the save that is under way: what a step raises costs no checkpoint.
     """
 
     def __init__(
@@ -48,6 +50,13 @@ class Checkpoints:
         self.failures = 0
         if dist.get_rank() == 0:
             remove_leftovers(folder)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, Exception):
+            self.finish()
 
     def save(self, state: TrainState, wait: bool = False) -> None:
         """Saves `state`. Returns after the copy to host memory, or with `wait` when all is on disk. Every rank calls

@@ -47,6 +47,7 @@ class Counters:
     tokens: int = 0  # global
     # of streams, by source and stream, the last place before `samples` where reading can begin
     positions: dict[str, dict[int, tuple]] = dataclasses.field(default_factory=dict)
+    learning_rate: float | None = None  # of the next step
     skipped_steps: int = 0
     skipped_in_a_row: int = 0  # the last steps
     run_id: str = of_the_run(default_factory=new_run_id)  # of the trackers
@@ -84,6 +85,7 @@ class TrainState(Counters):
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.tracker = tracker
         self.moved: dict[tuple[str, int], tuple] = {}  # positions that this rank's batches have moved
+        self.moved_in_step: dict[tuple[str, int], tuple] = {}  # those of the batches of an unfinished step
 
     # ---- Counting ----------------------------------------------------------------------------------------------------
 
@@ -91,18 +93,21 @@ class TrainState(Counters):
         """Counts an optimizer step of `data`, a run's training data: its samples and tokens, the schedule. Returns the
         tokens of the step, over all ranks."""
         self.step += 1
+        self.moved |= self.moved_in_step
+        self.moved_in_step.clear()
         samples = data.record.samples_of_step(self.step)
         tokens = data.count_tokens(samples)
         self.samples += len(samples)
         self.tokens += tokens
         self.scheduler.step()
+        self.learning_rate = float(self.scheduler.get_last_lr()[0])
         return tokens
 
     def move_positions(self, positions: dict[str, dict[int, tuple]]) -> None:
-        """Takes over the positions that came with a batch."""
+        """Takes over the positions that came with a batch, when its step is done."""
         for source, of_source in positions.items():
             for stream, position in of_source.items():
-                self.moved[source, stream] = position
+                self.moved_in_step[source, stream] = position
 
     def share_positions(self) -> dict[str, dict[int, tuple]]:
         """The positions of all ranks; every rank calls this. Of a stream that several ranks read the earliest one
@@ -190,6 +195,14 @@ class TrainState(Counters):
         if self.scheduler:
             self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step
             self.scheduler.step()
+
+    def describe_jump(self) -> str:
+        """How the learning rate of the next step is another by these flags than by those of the checkpoint that was
+        loaded, in words; empty where it is the same."""
+        before, now = self.learning_rate, self.scheduler.get_last_lr()[0]
+        if before is None or f"{before:.3g}" == f"{now:.3g}":
+            return ""
+        return f"learning rate {before:.3g} -> {now:.3g}"
 
     def load_tensors(self, path: pathlib.Path) -> None:
         """Loads the shards into the tensors of this state."""

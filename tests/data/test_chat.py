@@ -67,7 +67,7 @@ def test_conversations_are_found_by_their_first_record_rendered_and_marked_as_tr
 ):
     (tmp_path / "and.jsonl").touch()  # an empty file says nothing
     data = load(tokenizer, tmp_path, str(tmp_path / "*.jsonl"))
-    assert isinstance(data, BestFitDataset) and data.is_chat and data.document_mask
+    assert isinstance(data, BestFitDataset) and data.has_mask and data.document_mask
     expected = tokenizer.apply_chat_template(CONVERSATIONS, return_dict=True, return_assistant_tokens_mask=True)
     assert data.tokens[:].tolist() == list(itertools.chain(*expected["input_ids"]))
     assert data.tokens.ends.tolist() == np.cumsum([len(ids) for ids in expected["input_ids"]]).tolist()
@@ -118,7 +118,7 @@ def test_where_no_mask_comes_the_run_is_refused_with_what_to_do(corpus, tmp_path
         load(tokenizer, tmp_path, corpus)
     assert "--chat-template" in str(raised.value)
     if template:
-        assert load(tokenizer, tmp_path, corpus, chat_loss="all").is_chat
+        assert load(tokenizer, tmp_path, corpus, chat_loss="all").has_mask
 
 
 def test_a_template_that_marks_nothing_is_refused_and_one_conversation_without_a_mark_is_left_out(

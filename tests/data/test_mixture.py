@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from harness.data.mixture import Mixture, Segment, record_of_run
+from harness.data.mixture import Mixture, Segment, describe_changes, record_of_run
 from harness.flags import parse_args
 
 WEIGHTS = {"a": 441, "b": 3, "c": 21, "d": 1000, "e": 452, "f": 2, "g": 1, "h": 1000, "i": 1000}
@@ -61,3 +61,22 @@ def test_a_stage_given_at_a_resume_begins_at_its_step_though_steps_before_it_had
 
     then = record(["--mixture-stage", "0.75:b=1"], 4, record([], 8), 50, 400)
     assert then.history[-1].first == then.samples_of_step(76).start == 500
+
+
+def test_the_same_shares_written_otherwise_are_the_same_mixture():
+    def record(dataset: str, stages: str = "", *before):
+        settings = parse_args(["--dataset", *dataset.split(), "--num-steps", "100", *stages.split()])
+        weights = {source.name: source.weight for source in settings.sources()}
+        ones, rules = dict.fromkeys("abc", Fraction(1)), {name: {} for name in "abc"}
+        return record_of_run(settings, rules, weights, ones, 8, 1, *before)
+
+    stage = "--mixture-stage 0.5:a=3,b=1"
+    first = record("x/a:0.5 x/b:0.3 x/c:0.2", stage)
+    for dataset, stages in (
+        ("x/a:5 x/b:3 x/c:2", stage),
+        ("x/c:20 x/a:50 x/b:30", "--mixture-stage .50:a=0.75,b=0.25,c=0"),
+    ):
+        now = record(dataset, stages, first, 25, 200)
+        assert now.history == first.history and describe_changes(first, now, 200) == []
+    other = record("x/a:5 x/b:3 x/c:3", stage, first, 25, 200)
+    assert other.history != first.history and describe_changes(first, other, 200)

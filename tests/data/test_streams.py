@@ -2,20 +2,27 @@
 a kill where it was."""
 
 import gzip
+import itertools
 import json
 import shutil
 from collections import Counter
+from fractions import Fraction
+from types import SimpleNamespace
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import STORIES, metrics_of, train, words
+from conftest import STORIES, losses_of, metrics_of, train, words
 
 from harness.base.errors import UserError
 from harness.data import stream as streams
+from harness.data.batches import RankBatches, TrainingData
 from harness.data.encode import TextFormat
 from harness.data.files import find_files
+from harness.data.mixture import DataRecord, Segment, StepSize
 from harness.data.records import DOCUMENT_MARK
+from harness.data.sources import lanes_of_rank
 from harness.data.stream import LaneReader, Stream
 
 SEQ_LEN = 16
@@ -90,6 +97,59 @@ def test_the_memory_of_a_lane_is_bounded_whatever_the_size_of_its_file(tmp_path,
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Data workers
+
+
+def batches_of(stream: Stream, batch_size: int, rank: int = 0, ranks: int = 1, first: int = 0) -> RankBatches:
+    one = {"a": Fraction(1)}
+    record = DataRecord({"a": {}}, "a", stream.lanes, {}, [Segment(0, one, one)], [StepSize(0, 0, 1)])
+    settings = SimpleNamespace(batch_size=batch_size)
+    return RankBatches(settings, TrainingData({"a": stream}, record, SEQ_LEN, 7), first, {}, rank, ranks)
+
+
+def read_by(workers: int, stream: Stream, ranks: int, batch_size: int) -> tuple[np.ndarray, int]:
+    """(the tokens of the first 96 samples, how many documents were tokenized for them) by so many workers a rank."""
+    tokenized, encode = [], stream.encoder.encode
+    stream.encoder.encode = lambda documents, counts: tokenized.append(len(documents)) or encode(documents, counts)
+    tokens = np.zeros((96, SEQ_LEN + 1), int)
+    for rank in range(ranks):
+        for worker in range(workers):
+            parts = batches_of(stream, batch_size, rank, ranks).rows_of(worker, workers)
+            for microbatch, part in enumerate(itertools.islice(parts, 96 // ranks // batch_size)):
+                for row, window in part["windows"].items():
+                    tokens[(microbatch * ranks + rank) * batch_size + row] = window
+    return tokens, sum(tokenized)
+
+
+@pytest.mark.parametrize(
+    "lanes, ranks, batch_size", [(8, 1, 8), (8, 2, 4), (24, 2, 1), (6, 1, 4), (2, 1, 8), (1, 1, 2)]
+)
+def test_several_workers_read_the_samples_of_one_and_tokenize_no_document_twice(
+    open_stream, corpus, lanes, ranks, batch_size
+):
+    alone, tokenized = read_by(1, open_stream(corpus, lanes), ranks, batch_size)
+    assert alone.any(axis=1).all()
+    for workers in (2, 3, 5):
+        tokens, by_all = read_by(workers, open_stream(corpus, lanes), ranks, batch_size)
+        assert np.array_equal(tokens, alone) and by_all == tokenized
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_workers_have_the_same_share_of_each_microbatch_wherever_a_run_goes_on(open_stream, corpus, workers):
+    for worker in range(workers):
+        parts = batches_of(open_stream(corpus, 8), batch_size=8, first=19).rows_of(worker, workers)
+        assert [len(part["windows"]) for part in itertools.islice(parts, 3)] == [8 // workers] * 3
+
+
+def test_a_rank_knows_how_many_lanes_it_meets():
+    """Beside a count, at any of its batches and ranks."""
+    for lanes, batch_size, ranks in itertools.product((1, 2, 6, 8, 24, 35), (1, 2, 3, 8, 40), (1, 2, 3, 4)):
+        firsts = (microbatch * ranks * batch_size for microbatch in range(lanes))
+        met = {(first + row) % lanes for first in firsts for row in range(batch_size)}
+        assert lanes_of_rank(lanes, batch_size, ranks) == len(met), (lanes, batch_size, ranks)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The program
 
 
@@ -138,6 +198,20 @@ def test_a_stream_is_not_resumed_on_other_data_that_begin_as_its_own_do(device, 
     with pytest.raises(UserError) as raised:
         train([*run, 4, "--cache-dir", tmp_path / "cache", *words(more)], device)
     assert str(raised.value).startswith(says)
+
+
+def test_workers_change_no_loss_also_where_a_resume_has_others(device, flags, corpus, tmp_path):
+    mixed = [*flags, "--dataset", f"web={corpus}:0.6", f"code={corpus / 'a.jsonl'}:0.4", "--output-dir", tmp_path]
+    for steps, workers in ((3, 2), (6, 1)):
+        steps_and_workers = ["--num-steps", steps, "--num-workers", workers]
+        train([*mixed, "--run-name", "several", "--resume", "auto", *steps_and_workers], device)
+    train([*mixed, "--run-name", "none", "--num-steps", 6, "--num-workers", 0], device)
+    assert losses_of(tmp_path / "several") == losses_of(tmp_path / "none")
+
+
+def test_workers_that_have_no_lane_are_told_of(device, flags, corpus, tmp_path, capfd):
+    train([*flags, *words("--streams 1 --num-workers 2 --num-steps 1 --output-dir"), tmp_path], device)
+    assert "a rank reads 1, so 1 of its 2 workers have none" in capfd.readouterr().out
 
 
 def test_a_stream_is_resumed_on_a_copy_of_its_data_elsewhere(device, flags, corpus, tmp_path):

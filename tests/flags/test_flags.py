@@ -90,6 +90,11 @@ def test_the_demo_does_not_compile_its_four_layers_unless_it_is_asked_to():
     assert {flags: parse(words(flags)).compile for flags in compiles} == compiles  # None: on with CUDA
 
 
+def test_tokens_are_counted_in_millions_billions_and_trillions():
+    counts = {"10B": 10**10, "10b": 10**10, "1.5T": 15 * 10**11, "0.3M": 300_000, "20e9": 2 * 10**10, "7": 7}
+    assert {text: parse(["--num-tokens", text]).num_tokens for text in counts} == counts
+
+
 def test_what_was_given_is_a_command_line_again():
     every_kind = "--dataset a=x.jsonl:0.7 b=y.jsonl:0.3 --mixture-stage 0.5:a=1 --mixture-stage 0.8:b=1 --no-compile"
     every_kind += " --document-mask --betas 0.8 0.9 --lr 1e-3 --num-tokens 20e9 --sample-prompt=-a --sample-prompt b"

@@ -1,13 +1,17 @@
 """What was given is kept apart from what it was resolved to: the precision, the steps, the batch of a run that goes
 on."""
 
+import itertools
 import json
 import re
 import shlex
 
 import multirank
 import pytest
-from conftest import forked, metrics_of, python, words
+import torch
+from conftest import ROOT, forked, metrics_of, parse, python, words
+
+from harness import flags, state
 
 SMALL = "--model demo --dataset synthetic --sequence-length 16 --num-workers 0 --no-compile --log-interval 1"
 
@@ -84,14 +88,77 @@ def test_tokens_become_steps_by_the_global_batch_and_a_resume_counts_those_that_
     assert metrics_of(tmp_path / "r")[-1]["step"] == 6 and metrics_of(tmp_path / "r")[-1]["tokens_seen"] == 512
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The global batch over other numbers of ranks
+
+CHAINS = [(1, 2, 2), (1, 2, 1), (2, 1, 2), (1, 2, 4), (4, 2, 1), (1, 4, 4), (4, 1, 2), (2, 4, 2)]
+STYLES = ("the same flags", "no batch flags", "a file", "what the start before printed")
+
+
+@pytest.mark.parametrize("batch", [{}, {"batch_size": 4}, {"batch_size": 2, "gradient_accumulation_steps": 4}], ids=str)
+def test_three_starts_on_any_ranks_keep_the_batch_that_was_given(batch, tmp_path, monkeypatch):
+    """However the second and the third are given their flags; on the same ranks they have the same microbatches."""
+    common = {"demo": True, "run_name": "r", "resume": "auto"}
+    (tmp_path / "run.toml").write_text("\n".join(f"{name} = {value}" for name, value in batch.items()))
+
+    def flags_of(style: str, before) -> dict:
+        if style == "a file":
+            return common | {"config": tmp_path / "run.toml"}
+        if style == "what the start before printed":
+            return common | flags.flags_of_run(before)
+        return common if style == "no batch flags" else common | batch
+
+    for worlds, second, third in itertools.product(CHAINS, STYLES, STYLES):
+        manifest, settings, seen, global_batches = None, None, {}, set()
+        for world, style in zip(worlds, (STYLES[0], second, third), strict=True):
+            monkeypatch.setattr(torch.distributed, "get_world_size", lambda world=world: world)
+            settings = parse(flags.as_words(flags_of(style, settings)))
+            if manifest:
+                settings = state.keep_global_batch(settings, manifest)
+            manifest = json.loads(json.dumps(flags.record_flags(settings) | {"world_size": world}))
+            microbatches = settings.batch_size, settings.gradient_accumulation_steps
+            assert seen.setdefault(world, microbatches) == microbatches
+            global_batches.add(world * microbatches[0] * microbatches[1])
+        assert len(global_batches) == 1, (worlds, second, third)
+
+
+@pytest.mark.parametrize("ranks, how", [((1, 2, 2), "a file"), ((2, 1, 2), "printed")])
+def test_three_starts_on_other_ranks_are_one_run(run, tmp_path, ranks, how):
+    """With the losses of a run that was never stopped, also those of the windows that --eval-steps take."""
+    (tmp_path / "run.toml").write_text('dataset = "demo"\nbatch-size = 2\ngradient-accumulation-steps = 2')
+    more = f"--lr-scheduler constant --eval-interval 2 --eval-steps 3 --tokenizer {ROOT / 'assets' / 'demo'}"
+    common = words(f"{SMALL} --final-checkpoint --output-dir {tmp_path} --cache-dir {tmp_path}/cache {more}")
+    common += ["--config", str(tmp_path / "run.toml")]
+    forked(ranks[0], multirank.program, *common, "--run-name", "whole", "--num-steps", "6")
+    printed = forked(ranks[0], multirank.program, *common, "--run-name", "r", "--num-steps", "2")
+    for steps, world in zip(("4", "6"), ranks[1:], strict=True):
+        start = [*common, "--run-name", "r", "--resume", "auto"]
+        if how == "printed":
+            start = shlex.split(header(printed, "go on"))
+            start = start[next(i for i, word in enumerate(start) if word.startswith("--")) :]
+        printed = forked(world, multirank.program, *start, "--num-steps", steps)
+        assert "global batch" not in printed
+    assert metrics_of(tmp_path / "r")[-1]["tokens_seen"] == metrics_of(tmp_path / "whole")[-1]["tokens_seen"]
+    for name in ("loss", "eval_loss"):
+        whole, moved = ([m[name] for m in metrics_of(tmp_path / run) if name in m] for run in ("whole", "r"))
+        assert moved == pytest.approx(whole, rel=1e-5)
+
+
+def test_so_many_tokens_have_a_decay_and_a_resume_is_judged_by_the_warmup_that_it_keeps(run, tmp_path):
+    decay = "--lr-scheduler warmup_stable_decay --decay-steps 4"
+    run("r", f"--num-tokens 320 --batch-size 2 {decay}")  # 10 steps of 32, none of warmup
+    assert metrics_of(tmp_path / "r")[-1]["step"] == 10
+    run("w", f"--num-tokens 320 --batch-size 2 {decay} --warmup-steps 6")
+    too_long = words(f"{SMALL} --output-dir {tmp_path} --run-name w --resume auto --num-steps 12 --batch-size 2")
+    refused = python(*too_long, *words(decay.replace("4", "7")))
+    assert "--decay-steps 7: after the warmup there are 6 steps" in refused.stderr
+
+
 @pytest.mark.smoke
-def test_a_run_goes_on_with_its_global_batch_on_two_ranks_or_says_what_keeps_it(run, tmp_path):
+def test_other_batch_flags_are_another_batch_which_is_reported(run, tmp_path):
     run("r", "--num-steps 2 --batch-size 4")
-    again = words(f"{SMALL} --final-checkpoint --output-dir {tmp_path} --run-name r --resume auto --num-steps 4")
-    with pytest.raises(RuntimeError) as raised:
-        forked(2, multirank.program, *again, "--batch-size", "4")
-    said = "--batch-size 4: 2 ranks keep the run's global batch of 4 with --batch-size 2; leave the batch flags out, or"
-    assert said in str(raised.value)
-    printed = forked(2, multirank.program, *again)
-    assert "batch size 4 -> 2" in printed
-    assert metrics_of(tmp_path / "r")[-1]["tokens_seen"] == 4 * 4 * 16
+    printed = run("r", "--num-steps 4 --batch-size 6 --resume auto")
+    assert "global batch 4 -> 6, batch size 4 -> 6, num steps 2 -> 4" in header(printed, "changed")
+    printed = run("r", "--num-steps 6 --resume auto")
+    assert header(printed, "changed").startswith("num steps 4 -> 6")
+    assert "--batch-size 6" in header(printed, "go on")

@@ -10,7 +10,7 @@ import time
 
 import multirank
 import pytest
-from conftest import PROGRAM, ROOT, forked, parse
+from conftest import PROGRAM, ROOT, cold_python, forked, parse
 
 from harness.base import UserError
 from harness.job import endings, heartbeats, signals, world
@@ -27,6 +27,30 @@ def test_restarts_on_several_nodes_need_a_store_of_their_own(nodes, restarts, sh
 @pytest.mark.slow
 def test_a_rank_has_the_answer_of_its_own_node():
     assert "[0, 1, 1]" in forked(3, multirank.asking_on_two_nodes, timeout=100).splitlines()
+
+
+HALF_WORLDS = {  # an environment: how the line begins
+    "RANK=0": "RANK=0 is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start the ranks by torchrun",
+    "RANK=0 WORLD_SIZE=2 MASTER_PORT=29500": "RANK=0 is set, but not MASTER_ADDR;",
+    "RANK=2 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1": "RANK=2 is not below WORLD_SIZE=2;",
+    "RANK=first WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1": "RANK=first is not a whole number;",
+    "RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=http": "MASTER_PORT=http is not a whole number;",
+    "WORLD_SIZE=8": "WORLD_SIZE=8 is set, but RANK is not;",
+    "OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=0": "OMPI_COMM_WORLD_SIZE=4 is set, but RANK is not: each process",
+    "PMI_SIZE=4 PMI_RANK=0": "PMI_SIZE=4 is set, but RANK is not: each process would train alone;",
+    "SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=0": "SLURM_STEP_NUM_TASKS=2 is set, but RANK is not: each process",
+    "SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1": "",  # the first one says it
+}
+
+
+@pytest.mark.parametrize("environment", HALF_WORLDS)
+def test_half_a_world_is_one_line_that_names_the_variable(environment):
+    variables = dict(word.split("=") for word in environment.split())
+    process = cold_python("--demo", **variables)
+    assert process.returncode == 2 and process.stdout == ""
+    line = HALF_WORLDS[environment]
+    assert process.stderr.startswith(f"train_fsdp.py: error: {line}" if line else "")
+    assert process.stderr.count("\n") == bool(line)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

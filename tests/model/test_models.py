@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
+import train_fsdp
 from harness import base
 from harness import model as models
 from harness.base.errors import UserError
@@ -294,3 +295,24 @@ def test_a_preset_whose_tokenizer_cannot_be_had_names_the_flag_and_the_login(mon
     said = str(raised.value)
     assert said.startswith("--tokenizer meta-llama/Llama-3.1-8B: ") and "gated repo" in said
     assert all(words in said for words in ("preset llama3.1-8b", "`hf auth login`", "give --tokenizer a folder"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pretrained weights
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("precision", ["bf16-pure", "bf16"])
+def test_pretrained_weights_are_held_in_the_dtype_of_the_precision(device, tmp_path, stored, precision, tied):
+    config = AutoConfig.for_model("llama", **SIZES | {"tie_word_embeddings": tied})
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config, dtype=stored).save_pretrained(tmp_path)
+    flags = ["--model", tmp_path, "--init", "pretrained", "--precision", precision, "--no-compile"]
+    settings, config = resolved([*map(str, flags), "--sequence-length", "32"])
+    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+    held = torch.bfloat16 if precision == "bf16-pure" else torch.float32
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=held).state_dict()
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == held
+        assert torch.equal(parameter.full_tensor(), expected[name])

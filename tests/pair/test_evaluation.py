@@ -3,6 +3,7 @@ trained on."""
 
 import json
 import math
+import re
 import shlex
 
 import multirank
@@ -186,7 +187,7 @@ def test_a_corpus_that_changed_is_refused_by_an_evaluation(start, device, refuse
     assert "is not what it was at the checkpoint" in refused("--resume", start.folder / "grown")
 
 
-@pytest.mark.parametrize("flags", ["", "--streaming --eval-steps 3 --streams 4"])
+@pytest.mark.parametrize("flags", ["", "--eval-steps 3", "--streaming --eval-steps 3 --streams 4"])
 def test_the_command_that_a_run_prints_evaluates_what_the_run_held_out(start, device, capfd, evaluate, flags):
     name = f"printed{'-'.join(flags.split())}"
     assert train(start(name, "--eval-interval", 2, *words(flags)), device) == 0
@@ -196,3 +197,23 @@ def test_the_command_that_a_run_prints_evaluates_what_the_run_held_out(start, de
     assert found["eval_loss"] == pytest.approx(held_out_loss(start.folder / name), rel=1e-6)
     if "--eval-steps" in flags:
         assert found["tokens"] == 3 * 2 * 32
+        on_two_ranks = [*printed[printed.index("--num-steps") :], "--cache-dir", str(start.folder / "cache")]
+        said = forked(2, multirank.program, *on_two_ranks)  # the same windows
+        assert f"held-out loss {found['eval_loss']:.4f} " in said and f", {found['tokens']:,} tokens" in said
+
+
+@pytest.mark.parametrize("flags", ["", "--streaming"])
+def test_data_that_the_run_did_not_train_on_are_evaluated_whole_with_the_number_of_documents(
+    runs, evaluate, capfd, flags
+):
+    whole = evaluate("--resume", runs / "held", "--dataset", runs / "other.jsonl", "--eval-split", "train")
+    found = evaluate("--resume", runs / "held", "--dataset", runs / "other.jsonl", *words(flags))
+    assert found["tokens"] == pytest.approx(whole["tokens"], abs=32 * 4)
+    if not flags:
+        assert found == whole
+        given = ["--num-steps", 0, "--eval-interval", 1, "--cache-dir", runs / "cache"]
+        python_flags = [*given, "--resume", runs / "held", "--dataset", runs / "other.jsonl"]
+        assert re.search("^held out +all of it, 200 documents: ", python(*python_flags).stdout, re.MULTILINE)
+        exported = [*given, "--model", runs / "export", "--init", "pretrained", "--sequence-length", 32]
+        said = python(*exported, "--dataset", runs / "other.jsonl").stdout  # which may have been trained on it
+        assert re.search("^held out +one of every 20 documents of it, 10 of 200: ", said, re.MULTILINE)

@@ -32,9 +32,10 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--batch-size 0": "--batch-size: 0 is not at least 1",
     "--lr nan": "--lr: nan is not a positive number",
     "--lr": "--lr: expected one argument",
+    "--min-mfu 0.40": "--min-mfu: 0.40 is not at least 1 and below 100; it is in percent, as in 40",
     "--betas 0.9": "--betas: expected 2 arguments",
     "--zero-stage 4": "--zero-stage: invalid choice: 4",
-    "--num-tokens 1.5": "--num-tokens: 1.5 is not a whole number",
+    "--num-tokens 1.5": "--num-tokens: 1.5 is not a whole number of tokens",
     "--run-name a/b": "--run-name: 'a/b' is not a plain folder name",
     "--run-name ..": "--run-name: '..' is not a plain folder name",
     "--run-name=a\x1b[2Jb": "--run-name: 'a\\x1b[2Jb' is not a plain folder name",
@@ -197,6 +198,46 @@ def test_a_mistake_that_a_run_finds(mistake, tmp_path, flags, said):
     (tmp_path / "data.txt").write_text("The fox had a red ball. " * 100)
     assert mistake(*words(flags.replace("{}", str(tmp_path)))).startswith(said.replace("{}", str(tmp_path)))
     assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+CHAT = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+REASONS = {  # files by name, flags: what is said of the reason, which a library may give in its second line
+    "a config of an odd size": (
+        {"config.json": '{"model_type": "llama", "hidden_size": 66, "num_attention_heads": 4}'},
+        "--model {}",
+        "ValueError: The hidden size (66) is not a multiple of the number of attention heads (4)",
+    ),
+    "a config of a wrong type": (
+        {"config.json": '{"model_type": "llama", "hidden_size": "many"}'},
+        "--model {}",
+        "Validation error for field 'hidden_size': TypeError: ",
+    ),
+    "no tokenizer": ({}, "--tokenizer {}", "no tokenizer.json, and nothing that transformers makes one of"),
+    "an empty tokenizer": ({"tokenizer.json": "{}"}, "--tokenizer {}", "no 'added_tokens'"),
+    "a template": (
+        {"c.jsonl": CHAT, "t.jinja": "{% generation %}\n{{ m }"},
+        "--dataset {}/c.jsonl --chat-template {}/t.jinja --skip-bad-records",
+        "its chat template has a syntax error in line 2, unexpected '}'",
+    ),
+    "an empty file": ({"e.jsonl": '{"text": ""}'}, "--dataset {}/e.jsonl", "e.jsonl: it holds no text"),
+    "a bad record": (
+        {"n.jsonl": '{"text": null}'},
+        "--dataset {}/n.jsonl --skip-bad-records",
+        "n.jsonl: it holds no text, 1 bad record left out",
+    ),
+    "a short file": ({"s.jsonl": '{"text": "a"}'}, "--dataset {}/s.jsonl", "2 tokens, too few for one window of"),
+}
+
+
+@pytest.mark.parametrize("files, flags, said", REASONS.values(), ids=REASONS)
+def test_an_error_has_its_reason_and_no_advice_for_a_librarys_callers(mistake, tmp_path, files, flags, said):
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    message = mistake(*words(flags.replace("{}", str(folder))))
+    assert said in message
+    assert not re.search(r":\)|local_files_only|one of:|\(0 bad\)", message)
 
 
 def test_the_folder_of_a_run_is_neither_written_over_nor_taken_for_a_model(device, arguments, mistake, tmp_path):

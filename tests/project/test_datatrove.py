@@ -16,14 +16,15 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, STORIES, python, start
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 SCRIPT = ROOT / "launch" / "datatrove.py"
 DEMO = ROOT / "assets" / "demo"
 needs_datatrove = pytest.mark.skipif(find_spec("datatrove") is None, reason="needs the package datatrove")
 
 
-def command(corpus: pathlib.Path, output: pathlib.Path, *flags: str) -> list[str]:
-    words = [sys.executable, SCRIPT, "--dataset", corpus, "--output", output, "--tokenizer", DEMO, *flags]
+def command(corpus: pathlib.Path, output: pathlib.Path, *flags: str, tokenizer: pathlib.Path = DEMO) -> list[str]:
+    words = [sys.executable, SCRIPT, "--dataset", corpus, "--output", output, "--tokenizer", tokenizer, *flags]
     return [*map(str, words)]
 
 
@@ -87,6 +88,19 @@ def test_a_killed_start_is_taken_up_no_document_is_lost_or_doubled_and_a_run_tra
     assert run.returncode == 0, run.stderr
     again = start(words)
     assert again.returncode == 1 and "it is there already" in again.stderr
+
+
+@pytest.mark.slow
+@needs_datatrove
+def test_what_a_tokenizer_remembers_of_an_earlier_call_acts_on_no_document(tmp_path):
+    texts = write_corpus(tmp_path / "corpus", copies=1)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer(["one two three", "four"], truncation=True, padding=True, max_length=16)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    ended = start(command(tmp_path / "corpus", tmp_path / "tokens", "--workers", "2", tokenizer=tmp_path / "tokenizer"))
+    assert ended.returncode == 0, ended.stderr
+    assert documents_of(tmp_path / "tokens") == tokenized(texts)
 
 
 def completions(folder: pathlib.Path) -> dict[str, int]:

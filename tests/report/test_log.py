@@ -98,7 +98,7 @@ PROFILED = words("--num-steps 9 --perf-warmup-steps 2 --log-interval 1 --profile
 def evaluation(monkeypatch):
     """Stands in for an evaluation, whose operators would make a large trace: some seconds in which a few run."""
 
-    def evaluate(run):
+    def evaluate(*_):
         started = time.monotonic()
         while time.monotonic() - started < evaluate.seconds:
             torch.ones(1000).sum()
@@ -106,7 +106,7 @@ def evaluation(monkeypatch):
         return {"eval_loss": 1.0}, 1
 
     evaluate.seconds = 0
-    monkeypatch.setattr(train_fsdp, "evaluate_with_average", evaluate)
+    monkeypatch.setattr(train_fsdp, "evaluate", evaluate)
     return evaluate
 
 

@@ -144,3 +144,26 @@ def test_losses_of_sources_and_of_routers_have_charts_where_there_are_some(tmp_p
     assert set(charts_of(page)) - {*CHARTS} == {"Held-out loss by source", "Router loss"}
     assert drawing_of(page, "Held-out loss by source").count("<polyline") == 2 and "v1.2-b 3" in text_of(page)
     assert drawing_of(page, "Memory").count("<polyline") == 2
+
+
+def test_a_line_that_lies_on_the_first_is_left_out_but_no_loss(tmp_path):
+    lines = [line(step, eval_loss=8 / step, slowest_rank_ms=20.01) for step in (1, 2, 3)]
+    page = page_of(write_run(tmp_path / "r", lines))
+    assert drawing_of(page, "Step time").count("<polyline") == 1 and "slowest rank" not in text_of(page)
+    assert drawing_of(page, "Loss").count("<polyline") == 2
+
+
+def test_a_page_says_where_the_run_comes_from_and_marks_where_it_was_resumed(tmp_path):
+    folder = write_run(tmp_path / "r", [line(step) for step in range(1, 41)])
+    config = json.loads((folder / "config.json").read_text())
+    starts = [{"time": f"2026-11-2{day}T10:00:00Z", "step": step} for day, step in enumerate((0, 10, 30))]
+    starts[2]["changed"] = "lr 0.001 -> 0.0005"
+    config |= {"starts": starts, "command": "python train_fsdp.py --demo --lr 5e-4", "commit": "59e27bd"}
+    (folder / "config.json").write_text(json.dumps(config | {"parameters": 2_623_744}))
+    page = page_of(folder)
+    text = text_of(page)
+    assert "model 2,623,744 parameters command python train_fsdp.py --demo --lr 5e-4 commit 59e27bd" in text
+    assert "started 2026-11-20 10:00:00 UTC resumed 2026-11-21 10:00:00 UTC, from step 10 on" in text
+    assert "from step 30 on, changed: lr 0.001 -> 0.0005" in text
+    marks = re.findall(r'<path class=resumed d="M(\d+) 0v300">', drawing_of(page, "Loss"))
+    assert [int(mark) for mark in marks] == [round(1000 * 9 / 39), round(1000 * 29 / 39)]

@@ -1,6 +1,8 @@
 """wandb and tensorboard: what a run shows there is what metrics.jsonl holds, and how it ends there. tests/pair/
 test_program.py reads a whole run back."""
 
+import glob
+import json
 import os
 import signal
 import subprocess
@@ -56,35 +58,68 @@ def test_both_have_the_figures_of_each_source_over_steps_and_losses_over_tokens(
             tracker.log(line(step, grad_norm=float("nan"), **more, **{"share/web": 0.7}))
         tracker.finish(line(2, step_time_ms=7.0, **more))
         tracker.close(0)
-    events, tokens = (read_events(tmp_path / "train_fsdp" / name) for name in ("", "by_tokens"))
+    events = read_events(tmp_path / "train_fsdp")
+    assert [path for path in (tmp_path / "train_fsdp").iterdir() if path.is_dir()] == []  # TensorBoard shows one run
     rows = wandb_rows(tmp_path)
     for number, source in enumerate(sources):
         name = f"eval/loss/{source}"
         assert [(event.step, event.value) for event in events.Scalars(name)] == [(1, 1 + number), (2, 2 + number)]
-        of_tokens = tokens.Scalars(f"by_tokens/eval_loss/{source}")
+        of_tokens = events.Scalars(f"by_tokens/eval_loss/{source}")
         assert [(event.step, event.value) for event in of_tokens] == [(64, 1 + number), (128, 2 + number)]
         assert [row[name] for row in rows] == [1 + number, 2 + number]
         assert rows[1][f"by_tokens/eval_loss/{source}"] == 2 + number
-    assert [(row["_step"], str(row["train/grad_norm"]), row["data/share/web"]) for row in rows] == [
+    assert [(row["train/step"], str(row["train/grad_norm"]), row["data/share/web"]) for row in rows] == [
         (1, "nan", 0.7),
         (2, "nan", 0.7),
     ]
-    averages = read_events(tmp_path / "train_fsdp" / "summary")
-    assert [(event.step, event.value) for event in averages.Scalars("perf/step_time_ms")] == [(2, 7.0)]
-    assert "_hparams_/session_start_info" in averages.summary_metadata
+    assert [(event.step, event.value) for event in events.Scalars("final/perf/step_time_ms")] == [(2, 7.0)]
+    assert "_hparams_/session_start_info" in events.summary_metadata
 
 
 def test_steps_that_are_taken_again_after_a_resume_replace_the_first_ones(opened, tmp_path):
     for step, factor in ((0, 1.0), (2, 10.0)):
         time.sleep(1.1 if step else 0)  # its files are named by the second
+        kept = [line(number) for number in range(1, step + 1)]  # as the log leaves them before it starts trackers
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in kept))
         (tensorboard,) = opened("tensorboard", step)
         for number in (1, 2, 3):
-            tensorboard.log(line(step + number, loss=factor * (step + number)))
+            tensorboard.log(line(step + number, loss=factor * 5 / (step + number)))
         tensorboard.close(143)
-    events = read_events(tmp_path / "train_fsdp").Scalars("train/loss")
-    assert [event.value for event in events] == [1, 2, 30, 40, 50]
-    events = read_events(tmp_path / "train_fsdp" / "by_tokens").Scalars("by_tokens/loss")
-    assert [event.step for event in events] == [64, 128, 192, 256, 320]
+    events = read_events(tmp_path / "train_fsdp")
+    assert [event.value for event in events.Scalars("train/loss")] == [5, 2.5, pytest.approx(50 / 3), 12.5, 10]
+    of_tokens = [(event.step, event.value) for event in events.Scalars("by_tokens/loss")]
+    assert of_tokens == [(64, 5), (128, 2.5), (192, pytest.approx(50 / 3)), (256, 12.5), (320, 10)]
+
+
+def test_wandb_drops_no_line_of_a_start_that_goes_on_from_before_the_last_one(opened, tmp_path):
+    (first,) = opened("wandb")
+    for step in (1, 2, 3):
+        first.log(line(step))
+    first.start({"given": {}, "run_id": "abc"}, types.SimpleNamespace(step=1, tokens=64))  # as online: the same run
+    for step in (2, 3, 4):
+        first.log(line(step, grad_norm=2.0))
+    first.close(0)
+    rows = wandb_rows(tmp_path)
+    again = [row["train/step"] for row in rows if row.get("train/grad_norm") == 2.0]
+    assert again == [2, 3, 4] and len({row["_step"] for row in rows}) == len(rows)
+    defined = [record.metric for record in newest_records(tmp_path) if record.HasField("metric")]
+    axes = {metric.glob_name or metric.name: metric.step_metric for metric in defined}
+    assert axes["*"] == "train/step" and axes["by_tokens/*"] == "data/tokens_seen"
+
+
+def test_the_hint_of_wandb_names_the_folders_of_all_starts_and_none_where_it_is_disabled(
+    offline, device, tmp_path, monkeypatch
+):
+    state, places = types.SimpleNamespace(step=0, tokens=0), []
+    for mode in ("offline", "offline", "disabled"):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        (tracker,) = open_trackers(parse(["--log-with", "wandb"]), tmp_path)
+        places.append(tracker.start({"given": {}, "run_id": "abc"}, state))
+        time.sleep(1.1)  # its folders are named by the second
+        tracker.close(0)
+    pattern = places[0].removeprefix("offline; later: wandb sync ")
+    assert places[1] == places[0] and len(glob.glob(pattern)) == 2
+    assert places[2] == "disabled, by WANDB_MODE or WANDB_DISABLED: nothing is kept"
 
 
 @pytest.mark.parametrize("how", ["raises", "does not start"])
@@ -151,6 +186,6 @@ def test_wandb_hears_how_a_stopped_program_ends_and_both_have_every_line(tmp_pat
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [143]
     assert [record.HasField("preempting") for record in records].count(True) == 1
     steps = [line["step"] for line in metrics_of(tmp_path / "r")]
-    assert [row["_step"] for row in wandb_rows(tmp_path / "r")] == steps
+    assert [row["train/step"] for row in wandb_rows(tmp_path / "r")] == steps
     events = read_events(tmp_path / "r" / "train_fsdp").Scalars("train/loss")
     assert [event.step for event in events] == steps

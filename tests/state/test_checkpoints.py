@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -63,8 +64,8 @@ def flags(tmp_path_factory):
 def run(device, flags, tmp_path):
     """Trains in this process under tmp_path/NAME; returns the exit code."""
 
-    def start_run(name: str, *more, stop_after: int = -1) -> int:
-        return train([*flags, "--output-dir", tmp_path, "--run-name", name, *more], device, Stop(stop_after))
+    def start_run(name: str, *more, stop_after: int = -1, passes: int = 0) -> int:
+        return train([*flags, "--output-dir", tmp_path, "--run-name", name, *more], device, Stop(stop_after, passes))
 
     return start_run
 
@@ -166,6 +167,38 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, technique):
     assert all(torch.equal(went_on[name], whole[name]) for name in whole)
 
 
+WITHIN = {  # a step of four microbatches, or an evaluation after step 3 of two batches
+    "a step": "--gradient-accumulation-steps 4 --batch-size 1 --model {dropout}",
+    "a step of a stream": "--gradient-accumulation-steps 4 --batch-size 1 --streaming --dataset {stories}",
+    "an evaluation": "--eval-interval 3 --eval-steps 2",
+    "the last evaluation": "--eval-interval 3 --eval-steps 2 --num-steps 3",
+}
+
+
+@pytest.mark.parametrize("within", WITHIN)
+def test_a_stop_within_a_step_or_an_evaluation_saves_the_last_complete_step_and_goes_on_bit_for_bit(
+    run, tmp_path, within
+):
+    """The unfinished step or evaluation is begun anew."""
+    model_type, sizes = MODELS["gpt2"]
+    places = {"dropout": write_model(tmp_path / "dropout", model_type, **sizes | {"resid_pdrop": 0.2})}
+    technique = words(WITHIN[within].format(stories=STORIES, **places))
+    assert run("whole", *technique) == 0
+    assert run("r", *technique, stop_after=3, passes=1) == StopRequest.EXIT_CODE
+    assert names(tmp_path / "r") == checkpoint_names(3)
+    assert not any("eval_loss" in line for line in metrics_of(tmp_path / "r"))
+    assert run("r", "--resume", "auto", *technique) == 0
+    of_step: dict[str, dict] = {"r": {}, "whole": {}}
+    for name, lines in of_step.items():
+        for line in metrics_of(tmp_path / name):
+            numbers = {key: line[key] for key in (*KEYS, *EVALUATED) if key in line}
+            lines.setdefault(line["step"], {}).update(numbers)  # an evaluation may have a line of its own
+    assert of_step["r"] == of_step["whole"]
+    last = saved.checkpoint_name(max(of_step["whole"]))
+    went_on, whole = (tensors_of(tmp_path / name / "checkpoints" / last) for name in ("r", "whole"))
+    assert all(torch.equal(went_on[name], whole[name]) for name in whole)
+
+
 @pytest.mark.smoke
 def test_a_stopped_run_goes_on_by_its_own_config_alone(run, device, tmp_path):
     technique = words("--gradient-accumulation-steps 2 --precision bf16 --seed 3 --betas 0.8 0.9")
@@ -255,13 +288,22 @@ def test_another_run_is_refused_by_what_changed(copied, refused, tmp_path):
     assert names(copied) == checkpoint_names(2, 4, 6)
 
 
+def test_what_was_held_out_is_not_trained_on_by_a_resume_without_evaluations(run, refused):
+    assert run("r", "--eval-interval", 2, "--dataset", STORIES / "train.jsonl", "--num-steps", 2) == 0
+    said = refused("r", "--resume", "auto", "--dataset", STORIES / "train.jsonl")
+    held_out = "the run held out documents, which it would train on without the flag"
+    assert said == f"--eval-interval was 2 in the checkpoint: {held_out}; give it again"
+
+
 def test_changes_that_are_no_other_run_are_told(run, copied, capsys):
     changes = "--num-steps 8 --lr 5e-4 --batch-size 2 --weight-decay 0 --zero-stage 2 --precision bf16"
     assert run("r", "--resume", "auto", *words(changes)) == 0
-    (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("changed"))
+    output = capsys.readouterr().out
+    (told,) = (line for line in output.splitlines() if line.startswith("changed"))
     for change in ("num steps 6 -> 8", "lr 0.001 -> 0.0005", "batch size 4 -> 2", "weight decay 0.1 -> 0.0"):
         assert change in told
     assert "zero stage 3 -> 2" in told and "precision fp32 -> bf16" in told
+    assert re.search(r"learning rate 0 -> \d", " ".join(output.split()))  # a finished cosine goes on
     assert [line["step"] for line in metrics_of(copied)] == [*range(1, 9), 8]
     lines = {line["step"]: line for line in metrics_of(copied)}
     assert lines[7]["tokens_seen"] - lines[6]["tokens_seen"] == 2 * 32
@@ -377,6 +419,29 @@ def test_a_save_under_way_keeps_its_values_and_the_next_one_is_skipped(run, fini
     assert "training paused for" in capsys.readouterr().out
     run("branch", "--resume", tmp_path / "r" / "checkpoints" / "step-00000002")
     assert steps_of(tmp_path / "branch") == steps_of(finished)[2:]
+
+
+@needs_stager
+def test_an_error_waits_for_the_save_that_is_under_way(run, tmp_path, monkeypatch):
+    save, begun, raised = store.dcp.save, threading.Event(), threading.Event()
+
+    def slow(*args, **to):
+        begun.set()
+        raised.wait(60)
+        return save(*args, **to)
+
+    def fail(*_, **__):
+        begun.wait(60)
+        threading.Timer(0.3, raised.set).start()
+        raise RuntimeError("of step 2")
+
+    step = models.clip_grad_norm
+    steps = iter([step, fail])
+    monkeypatch.setattr(store.dcp, "save", slow)
+    monkeypatch.setattr(models, "clip_grad_norm", lambda *args: next(steps)(*args))
+    with pytest.raises(RuntimeError, match="of step 2"):
+        run("r", "--checkpoint-interval", 1)
+    assert names(tmp_path / "r") == checkpoint_names(1)
 
 
 @needs_stager

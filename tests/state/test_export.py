@@ -170,6 +170,23 @@ def test_what_is_no_export_of_this_program_is_never_written_over(run, mistake, s
     assert "is the folder of --model" in mistake("--run-name", "again", *own)
 
 
+def test_an_export_is_written_over_by_its_run_and_its_command_alone(device, arguments, run, mistake, tmp_path):
+    export = ("--export", tmp_path / "export")
+    assert run("one", *export) == 0
+    assert train([*arguments, "--run-name", "one", "--resume", "auto", "--num-steps", 3, *export], device) == 0
+    of_run = {file.name: file.read_bytes() for file in (tmp_path / "export").iterdir()}
+    branch = ("--resume", tmp_path / "out" / "one", "--run-name", "branch", "--num-steps", 4)
+    for other in (("--run-name", "two"), branch):
+        said = mistake(*other, *export)
+        assert said.startswith(f"--export: {tmp_path / 'export'} holds the export of another run; choose another")
+    assert not (tmp_path / "out" / "two" / "metrics.jsonl").exists()
+    assert {file.name: file.read_bytes() for file in (tmp_path / "export").iterdir()} == of_run
+    shutil.rmtree(tmp_path / "export")
+    assert run("two", *export) == 0
+    shutil.rmtree(tmp_path / "out" / "two")
+    assert run("two", *export) == 0  # the same command, though a run with another id
+
+
 def test_an_export_that_fails_is_one_line_and_leaves_what_was_there(run, mistake, tmp_path):
     assert run("r", "--export", tmp_path / "export", "--checkpoint-interval", 1) == 0
     before = {path: path.read_bytes() for path in (tmp_path / "export").iterdir()}

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from harness.data.records import BadRecord, Field, Record, check_value, excerpt, names_of, split_records
+from harness.data.records import BadRecord, Field, Record, excerpt, names_of, read_fields, split_records
 
 SUFFIXES = (".jsonl",)
 PLACE = "line"
@@ -30,6 +30,6 @@ def parse(line: bytes, names: tuple[str, ...]) -> Record:
     fields = record if isinstance(record, dict) else {}
     for name in names:
         if name in fields:
-            return check_value(fields[name], name, fields.get("tools"))
+            return read_fields(fields, name)
     others = f", only {', '.join(fields)}" if len(fields) > 1 else ""
     return BadRecord(f"no field {names[-1]!r} in {excerpt(record)}{others}; name it with --text-field")

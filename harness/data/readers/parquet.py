@@ -6,7 +6,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from harness.data.records import BLOCK, CHAT_FIELD, MAX_TOKEN_ID, Field, Record, check_value, choose_field
+from harness.data.records import (
+    BESIDE_IDS,
+    BLOCK,
+    CHAT_FIELD,
+    MAX_TOKEN_ID,
+    Field,
+    Record,
+    check_ids,
+    choose_field,
+    read_fields,
+)
 
 SUFFIXES = (".parquet",)
 PLACE = "row"
@@ -30,7 +40,8 @@ def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | Non
     )
     names = parquet.schema_arrow.names
     field = choose_field(names, text_field)
-    columns = [field, "tools"] if field == CHAT_FIELD and "tools" in names else [field]
+    beside = ("tools",) if field == CHAT_FIELD else BESIDE_IDS
+    columns = [field, *(name for name in beside if name in names)]
     rows = parquet.metadata.num_rows
     first, last = -(-rows * start // size), rows if end is None else -(-rows * end // size)
     group_start = 0
@@ -57,29 +68,33 @@ def count(stream: io.RawIOBase) -> int:
 
 def read_batch(batch, field: str) -> Iterator[Record]:
     """The documents of rows in Arrow."""
-    ids = token_ids(batch[field])
-    if ids is not None:
-        import pyarrow.compute
-
-        lengths = pyarrow.compute.list_value_length(batch[field]).to_numpy(zero_copy_only=False)
-        ends = [0, *np.cumsum(lengths).tolist()]
-        yield from (ids[start:end] for start, end in itertools.pairwise(ends))
+    columns = {name: rows_of_integers(batch[name]) for name in batch.schema.names}
+    ids = columns.pop(field)
+    if ids is None or None in columns.values() or not are_token_ids(ids):
+        for fields in batch.to_pylist(maps_as_pydicts="strict"):
+            yield read_fields(fields, field)
         return
-    tools = batch["tools"].to_pylist() if "tools" in batch.schema.names else [None] * len(batch)
-    for value, its_tools in zip(batch[field].to_pylist(), tools, strict=True):
-        yield check_value(value, field, its_tools)
+    for row, values in enumerate(ids):
+        yield check_ids(values, {name: of_rows[row] for name, of_rows in columns.items()})
 
 
-def token_ids(column) -> np.ndarray | None:
-    """The token ids of all rows end to end; None where a row has anything else, which is then found row by row."""
+def are_token_ids(rows: list[np.ndarray]) -> bool:
+    return all(0 <= row.min(initial=0) <= row.max(initial=0) <= MAX_TOKEN_ID for row in rows)
+
+
+def rows_of_integers(column) -> list[np.ndarray] | None:
+    """The integers of each row, slices of one array; None where a row has anything else, which is then found row by
+    row."""
+    import pyarrow.compute
     from pyarrow import types
 
     kind = column.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not types.is_integer(kind.value_type) or column.null_count:
         return None
-    ids = column.flatten()
-    if ids.null_count:
+    integers = column.flatten()
+    if integers.null_count:
         return None
-    ids = ids.to_numpy(zero_copy_only=False)
-    return ids if 0 <= ids.min(initial=0) <= ids.max(initial=0) <= MAX_TOKEN_ID else None
+    lengths = pyarrow.compute.list_value_length(column).to_numpy(zero_copy_only=False)
+    array, ends = integers.to_numpy(zero_copy_only=False), [0, *np.cumsum(lengths).tolist()]
+    return [array[start:end] for start, end in itertools.pairwise(ends)]

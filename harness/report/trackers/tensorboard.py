@@ -4,15 +4,17 @@ import json
 import pathlib
 import shlex
 import textwrap
+from typing import Any
 
 from harness import flags
 from harness import state as states
+from harness.report.files import read_metrics
 from harness.report.trackers import Tracker, named, over_tokens
 
 
 class Tensorboard(Tracker):
-    """Event files of a run: one over steps, one over tokens and, when it is done, one with its averages beside the
-    flags that were given, for the tab HPARAMS."""
+    """Event files of a run, in one folder, which TensorBoard shows as one: figures over steps, losses over tokens and,
+    when it is done, its averages as `final/NAME`, beside the flags that were given in the tab HPARAMS."""
 
     name = "tensorboard"
 
@@ -26,27 +28,40 @@ class Tensorboard(Tracker):
 
         self.given = {name: str(value) for name, value in run["given"].items()}
         # what an earlier start wrote after this point is hidden
-        self.steps = SummaryWriter(str(self.folder), purge_step=state.step + 1)
-        self.tokens = SummaryWriter(str(self.folder / "by_tokens"), purge_step=state.tokens + 1)
+        self.writer = SummaryWriter(str(self.folder), purge_step=state.step + 1)
+        for line in read_metrics(self.folder.parent / "metrics.jsonl"):
+            # hidden too, as TensorBoard takes these tokens for steps
+            if "final" not in line and line["tokens_seen"] > state.step:
+                self._log_over_tokens(line)
         # indented, a text is a block of code, in which Markdown changes nothing
-        self.steps.add_text("config", textwrap.indent(json.dumps(run, indent=2), "    "), state.step)
-        self.steps.flush()
+        self.writer.add_text("config", textwrap.indent(json.dumps(run, indent=2), "    "), state.step)
+        self.writer.flush()
         return f"tensorboard --logdir {shlex.quote(str(self.folder.parent))}"
 
     def log(self, metrics: dict) -> None:
         for name, value in named(metrics).items():
-            self.steps.add_scalar(name, value, metrics["step"])
+            self.writer.add_scalar(name, value, metrics["step"])
+        self._log_over_tokens(metrics)
+        self.writer.flush()  # a kill loses nothing
+
+    def _log_over_tokens(self, metrics: dict) -> None:
         for name, value in over_tokens(metrics).items():
-            self.tokens.add_scalar(name, value, metrics["tokens_seen"])
-        self.steps.flush()  # a kill loses nothing
-        self.tokens.flush()
+            if value is not None:  # NaN, read back from JSON
+                self.writer.add_scalar(name, value, metrics["tokens_seen"])
 
     def finish(self, metrics: dict) -> None:
-        self.steps.add_hparams(self.given, named(metrics), run_name="summary", global_step=metrics["step"])
+        from torch.utils.tensorboard.summary import hparams
+
+        averages = {f"final/{name}": value for name, value in named(metrics).items()}
+        # not `add_hparams`, which makes a run of its own
+        file: Any = self.writer.file_writer  # None once it is closed
+        for summary in hparams(self.given, averages):
+            file.add_summary(summary)
+        for name, value in averages.items():
+            self.writer.add_scalar(name, value, metrics["step"])
 
     def close(self, exit_code: int) -> None:
-        self.steps.close()
-        self.tokens.close()
+        self.writer.close()
 
 
 TRACKER = Tensorboard

@@ -1,16 +1,19 @@
 """Weights & Biases, by its own client: `wandb login`, or WANDB_MODE=offline."""
 
 import pathlib
+import shlex
 
 from harness import base, flags, job
 from harness import state as states
 from harness.report.trackers import Tracker, named, over_tokens
 
+STEP = "train/step"
 FINISH_SECONDS = 60  # that the end of a run waits for what is not uploaded
 
 
 class Wandb(Tracker):
-    """A run in wandb, whose step is that of the optimizer. It keeps its id over restarts."""
+    """A run in wandb. It keeps its id over restarts. The axis is a metric, `train/step`: wandb's own step counts rows,
+    as wandb drops a row that is not behind the last one, such as that of a step that a resumed run takes again."""
 
     name = "wandb"
 
@@ -40,11 +43,19 @@ class Wandb(Tracker):
             config=run,
             settings=wandb.Settings(finish_timeout=FINISH_SECONDS),
         )
+        self.row = max(self.run.step, state.step)  # offline, behind the rows of a start that ended here
+        self.run.define_metric(STEP)
+        self.run.define_metric("*", step_metric=STEP)
         self.run.define_metric("by_tokens/*", step_metric="data/tokens_seen")
-        return self.run.url or f"offline; later: wandb sync {pathlib.Path(self.run.dir).parent}"
+        if self.run.disabled:
+            return "disabled, by WANDB_MODE or WANDB_DISABLED: nothing is kept"
+        folders = shlex.quote(str(pathlib.Path(self.run.dir).parents[1]))
+        of_all_starts = f"{folders}/offline-run-*-{self.run.id}"
+        return self.run.url or f"offline; later: wandb sync {of_all_starts}"
 
     def log(self, metrics: dict) -> None:
-        self.run.log(named(metrics) | over_tokens(metrics), step=metrics["step"], commit=True)
+        self.run.log({STEP: metrics["step"]} | named(metrics) | over_tokens(metrics), step=self.row, commit=True)
+        self.row += 1
 
     def finish(self, metrics: dict) -> None:
         self.run.summary.update(named(metrics))

@@ -1,0 +1,511 @@
+"""What other tools leave behind is read as transformers, tokenizers and their trainers read it, or refused in one line:
+tokenizers that remember a call, conversations with nulls, spans of characters, ids with labels and masks."""
+
+import itertools
+import json
+import pathlib
+import re
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tokenizers
+from conftest import ROOT, metrics_of, train, words
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, ByT5Tokenizer
+
+from harness.base.errors import UserError
+from harness.data.encode import TextFormat, own_tokens_around
+from harness.data.files import find_files
+from harness.data.stream import Stream
+
+DEMO = ROOT / "assets" / "demo"
+TEXTS = ["A fox saw a red ball and ran.", "Two", "The end? <|endoftext|>", "Zażółć 日本語 \n\n in lines, " * 9]
+
+
+def write_jsonl(path: pathlib.Path, records: list[dict]) -> pathlib.Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_parquet(path: pathlib.Path, records: list[dict]) -> pathlib.Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    return path
+
+
+WRITERS = {"jsonl": write_jsonl, "parquet": write_parquet}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What tokenizers remember
+
+
+def remembers(**call):
+    def change(tokenizer):
+        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer(["one two three", "four"], **call)
+        return tokenizer
+
+    return change
+
+
+def adds_begin(tokenizer):
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    rule = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = rule
+    return tokenizer
+
+
+def takes_special_tokens_as_text(tokenizer):
+    tokenizer.split_special_tokens = True
+    tokenizer.backend_tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+TOKENIZERS = {  # how one becomes what somebody saved
+    "as it was": lambda tokenizer: tokenizer,
+    "truncates": remembers(truncation=True, max_length=8),
+    "truncates on the left": lambda t: remembers(truncation=True, max_length=8)(t_left(t)),
+    "pads": remembers(padding=True),
+    "pads to a length": remembers(padding="max_length", truncation=True, max_length=40),
+    "adds <s>": adds_begin,
+    "adds <s> and truncates": lambda t: remembers(truncation=True, max_length=8)(adds_begin(t)),
+    "takes special tokens as text": takes_special_tokens_as_text,
+}
+
+
+def t_left(tokenizer):
+    tokenizer.truncation_side = "left"
+    return tokenizer
+
+
+@pytest.fixture(params=TOKENIZERS)
+def saved(request, tmp_path):
+    tokenizer = TOKENIZERS[request.param](AutoTokenizer.from_pretrained(DEMO))
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    config = tmp_path / "tokenizer" / "tokenizer_config.json"
+    of_file = {"split_special_tokens": tokenizer.split_special_tokens}  # which is not saved with the others
+    config.write_text(json.dumps(json.loads(config.read_text()) | of_file))
+    return AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+
+
+def test_cached_and_streamed_tokens_are_those_of_the_tokenizers_own_call(saved, tmp_path, load):
+    texts = TEXTS[:2] + TEXTS[3:]  # the mark in the third divides documents
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    once = load(file, with_tokenizer=saved, vocab_size=len(saved)).tokens[:].tolist()
+    again = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    stream = Stream(find_files(str(file)).of_split("train"), TextFormat(again, len(again)), "text", 4, 0)
+    streamed = stream.head(10**6).tolist()
+    expected = [[*saved(text, add_special_tokens=False)["input_ids"], saved.eos_token_id] for text in texts]
+    assert once == streamed == list(itertools.chain(*expected))
+
+
+def test_a_tokenizer_that_takes_special_tokens_as_text_has_a_cache_of_its_own(tmp_path, load):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "A fox <s> ran."}])
+    found = []
+    for change in (adds_begin, lambda tokenizer: takes_special_tokens_as_text(adds_begin(tokenizer))):
+        tokenizer = change(AutoTokenizer.from_pretrained(DEMO))
+        tokenizer("a", split_special_tokens=not tokenizer.split_special_tokens)  # what this call leaves behind
+        found.append(load(file, with_tokenizer=tokenizer, vocab_size=len(tokenizer)).tokens[:].tolist())
+        assert found[-1][:-1] == tokenizer("A fox <s> ran.", add_special_tokens=False)["input_ids"]
+    assert found[0] != found[1]
+
+
+def test_a_conversation_is_rendered_and_tokenized_whatever_the_tokenizer_remembers(saved, tmp_path, load):
+    saved.chat_template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    records = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
+    file = write_jsonl(tmp_path / "a.jsonl", records)
+    expected = [saved(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    saved.backend_tokenizer.enable_truncation(5)
+    for loss in ("assistant", "all"):
+        tokens = load(file, with_tokenizer=saved, vocab_size=len(saved), chat_loss=loss).tokens
+        assert tokens[:].tolist() == list(itertools.chain(*expected)), loss
+
+
+def test_a_tokenizers_own_tokens_around_a_text_are_named_in_the_header(tmp_path, arguments, device, capfd):
+    plain = AutoTokenizer.from_pretrained(DEMO)
+    assert own_tokens_around(plain) == ([], [])
+    adds_begin(plain).save_pretrained(tmp_path / "tokenizer")
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    config.vocab_size += 1
+    config.save_pretrained(tmp_path / "model")
+    assert train([*arguments, "--run-name", "plain"], device) == 0
+    assert "\ndocuments  <|endoftext|> after each text\n" in capfd.readouterr().out
+    assert train([*arguments, "--tokenizer", tmp_path / "tokenizer"], device) == 0
+    assert "\ndocuments  <|endoftext|> after each text; not <s>, which this " in capfd.readouterr().out
+
+
+def test_the_way_to_have_a_tokenizers_own_tokens_that_the_page_shows_gives_them(tmp_path, load, monkeypatch):
+    tokenizer = adds_begin(AutoTokenizer.from_pretrained(DEMO))
+    monkeypatch.chdir(tmp_path)
+    tokenizer.save_pretrained("tokenizer")
+    write_jsonl(tmp_path / "stories.jsonl", [{"text": text} for text in TEXTS])
+    page = (ROOT / "docs" / "DATA.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(script.replace("HuggingFaceTB/SmolLM3-3B", "tokenizer"), {})
+    tokens = load("ids.jsonl", with_tokenizer=tokenizer, vocab_size=len(tokenizer)).tokens
+    expected = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in TEXTS]
+    assert tokens[:].tolist() == list(itertools.chain(*expected))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Conversations with nulls
+
+EVERYTHING = """{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}
+{% if tools %}{{ tools | tojson }}{% endif %}"""
+
+
+def call(name: str, **arguments) -> dict:
+    called = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [called]}
+
+
+def tool(name: str, **properties) -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+SAID = {"role": "user", "content": "And in Oslo?"}
+NULLS = {  # pairs of records whose objects have other fields
+    "arguments": [{"messages": [SAID, call("weather", city="Oslo")]}, {"messages": [SAID, call("add", a=1, b=2)]}],
+    "tools": [
+        {"messages": [SAID, call("f", x=1)], "tools": [tool("f", x={"type": "number", "minimum": 0})]},
+        {"messages": [SAID, call("g", y="z")], "tools": [tool("g", y={"type": "string", "enum": ["z"]})]},
+        {"messages": [SAID, {"role": "assistant", "content": "no tools"}]},
+    ],
+    "unknown fields": [
+        {"messages": [SAID, {"role": "assistant", "content": "x", "reasoning": "y", "weight": 1}]},
+        {"messages": [SAID | {"name": "Ann"}, {"role": "assistant", "content": "x"}]},
+    ],
+    "parts": [
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "url": "b.png"}]}]},
+    ],
+    "nulls that are written": [
+        {"messages": [SAID | {"tool_calls": None}, call("f", a=None, b=[1, 2])]},
+        {"messages": [SAID | {"name": None}, call("f", a={"c": None, "d": "e"}, b=[])]},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", NULLS)
+def test_a_null_is_a_field_that_is_not_there_in_json_lines_and_parquet_alike(tmp_path, load, name):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = EVERYTHING
+    found = {}
+    for suffix, write in WRITERS.items():
+        tokens = load(write(tmp_path / f"a.{suffix}", NULLS[name]), with_tokenizer=tokenizer).tokens
+        found[suffix] = (tokens[:].tolist(), tokens.trained(0, len(tokens)).tolist())
+        assert "null" not in tokenizer.decode(found[suffix][0])
+    assert found["jsonl"] == found["parquet"]
+
+
+@pytest.mark.parametrize("name", ["arguments", "tools", "unknown fields", "parts"])
+def test_conversations_are_rendered_as_transformers_renders_them(tmp_path, load, name):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = EVERYTHING
+    file = write_parquet(tmp_path / "a.parquet", NULLS[name])
+    rendered = [
+        tokenizer.apply_chat_template(record["messages"], tools=record.get("tools"), tokenize=False)
+        for record in NULLS[name]
+    ]
+    tokens = load(file, with_tokenizer=tokenizer).tokens
+    assert tokenizer.decode(tokens[:].tolist()) == "".join(rendered)
+
+
+def test_arguments_as_a_map_of_parquet_are_an_object(tmp_path, load):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = EVERYTHING
+    of_message = [("role", pyarrow.string()), ("content", pyarrow.string())]
+    of_message.append(("arguments", pyarrow.map_(pyarrow.string(), pyarrow.string())))
+    kind = pyarrow.schema([("messages", pyarrow.list_(pyarrow.struct(of_message)))])
+    record = {"messages": [SAID | {"arguments": {"city": "Oslo"}}]}
+    as_rows = [{"messages": [SAID | {"arguments": [("city", "Oslo")]}]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(as_rows, kind), tmp_path / "a.parquet")
+    files = (tmp_path / "a.parquet", write_jsonl(tmp_path / "a.jsonl", [record]))
+    of_parquet, of_lines = (load(file, with_tokenizer=tokenizer).tokens[:].tolist() for file in files)
+    assert of_parquet == of_lines
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the assistant said, by characters
+
+SPANS = {  # what others and the assistant say in turn
+    "words": ["Where? ", "In the red box.", " And"],
+    "a span that ends in a space": ["Say: ", "a fox ", "next"],
+    "a span that ends in spaces and lines": ["Say: ", "a fox  \n\n ", "next"],
+    "a span that begins with a space": ["Say:", " a fox", ", next"],
+    "a span of spaces": ["Say:", "   ", "next"],
+    "an empty span": ["Say: ", "", "next", "fox"],
+    "an empty span at the end": ["Say: ", "fox", " next ", ""],
+    "characters of several tokens": ["🧑 ", "日本 🧑\u200d🚀", "🧑 next"],
+    "a character beside another": ["é", "é", "é", "é"],
+    "a token across the border": ["Once up", "on a time", " there"],
+    "a special token": ["Say", "a<|endoftext|>", "<|endoftext|>", "b"],
+    "from the first character on": ["", "A fox", "next"],
+}
+
+
+def bytes_of(tokenizer, ids: list[int]) -> list[int]:
+    """How many bytes of UTF-8 each token is, of a tokenizer of bytes."""
+    special = {*tokenizer.all_special_ids}
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    return [len(token.encode() if number in special else token) for number, token in zip(ids, tokens, strict=True)]
+
+
+def trim_offsets(tokenizer) -> None:
+    """As GPT-2's and Llama 3's tokenizers do."""
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+
+
+def drop_post_processor(tokenizer) -> None:
+    tokenizer.backend_tokenizer.post_processor = None
+
+
+@pytest.mark.parametrize("change", [trim_offsets, drop_post_processor])
+@pytest.mark.parametrize("name", SPANS)
+def test_a_token_is_trained_on_where_one_of_its_characters_is_the_assistants(tmp_path, load, name, change):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    change(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    roles = itertools.cycle(["user", "assistant"])
+    messages = [{"role": role, "content": part} for role, part in zip(roles, SPANS[name], strict=False)]
+    more = [{"role": "user", "content": "x"}, {"role": "assistant", "content": " yes"}]  # to train on something
+    file = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages + more}])
+    tokens = load(file, with_tokenizer=tokenizer).tokens
+    ids = tokens[:].tolist()
+    parts = [*SPANS[name], *(["", "x", " yes"] if len(SPANS[name]) % 2 else ["x", " yes"])]
+    assistants = np.concatenate([np.full(len(part.encode()), index % 2) for index, part in enumerate(parts)])
+    ends = np.cumsum(bytes_of(tokenizer, ids))
+    assert ends[-1] == len(assistants)
+    expected = [int(assistants[start:end].any()) for start, end in itertools.pairwise([0, *ends])]
+    assert tokens.trained(0, len(tokens)).tolist() == [0, *expected[1:]]  # nothing precedes the first
+
+
+def test_a_tokenizer_without_offsets_is_refused_before_a_conversation_is_read(tmp_path, load):
+    python = ByT5Tokenizer()
+    python.chat_template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    file = write_jsonl(tmp_path / "a.jsonl", [{"messages": [SAID]}])
+    with pytest.raises(UserError, match=r"ByT5Tokenizer does not say which characters.*--chat-loss all") as raised:
+        load(file, with_tokenizer=python)
+    assert "skip-bad-records" not in str(raised.value)
+    tokens = load(file, with_tokenizer=python, chat_loss="all").tokens
+    assert tokens[:].tolist() == python(SAID["content"], add_special_tokens=False)["input_ids"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ids with labels and masks
+
+IDS = [5, 6, 7, 8]
+ROWS = {  # fields beside or over IDS: (ids, which of them are trained on; None for a corpus without a mask)
+    "nothing": ({}, (IDS, None)),
+    "labels of all": ({"labels": IDS}, (IDS, [0, 1, 1, 1])),
+    "labels of some": ({"labels": [-100, -100, 7, 8]}, (IDS, [0, 0, 1, 1])),
+    "labels of the middle": ({"labels": [-100, 6, -100, 8]}, (IDS, [0, 1, 0, 1])),
+    "padding on the right": ({"attention_mask": [1, 1, 1, 0]}, ([5, 6, 7], None)),
+    "padding on the left": ({"attention_mask": [0, 1, 1, 1]}, ([6, 7, 8], None)),
+    "no padding": ({"attention_mask": [1, 1, 1, 1]}, (IDS, None)),
+    "labels and padding": ({"labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]}, ([5, 6, 7], [0, 1, 1])),
+    "labels at the padding": ({"labels": [-100, 6, 7, 0], "attention_mask": [1, 1, 1, 0]}, ([5, 6, 7], [0, 1, 1])),
+    "a mask of the completion": ({"completion_mask": [0, 0, 1, 1]}, (IDS, [0, 0, 1, 1])),
+    "two masks": ({"completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 1]}, (IDS, [0, 1, 0, 1])),
+    "positions": ({"position_ids": [0, 1, 2, 3]}, (IDS, None)),
+    "another field": ({"token_type_ids": [0, 0, 0, 0], "label": 3, "length": 4}, (IDS, None)),
+}
+REFUSED = {
+    "labels that are shifted": ({"labels": [6, 7, 8, -100]}, r"labels\[0\] is 6, where -100 and the token there, 5"),
+    "too few labels": ({"labels": [5, 6]}, r"labels is \[5, 6\] instead of 4 integers, one a token"),
+    "a label of the whole": ({"labels": 1}, r"labels is 1 instead of 4 integers, one a token"),
+    "labels that are no numbers": ({"labels": ["a", "b", "c", "d"]}, "labels is .* instead of 4 integers"),
+    "labels that are fractions": ({"labels": [5.5, 6.0, 7.0, 8.0]}, "labels is .* instead of 4 integers"),
+    "a label that is missing": ({"labels": [5, None, 7, 8]}, "labels is .* instead of 4 integers"),
+    "several documents": ({"attention_mask": [1, 1, 2, 2]}, "attention_mask is .* instead of 0 and 1; give each"),
+    "hidden tokens": ({"attention_mask": [1, 0, 1, 1]}, "attention_mask is 0 between tokens"),
+    "positions anew": ({"position_ids": [0, 1, 0, 1]}, "position_ids do not count from 0 on; give each document"),
+}
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("name", ROWS)
+def test_labels_and_masks_beside_ids_are_those_of_the_row(tmp_path, load, name, suffix):
+    beside, (ids, trained) = ROWS[name]
+    file = WRITERS[suffix](tmp_path / f"a.{suffix}", [{"input_ids": IDS} | beside] * 3)
+    data = load(file, vocab_size=16)
+    assert data.tokens[:].tolist() == ids * 3
+    assert data.tokens.has_mask == (trained is not None)
+    if trained:
+        assert data.tokens.trained(0, len(data.tokens)).tolist() == trained * 3
+        assert data.document_mask and data.tokens.ends.tolist() == [len(ids), 2 * len(ids), 3 * len(ids)]
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_labels_and_masks_that_no_window_can_have_are_named(tmp_path, load, name, suffix):
+    beside, fault = REFUSED[name]
+    good = {"input_ids": IDS, "labels": IDS}
+    file = WRITERS[suffix](tmp_path / f"a.{suffix}", [{"input_ids": IDS} | beside])
+    with pytest.raises(UserError, match=rf"a\.{suffix}, (line|row) 1: {fault}"):
+        load(file, vocab_size=16)
+    both = write_jsonl(tmp_path / "both.jsonl", [good, {"input_ids": IDS} | beside, good])
+    data = load(both, vocab_size=16, skip_bad_records=True)
+    assert (len(data.tokens.ends), data.tokens.counts["bad records"]) == (2, 1)
+
+
+def test_a_row_with_labels_is_padded_and_trained_on_as_its_labels_say(tmp_path, load):
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}, {"input_ids": [9, 10], "labels": [9, 10]}]
+    data = load(write_jsonl(tmp_path / "a.jsonl", rows), 6, vocab_size=16)
+    (window,) = [data[index] for index in range(len(data))]
+    assert window.tokens.tolist()[:6] == [5, 6, 7, 8, 9, 10]
+    assert window.trained.tolist() == [False, True, True, False, True, False]
+    assert window.starts.tolist() == [0, 4]
+
+
+def test_rows_of_another_kind_than_the_first_are_bad_records(tmp_path, load):
+    labelled, plain = {"input_ids": IDS, "labels": IDS}, {"input_ids": IDS}
+    for rows, fault in (
+        ([labelled, plain], "line 2: token ids instead of token ids with labels"),
+        ([plain, labelled], "line 2: token ids with labels instead of token ids"),
+    ):
+        with pytest.raises(UserError, match=fault):
+            load(write_jsonl(tmp_path / "a.jsonl", rows), vocab_size=16)
+
+
+def test_rows_without_a_trained_token_are_left_out_and_a_corpus_of_such_rows_is_refused(tmp_path, load):
+    untrained = {"input_ids": IDS, "labels": [-100] * 4}
+    with pytest.raises(UserError, match=r"none of its 1 rows has a token to train on by its labels and masks"):
+        load(write_jsonl(tmp_path / "none.jsonl", [untrained]), vocab_size=16)
+    data = load(write_jsonl(tmp_path / "a.jsonl", [untrained, {"input_ids": IDS, "labels": IDS}]), vocab_size=16)
+    assert len(data.tokens.ends) == 1 and "rows without a trained token 1" in data.tokens.line
+
+
+def test_a_stream_of_labels_is_refused(tmp_path, mistake):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"input_ids": IDS, "labels": IDS}] * 9)
+    assert "token ids with labels, whose masks are in the token cache; leave out --streaming" in mistake(
+        "--dataset", str(file), "--streaming"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Windows without a trained token
+
+TEMPLATE = """{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content + eos_token }}
+{%- endgeneration %}{% else %}{{ m.role }}: {{ m.content }}
+{% endif %}{% endfor %}"""
+
+
+def chat(question: str, answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+LONG_USER = [chat("word " * (90 if number % 4 == 3 else 3), "the ball " * 5) for number in range(40)]
+
+
+@pytest.fixture
+def template(tmp_path) -> list[str]:
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    return ["--chat-template", str(tmp_path / "chat.jinja")]
+
+
+@pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
+def test_each_window_has_a_token_to_train_on_and_the_header_counts_those_left_out(
+    tmp_path, arguments, template, packing, device, capfd
+):
+    file = write_jsonl(tmp_path / "a.jsonl", LONG_USER)
+    flags = ["--dataset", file, *template, "--batch-size", "1", "--eval-interval", "7", "--packing", packing]
+    flags += words("--num-steps 60 --log-interval 1 --no-final-checkpoint")
+    assert train([*arguments, *flags], device) == 0  # 60 windows: a whole epoch
+    out = capfd.readouterr().out
+    data, held_out = re.search(r"^data .*an epoch.*$", out, re.M)[0], re.search(r"^held out .*$", out, re.M)[0]
+    left_out = re.search(r"left out (\d+) windows? without a trained token$", data)
+    assert left_out and int(left_out[1]) > 5
+    assert "of them in the loss" in held_out
+    windows = float(re.search(r"([\d.]+) steps an epoch", data)[1])
+    assert windows < 60
+    losses = [line["loss"] for line in metrics_of(tmp_path / "out" / "r") if not line.get("final")]
+    assert len(losses) == 60 and all(np.isfinite(losses))
+
+
+@pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
+def test_windows_that_are_left_out_are_those_without_a_trained_token(tmp_path, load, template, packing):
+    file = write_jsonl(tmp_path / "a.jsonl", LONG_USER)
+    data = load(file, 16, chat_template=template[1], packing=packing)
+    kept = [data[index] for index in range(len(data))]
+    assert data.left_out > 0 and all(window.trained.any() for window in kept)
+    assert [data.trained_tokens(index) for index in range(len(data))] == [window.trained.sum() for window in kept]
+    whole = data.tokens.trained(0, len(data.tokens))
+    if packing == "best-fit":  # each trained token but a document's first is a label once
+        assert sum(window.trained.sum() for window in kept) == whole.sum()
+    else:
+        cut = whole[1 : data.cut * 16 + 1].reshape(-1, 16)
+        assert [index for index, row in enumerate(cut) if row.any()] == data.numbers.tolist()
+    with pytest.raises(IndexError):
+        data[len(data)]
+
+
+def test_where_no_window_is_left_the_run_is_refused_before_its_first_step(tmp_path, mistake):
+    """Here a row of 100 tokens of which the last alone is trained on, in windows of 64: it is in no whole window."""
+    row = {"input_ids": [5] * 100, "labels": [-100] * 99 + [5]}
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", [row])
+    flags = ["--dataset", str(folder), *words("--packing concatenate --sequence-length 64 --batch-size 1")]
+    said = "none of its 1 window has a token to train on; use a longer --sequence-length, or other data"
+    assert said in mistake(*flags)
+    write_jsonl(folder / "train.jsonl", [{"input_ids": [5] * 100, "labels": [5] * 100}] * 9)
+    write_jsonl(folder / "validation.jsonl", [row])
+    refused = mistake(*flags, "--eval-interval", "1")
+    assert said in refused and "split 'validation'" in refused
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which field, which flags, and how a run on conversations speaks
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_messages_win_over_text_unless_somebody_names_the_text(tmp_path, load, template, suffix):
+    records = [chat("What?", f"The ball {number}.") | {"text": "Only text."} for number in range(5)]
+    file = WRITERS[suffix](tmp_path / f"a.{suffix}", records)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    assert "user: What?" in tokenizer.decode(load(file, chat_template=template[1]).tokens[:].tolist())
+    of_text = load(file, text_field="text").tokens
+    assert tokenizer.decode(of_text[:].tolist()) == "Only text.<|endoftext|>" * 5
+    ids = WRITERS[suffix](tmp_path / f"b.{suffix}", [record | {"input_ids": IDS} for record in records])
+    assert "user: What?" in tokenizer.decode(load(ids, chat_template=template[1]).tokens[:].tolist())
+    assert load(ids, text_field="input_ids").tokens[:].tolist() == IDS * 5
+
+
+def test_empty_files_before_the_first_record_do_not_decide_what_a_corpus_is(tmp_path, load, template):
+    (tmp_path / "corpus").mkdir()
+    for name in "ab":
+        (tmp_path / "corpus" / f"{name}.jsonl").write_text("\n")
+    write_jsonl(tmp_path / "corpus" / "c.jsonl", [chat("What?", "A ball.")])
+    assert load(tmp_path / "corpus", chat_template=template[1]).has_mask
+
+
+@pytest.mark.parametrize("flags", [["--chat-loss", "all"], ["--chat-template"]])
+def test_flags_of_conversations_without_conversations_are_refused(tmp_path, mistake, load, template, flags):
+    given = template if flags == ["--chat-template"] else flags
+    assert mistake(*given).startswith(f"{flags[0]}: only with conversations")
+    assert "synthetic data have none; leave it out" in mistake("--dataset", "synthetic", *given)
+    if given == template:
+        with pytest.raises(UserError, match=r"--chat-template: only with conversations.* has text; leave it out"):
+            load(DEMO / "stories", chat_template=template[1])
+
+
+def test_a_run_on_conversations_samples_through_its_template(tmp_path, arguments, template, device, capfd):
+    file = write_jsonl(tmp_path / "a.jsonl", [chat(f"Who has ball {number}?", "The fox.") for number in range(60)])
+    flags = [*arguments, "--dataset", file, *template, "--sample-prompt", "Who runs?", "--sample-tokens", "4"]
+    flags += ["--sequence-length", "64"]
+    assert train([*flags, "--final-checkpoint"], device) == 0
+    (story,) = [line["samples"] for line in metrics_of(tmp_path / "out" / "r") if "samples" in line][-1]
+    assert story["prompt"] == "user: Who runs?\n" and story["text"].startswith(story["prompt"])
+    out = capfd.readouterr().out
+    assert len(re.findall(r"^--- window \d of \d+$", out, re.M)) == 3  # the header's examples, a line before each
+    assert "[[ The fox.<|endoftext|>]]" in out
+    asked = [*arguments, "--resume", tmp_path / "out" / "r", "--num-steps", "0", "--sample-prompt", "Who runs?"]
+    assert train([*asked, "--sample-tokens", "4"], device) == 0  # template and all else by the checkpoint
+    assert f"\n{story['text']}" in capfd.readouterr().out

@@ -1,0 +1,146 @@
+"""Ranks share what is read of a corpus, and what one of them cannot read is one line on all."""
+
+import dataclasses
+import json
+import os
+import re
+
+import multirank
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch.distributed as dist
+from conftest import STORIES, forked, metrics_of, train, words
+from transformers import AutoTokenizer
+
+from harness.base import UserError, of_all_ranks
+from harness.data import contents, corpora, sources
+from harness.data.files import DataFile, find_files
+from harness.data.stream import Stream
+from harness.flags import ASSETS, Source
+from harness.job import start_processes, stop_processes
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a stream holds out
+
+
+@pytest.fixture
+def flags(small):
+    more = "--sequence-length 16 --batch-size 2 --num-steps 2 --eval-interval 2 --lr 1e-12 --warmup-steps 0"
+    return [*small, *words(f"{more} --streaming --document-mask --run-name r")]
+
+
+def test_of_a_stream_no_more_is_held_out_than_evaluations_take(device, flags, tmp_path, capfd, monkeypatch):
+    """The corpus has 2,300 windows of 16 tokens in held-out documents; read are as many chunks as hold 256."""
+    heads, head = [], Stream.head
+    monkeypatch.setattr(Stream, "head", lambda stream, *args: heads.append(args) or head(stream, *args))
+    for name, more, windows in (("all", "", 256), ("few", "--eval-steps 3", 6), ("many", "--eval-steps 200", 400)):
+        heads.clear()
+        run = [*flags, "--dataset", STORIES / "train.jsonl", "--output-dir", tmp_path / name, *words(more)]
+        train(run, device)
+        assert f"by content, the first {windows} windows: {16 * windows:,} tokens" in capfd.readouterr().out
+        chunks = len([chunks for _, *chunks in heads if chunks])
+        assert 1 <= chunks <= 3  # of 12
+
+
+def keeping_rank(*argv: str) -> None:
+    """A rank of a run; prints how many windows all ranks hold, and how many of them it does."""
+    open_stream = sources.open_stream
+
+    def open_and_tell(*args):
+        opened = open_stream(*args)
+        print(f"holds {len(opened.held_out.held)} of {len(opened.held_out)}", flush=True)
+        return opened
+
+    sources.open_stream = open_and_tell
+    multirank.program(*argv)
+
+
+def test_each_rank_keeps_the_held_out_windows_that_it_evaluates_and_none_is_lost(device, flags, tmp_path):
+    (tmp_path / "train.jsonl").write_text("".join((STORIES / "train.jsonl").open().readlines()[:400]))
+    run = [*flags, "--dataset", tmp_path / "train.jsonl", "--output-dir"]
+    train([*run, tmp_path / "one", "--batch-size", 4], device)
+    said = forked(2, keeping_rank, *map(str, [*run, tmp_path / "two", "--batch-size", 3]))
+    (held, windows), (other, _) = ([int(n) for n in found] for found in re.findall(r"holds (\d+) of (\d+)", said))
+    assert windows % 6 and held + other == windows + 1  # the last batches are filled with the first window
+    losses = [metrics_of(tmp_path / name / "r")[-1]["eval_loss"] for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What one rank reads for all
+
+
+def report_of_ranks(act) -> None:
+    """Prints what `act` returns on each rank, or the line of its UserError."""
+    try:
+        found = act()
+    except UserError as error:
+        found = f"error: {error}"
+    everyone = of_all_ranks(found)
+    if dist.get_rank() == 0:
+        print(json.dumps(everyone), flush=True)
+
+
+def slicing_rank(folder: str) -> None:
+    """Half of a data set of the hub on this rank, which says how many files it opened of it; then with a broken one."""
+    start_processes(timeout_minutes=1)
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "demo")
+    listing = dataclasses.replace(find_files(folder), is_hub=True)
+    corpus = corpora.Corpus(Source("a", folder, None), listing, "train[:50%]", "text", False, False)
+    reading = corpora.Reading(tokenizer, 16, 1536, f"{folder}/../cache", is_main=dist.get_rank() == 0)
+    opened, open_file = [], DataFile.open
+
+    def open_and_note(file):
+        opened.append(file.name)
+        return open_file(file)
+
+    def tokens():
+        opened.clear()
+        return len(reading.tokens(corpus, corpus.split)), len(opened)
+
+    DataFile.open = open_and_note
+    report_of_ranks(tokens)
+    report_of_ranks(tokens)
+    with open(f"{folder}/b.parquet", "r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"oops")
+    report_of_ranks(tokens)
+    stop_processes()
+
+
+def test_rank_0_alone_opens_the_footers_of_a_hub_slice_and_what_is_broken_is_one_line_on_all(tmp_path):
+    texts = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").open().readlines()[:40]]
+    (tmp_path / "data").mkdir()
+    for name, part in (("a", texts[:20]), ("b", texts[20:])):
+        pyarrow.parquet.write_table(pyarrow.table({"text": part}), tmp_path / "data" / f"{name}.parquet")
+    said = [json.loads(line) for line in forked(2, slicing_rank, str(tmp_path / "data")).splitlines() if line[0] == "["]
+    (first, second), (again, second_again), (error, error_of_other) = said
+    assert first[0] == second[0] == again[0] == second_again[0] > 0
+    assert again[1] == 2 and second[1] == second_again[1] == 0  # a footer of each file, by rank 0
+    assert error == error_of_other and "\n" not in error
+    assert re.match(r"error: --dataset .*/b.parquet: cannot be read \(Parquet magic bytes not found in footer", error)
+
+
+def mapping_rank(folder: str) -> None:
+    """Token files on a node where rank 1 has none."""
+    start_processes(timeout_minutes=1)
+    open_token_file = contents.open_token_file
+
+    def open_there(file, vocab_size):
+        missing = dataclasses.replace(file, path=f"{folder}/gone/train.bin") if dist.get_rank() else file
+        return open_token_file(missing, vocab_size)
+
+    contents.open_token_file = open_there
+    reading = corpora.Reading(None, 16, 1536)
+    corpus = corpora.look_into(Source("a", folder, None), None, "text", None)
+    report_of_ranks(lambda: len(reading.tokens(corpus, "train")))
+    stop_processes()
+
+
+def test_a_token_file_that_one_node_lacks_is_one_line_on_all_ranks(tmp_path):
+    (tmp_path / "train.bin").write_bytes(bytes(4096))
+    said = forked(2, mapping_rank, str(tmp_path)).splitlines()
+    error, error_of_other = next(json.loads(line) for line in said if line[0] == "[")
+    assert error == error_of_other and "\n" not in error
+    assert error.startswith(f"error: --dataset {tmp_path}/gone/train.bin: cannot be read (")

@@ -1,0 +1,181 @@
+"""What a signal does to a run, seen from outside: when it ends, how, and what it leaves."""
+
+import ctypes
+import json
+import multiprocessing
+import os
+import pathlib
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+
+import multirank
+import pytest
+from conftest import forked, forking, losses_of, metrics_of, parse, words
+
+from harness.job import signals
+
+SIZES = words("--sequence-length 32 --batch-size 1 --precision fp32 --num-workers 0 --log-interval 1 --no-compile")
+SECONDS = 10  # in which a stop must be answered
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Child processes
+
+
+def blocked_in(pid: object) -> int:
+    """The signals that all threads of a process block, as a bit mask."""
+    mask = 2**64 - 1
+    for thread in pathlib.Path(f"/proc/{pid}/task").iterdir():
+        mask &= int((thread / "status").read_text().partition("SigBlk:")[2].split()[0], 16)
+    return mask
+
+
+def of_subprocess() -> int:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        mask = blocked_in(child.pid)
+        child.kill()
+    return mask
+
+
+def of_spawned() -> int:
+    pid = os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ)
+    mask = blocked_in(pid)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return mask
+
+
+def of_forked() -> int:
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+    mask = blocked_in(child)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return mask
+
+
+def of_a_threads() -> int:
+    masks: list[int] = []
+    thread = threading.Thread(target=lambda: masks.append(of_subprocess()))
+    thread.start()
+    thread.join()
+    return masks[0]
+
+
+def of_wandb() -> int:
+    import wandb
+
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    wandb.init(dir=tempfile.mkdtemp())
+    (core,) = (pid for pid in os.listdir("/proc") if pid.isdigit() and is_child(pid, "wandb-core"))
+    return blocked_in(core)
+
+
+def of_compile_workers() -> int:
+    from torch._inductor.compile_worker.subproc_pool import SubprocPool
+
+    return blocked_in(SubprocPool(1).process.pid)
+
+
+def is_child(pid: str, name: str) -> bool:
+    try:
+        words = pathlib.Path(f"/proc/{pid}/stat").read_text().replace("(", " ").replace(")", " ").split()
+    except OSError:  # it has ended
+        return False
+    return words[1] == name and words[3] == str(os.getpid())
+
+
+CHILDREN = [of_subprocess, of_spawned, of_forked, of_a_threads, of_wandb, of_compile_workers]
+
+
+def start_child(kind, answer) -> None:
+    signals.listen(parse(["--demo"]))
+    answer.value = kind()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("kind", CHILDREN, ids=lambda kind: kind.__name__)
+def test_child_processes_get_signals_as_usual(kind):
+    context = multiprocessing.get_context("fork")
+    answer = context.Value(ctypes.c_ulonglong, 2**64 - 1)
+    run = context.Process(target=start_child, args=(kind, answer))
+    run.start()
+    run.join(300)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    assert [number for number in numbers if answer.value >> (number - 1) & 1] == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A stop in each phase of a run
+
+STEPS = 6
+PHASES = {  # the step that is saved, and the flags of the run
+    "start": (None, ""),
+    "data": (2, "--gradient-accumulation-steps 60"),
+    "forward": (2, "--gradient-accumulation-steps 60"),
+    "evaluation": (3, "--eval-interval 3 --eval-steps 300"),
+    "sampling": (3, "--eval-interval 3 --eval-steps 1 --sample-tokens 300"),
+    "save": (3, "--checkpoint-interval 3 --no-async-checkpoint"),
+    "end": (STEPS, ""),
+}
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stops")
+    named = ["--demo", *SIZES, "--num-steps", STEPS, "--output-dir", folder, "--cache-dir", folder / "cache"]
+    return folder, [*map(str, named), "--eval-interval", "0", "--sample-tokens", "1"]
+
+
+def stop_in(phase: str, ranks: int, flags: tuple, name: str) -> tuple[list, str | None, float, pathlib.Path]:
+    """(the exit code of each rank, the newest checkpoint, seconds from the signal to the end, the run's folder)."""
+    folder, given = flags
+    there = folder / f"{name}-is-there"
+    arguments = [*given, *words(PHASES[phase][1]), "--run-name", name]
+    with forking(ranks, multirank.slowed, phase, str(there), *arguments) as (world, output):
+        deadline = time.monotonic() + 600
+        while not there.exists():
+            assert time.monotonic() < deadline and all(p.exitcode is None for p in world.processes), output.read()
+            time.sleep(0.05)
+        time.sleep(0.3)
+        began = time.monotonic()
+        for process in world.processes:  # as torchrun forwards it
+            os.kill(process.pid, signal.SIGTERM)
+        for process in world.processes:
+            process.join(300)
+        seconds = time.monotonic() - began
+        codes = [process.exitcode for process in world.processes]
+    saved = sorted(path.name for path in (folder / name / "checkpoints").glob("step-*"))
+    return codes, saved[-1] if saved else None, seconds, folder / name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_stop_in_each_phase_saves_the_last_complete_step_at_once(phase, ranks, flags):
+    codes, saved, seconds, run = stop_in(phase, ranks, flags, f"{phase}-{ranks}")
+    print(f"| {phase} | {ranks} | {codes} | {saved} | {seconds:.1f} |")
+    step = PHASES[phase][0]
+    assert saved == (f"step-{step:08d}" if step else None)
+    assert codes == [143] * ranks
+    assert seconds < SECONDS
+    if step and phase != "end":
+        assert [line["step"] for line in metrics_of(run)] == [*range(1, step + 1)]
+        assert json.loads((run / "config.json").read_text())["starts"][-1]["exit_code"] == 143
+        assert len(losses_of(run)) == step
+
+
+@pytest.mark.slow
+def test_a_step_that_a_stop_cut_off_is_trained_again_on_two_ranks(flags):
+    """Below stage 3, where parameters stay gathered between microbatches."""
+    folder, given = flags
+    given = [*given, *words("--zero-stage 1 --num-steps 4")]
+    codes, saved, _, run = stop_in("forward", 2, (folder, given), "cut")
+    assert codes == [143, 143] and saved == "step-00000002"
+    for name in ("cut", "whole"):
+        more = words(f"--gradient-accumulation-steps 60 --resume auto --run-name {name}")
+        forked(2, multirank.program, *given, *more)
+    assert losses_of(run) == losses_of(folder / "whole")
