@@ -97,9 +97,6 @@ def build_model(settings: flags.Settings, config, mesh: DeviceMesh, read_weights
         weights = models.PretrainedWeights(model, layers, models.find_source(settings.model)[1], dtype)
     if settings.precision == "fp8":
         convert_to_fp8 = models.fp8_converter(layers, settings.fp8_recipe, settings.fp8_emulate, settings.compile)
-    if settings.activation_memory_budget is not None:
-        # private: the share of a compiled region's activations that is kept has no public option
-        torch._functorch.config.activation_memory_budget = settings.activation_memory_budget
 
     shard = functools.partial(fully_shard, mesh=mesh, **sharding_policies(settings, device))
     torch.manual_seed(settings.seed)
@@ -322,13 +319,11 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     config, tokenizer, prompts = models.load_files(settings, data.needs_tokenizer(settings, corpora))
     mesh = build_mesh(settings, device)
     found, manifest = state.find_checkpoint(settings.resume, folder)
-    branch = base.on_main_rank(lambda: state.branch_of(folder, found, manifest)) if found else None
+    goes_on = base.on_main_rank(lambda: found is not None and state.is_of_run(folder, found))
     if settings.export:
-        base.on_main_rank(lambda: state.check_export(settings, (branch or manifest or {}).get("run_id")))
+        base.on_main_rank(lambda: state.check_export(settings, manifest["run_id"] if goes_on else None))
     settings = plan.resolve(data.mask_conversations(settings, corpora), config, manifest)
-    parameters, sizes = models.count_parameters(config), models.parameter_bytes(settings, config)
-    # without saves for which disk or memory have no room
-    settings = job.check_machine(settings, parameters, sizes, mesh, device, folder, manifest["step"] if manifest else 0)
+    job.check_machine(settings, mesh, device)
     dataset = data.load(settings, corpora, tokenizer, config, manifest)
     if settings.demo and settings.dataset != "demo" and not prompts and dataset.beginning:
         prompts = [dataset.beginning]  # the demo's prompt is for the demo's stories
@@ -338,7 +333,7 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     model = build_model(settings, config, mesh, read_weights=not found)
     optimizer = models.build_optimizer(settings, model)
     scheduler = build_scheduler(settings, optimizer)
-    verified = models.verify_sharding(settings, model, optimizer, mesh, sizes.states > 0)
+    verified = models.verify_sharding(settings, model, optimizer, mesh)
     flops_per_token, flops_in_words = models.known_flops(
         model, settings.sequence_length, utils.get_model_flops_per_token
     )
@@ -347,9 +342,11 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
     train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
     if found:
-        train_state.load(found, manifest, branch)
+        train_state.load(found, manifest, of_another_run=not goes_on)
         changed = ", ".join(filter(None, [changed, train_state.describe_jump()]))
     state.refuse_broken(settings, train_state, found)
+    if train_state.step < settings.num_steps:  # without the last state, where the disk has no room for it
+        settings = job.check_disk(settings, *train_state.saved_bytes(), folder)
     job.say(
         report.describe_setup(
             settings, train_state, mesh, dataset, flops_in_words, peak, verified, checkpoint=found, changed=changed
@@ -490,8 +487,7 @@ def finish(run: Run, log, stop, checkpoints: state.Checkpoints | None = None, pl
     if settings.export:
         state.export(settings, run.state, run.tokenizer)
     if run.folder:
-        prompt = run.prompts[0] if run.prompts else run.data.beginning
-        job.say(report.next_commands(settings, run.folder, prompt, run.state.step))
+        job.say(report.next_commands(settings, run.folder, run.state.step))
         checkpoints.check_saved()
         log.check_written()
         base.on_main_rank(lambda: report.check_gates(settings, metrics))

@@ -75,8 +75,6 @@ def contradictions(s: Settings) -> Iterator[str]:
         yield problem
     if s.zero_stage == 0 and s.dp_replicate_size > 1:
         yield "--dp-replicate-size: stage 0 replicates on every rank already"
-    if s.activation_memory_budget is not None and (s.compile is False or s.activation_checkpointing != "none"):
-        yield "--activation-memory-budget: needs --compile, without --activation-checkpointing"
 
     # Optimizer, schedule
     of_optimizer = OPTIMIZER_RULES[s.optimizer]

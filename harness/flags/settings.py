@@ -124,7 +124,6 @@ class Settings:
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = flag(None, "float8 scaling; tensorwise all-gathers in float8 too [tensorwise]", on_resume="reported", from_checkpoint="model")
     fp8_emulate: bool = flag(False, "float8 numbers without float8 hardware, and without its speed", from_checkpoint="model")
     activation_checkpointing: Literal["none", "selective", "full"] = flag("none", "selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only [none]", also="gradient-checkpointing")
-    activation_memory_budget: float | None = flag(None, "the compiler keeps about this share of each layer's activations and recomputes what is cheapest of the rest [all are kept]", least=0, below=1)
     attention: Attention = flag("auto", "attention kernel; flash and cudnn are torch's own of that name and no other [auto]")
     compile: bool | None = flag(None, "torch.compile each decoder layer [on with CUDA]")
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
@@ -146,7 +145,7 @@ class Settings:
     eval_interval: int = flag(0, "steps between evaluations on the held-out split; 0 never [0]", least=0, group="evaluation", also="eval-every", from_checkpoint="data")
     eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split, of a stream without one 256 windows; a run that goes on, and an evaluation of it, take the same windows on any ranks [0]", least=0, only_with="eval_interval", from_checkpoint="data")
     show_samples: int | None = flag(None, "no training: prints the documents that this optimizer step of a run trains on, or trained on [none]", metavar="STEP")
-    average_checkpoints: int | None = flag(None, "with --num-steps 0 --resume RUN: evaluates, samples or exports the mean of the run's newest so many checkpoints, summed in fp32", metavar="K")
+    average_checkpoints: int | None = flag(None, "with --num-steps 0 --resume RUN: evaluates, samples or exports the mean of the run's newest so many checkpoints, summed in fp32 [none]", metavar="K")
     sample_prompt: tuple[str, ...] | None = flag(None, "text that the model continues at evaluations and at the end, of conversations a user's message; each further one is continued too", type=text, action=Collect)
     sample_tokens: int = flag(128, "length of the continuation [128]", only_with="sample_prompt demo")
 

@@ -4,7 +4,7 @@ job.begin(settings)                            signals, threads; before torch is
 with job.World(settings) as world:             what is raised inside becomes one line and an exit code
     device = world.meet()
     folder = job.take_folder(settings)         the run's own, locked
-    settings = job.check_machine(settings, ...)
+    job.check_machine(settings, mesh, device)
     job.enter_phase("forward")                 where this rank is, for the line about a stall
     job.due(settings, step, first_step).save
     world.exit_code = 0
@@ -15,7 +15,7 @@ Each name of the list has a docstring in its file.
 from harness.job.endings import STOPPED, at_exit, state_of
 from harness.job.folders import replace_file, take_folder
 from harness.job.heartbeats import HERE, RANKS, end_part, enter_phase, rank_name
-from harness.job.preflight import ParameterBytes, check_machine
+from harness.job.preflight import check_disk, check_machine
 from harness.job.schedule import Due, count_steps, due
 from harness.job.signals import LISTENING, Stopped, ignore_signals
 from harness.job.startup import begin
@@ -32,8 +32,6 @@ from harness.job.terminal import (
     say_story,
     step_bar,
     warn,
-    width,
-    wrap_lines,
 )
 from harness.job.world import World, limit_waiting, start_processes, stop_processes
 
@@ -43,11 +41,11 @@ __all__ = [
     "RANKS",
     "STOPPED",
     "Due",
-    "ParameterBytes",
     "Stopped",
     "World",
     "at_exit",
     "begin",
+    "check_disk",
     "check_machine",
     "columns",
     "command",
@@ -73,6 +71,4 @@ __all__ = [
     "stop_processes",
     "take_folder",
     "warn",
-    "width",
-    "wrap_lines",
 ]

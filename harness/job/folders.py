@@ -136,7 +136,7 @@ def refuse_run(settings: flags.Settings, folder: pathlib.Path, goes_on: bool) ->
     if goes_on:
         if path != folder and newest and base.step_in_name(newest) > (base.step_in_name(path) or 0):
             problem = f"{folder} holds newer checkpoints, which the run would write over"
-            advice = "give another --run-name to branch off, or remove them"
+            advice = "give another --run-name for a new run, or remove them"
             raise base.UserError(f"--resume {settings.resume}: {problem}; {advice}")
     elif (folder / "metrics.jsonl").exists() and settings.resume != "auto":
         advice = "choose another name, remove it, or go on with it by --resume auto"

@@ -1,5 +1,5 @@
-"""Host: the cores and the memory that this machine, or the container on it, has for its ranks, and how many threads
-each rank computes with. Called before torch is imported."""
+"""Host: the cores that this machine, or the container on it, has for its ranks, and how many threads each rank computes
+with. Called before torch is imported."""
 
 import contextlib
 import os
@@ -42,12 +42,6 @@ def cores() -> int:
     """How many cores this process may use, by its affinity and by the quotas of its cgroups; at least 1."""
     quotas = [int(quota) / int(period) for quota, period in limits("cpu.max") if quota != "max"]
     return max(1, int(min([len(allowed_cores()), *quotas])))
-
-
-def memory() -> int:
-    """Bytes that the processes of this host can hold: RAM and swap, or what the cgroups allow where that is less."""
-    allowed = [int(words[0]) for words in limits("memory.max") if words[0] != "max"]
-    return min([psutil.virtual_memory().total + psutil.swap_memory().total, *allowed])
 
 
 def busy_cores(seconds: float = 0.1) -> float:

@@ -1,22 +1,18 @@
 """Terminal: what a job prints: lines of rank 0 on stdout, warnings and errors on stderr, the bar below the log lines,
 and the last lines of a run that was stopped, with the command that goes on. Imports nothing heavy."""
 
-import contextlib
 import os
 import pathlib
 import re
 import shlex
 import sys
-import textwrap
 from collections.abc import Iterable
 
-import psutil
 from tqdm import tqdm
 
 from harness import base
 from harness import flags as flag_rules
 
-PIPED = 120  # columns of a story where there is no terminal
 BAR_FORMAT = "{n_fmt}/{total_fmt}{postfix}, eta {remaining} {bar}"  # a narrow terminal loses the end of it
 IN_A_STEP = ("data", "forward", "backward", "optimizer")  # phases in which a step is not done
 CLEAR = "\r\x1b[K"  # erases the bar on this line
@@ -38,9 +34,8 @@ def say(*message) -> None:
 
 
 def say_story(story: str) -> None:
-    """Prints a text that the model wrote, broken at words to the width of the terminal."""
-    story = re.sub(r"\n(\s*\n)+", "\n\n", story)  # early in training most lines can be blank
-    say(wrap_lines(story, columns=width() or PIPED))
+    """Prints a text that the model wrote, of several blank lines in a row one."""
+    say(re.sub(r"\n(\s*\n)+", "\n\n", story))  # early in training most lines can be blank
 
 
 def print_error(text: str) -> None:
@@ -56,41 +51,14 @@ def warn(text: str) -> None:
         print_error(f"train_fsdp.py: warning: {text}")
 
 
-def columns(lines: dict[str, str], wrap: bool = False) -> str:
-    """A line for each name, with its text in a second column; with `wrap` broken at words to a terminal's width."""
-    texts = [f"{name:10} {text}" for name, text in lines.items()]
-    if wrap:
-        texts = [wrap_lines(text, 11) for text in texts]
-    return "\n".join(texts)
+def columns(lines: dict[str, str]) -> str:
+    """A line for each name, with its text in a second column."""
+    return "\n".join(f"{name:10} {text}" for name, text in lines.items())
 
 
 def is_terminal(stream) -> bool:
     """Whether a stream goes to a terminal that can erase a line."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def width() -> int | None:
-    """Columns of the terminal that stdout goes to; None where it goes elsewhere."""
-    with contextlib.suppress(OSError, ValueError):  # it is closed
-        if is_terminal(sys.stdout):
-            return os.get_terminal_size(sys.stdout.fileno()).columns
-    return None
-
-
-def wrap_lines(text: str, indent: int = 0, columns: int | None = None) -> str:
-    """The text with its lines broken at spaces to `columns`, by default the width of the terminal; unchanged without a
-    terminal. `indent` is that of the lines after a break. A word longer than a line, such as a URL, stays whole."""
-    columns = columns or width()
-    if not columns:
-        return text
-    wrapper = textwrap.TextWrapper(
-        columns,
-        subsequent_indent=" " * min(indent, columns // 3),
-        break_long_words=False,
-        break_on_hyphens=False,
-        replace_whitespace=False,
-    )
-    return "\n".join(map(wrapper.fill, text.split("\n")))
 
 
 # ---- Bars ------------------------------------------------------------------------------------------------------------
@@ -115,19 +83,13 @@ def step_bar(num_steps: int, step: int, shown: bool) -> tqdm:
 
 
 def launcher() -> str:
-    """The words before the flags, quoted for the shell: the interpreter or launcher, its own flags, this script. Files
-    of the current folder are named as from there."""
-    words, script = [sys.executable], sys.argv[0]
+    """The words before the flags, quoted for the shell: the interpreter, or torchrun with the ranks of this node, and
+    this script. Files of the current folder are named as from there."""
+    words = [sys.executable]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         words = ["torchrun", f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 1)}"]
-        with contextlib.suppress(psutil.Error, ValueError):  # it is gone, or was started by another name
-            launched = psutil.Process(os.getppid()).cmdline()
-            names = [os.path.basename(word) for word in launched]
-            words = launched[: names.index(os.path.basename(script))]
-            if len(words) > 1 and os.path.basename(words[1]) in ("torchrun", "accelerate"):
-                del words[0]  # they are scripts, and find their interpreter
     folder = os.getcwd() + os.sep
-    return shlex.join(word.removeprefix(folder) for word in [*words, script])
+    return shlex.join(word.removeprefix(folder) for word in [*words, sys.argv[0]])
 
 
 def command(settings: flag_rules.Settings, folder: pathlib.Path) -> str:
@@ -164,7 +126,7 @@ def describe_interrupt(
             lines["lost"] = f"{base.counted(done, 'step')}; --checkpoint-interval N saves every N steps"
     elif step and saved_step:
         lines["lost"] = f"nothing, step {saved_step:,} is saved"
-    if folder and saved_step:
+    if folder and newest:
         lines["go on"] = command(settings, folder)
     return last_lines(lines)
 

@@ -11,14 +11,7 @@ from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
 from harness.model.flops import MENDED, computes_every_score, count_flops, eager_on_meta, known_flops
 from harness.model.loss import IGNORE_INDEX, adapt_forward, choose_loss, full_loss
-from harness.model.optimization import (
-    build_optimizer,
-    clip_grad_norm,
-    find_optimizer,
-    local,
-    memory_saving_optimizers,
-    parameter_bytes,
-)
+from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer, local, memory_saving_optimizers
 from harness.model.precision import choose_precision
 from harness.model.routing import describe_routing
 from harness.model.sampling import evaluating, reshard, sample
@@ -29,7 +22,6 @@ from harness.model.verify import verify_sharding
 from harness.model.weights import (
     PretrainedWeights,
     as_in_checkpoint,
-    count_parameters,
     decoder_layers,
     layer_period,
     materialize,
@@ -53,7 +45,6 @@ __all__ = [
     "compute_float8_scales",
     "computes_every_score",
     "count_flops",
-    "count_parameters",
     "decide_skip",
     "decoder_layers",
     "describe_attention",
@@ -77,7 +68,6 @@ __all__ = [
     "materialize",
     "memory_saving_optimizers",
     "on_meta",
-    "parameter_bytes",
     "read_generation_config",
     "reshard",
     "sample",

@@ -1,5 +1,5 @@
 """Optimization: the optimizer of a sharded model by its name, with weight decay on matrices only and its states made,
-the bytes that a parameter takes with it, and the clipping of gradients. Called by the script, by plans too. Each
+and the clipping of gradients. Called by the script, by plans too. Each
 optimizer is a file of harness/model/optimizers/. Independent of the loop, the schedule and how states are saved."""
 
 import dataclasses
@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness import base, flags, job
-from harness.model.weights import on_meta
+from harness import base, flags
 
 
 def decay_matrices(model: nn.Module, settings: flags.Settings) -> list[dict]:
@@ -36,14 +35,10 @@ class OptimizerKind:
     """
 
     build: Callable[[list[dict], flags.Settings], torch.optim.Optimizer]
-    state_bytes: Callable[[int], int]  # of one parameter's states in memory, by the bytes of its weight
-    saved_state_bytes: Callable[[int], int] | None = None  # the same in a checkpoint, where it differs
     package: str | None = None  # what pip installs for it
     stands_in_for: tuple[str, ...] = ()  # optimizers that a plan may replace with it to save memory
     before_plan: Callable[[], None] | None = None  # what needs real tensors, which a plan's step has not
     groups: Callable[[nn.Module, flags.Settings], list[dict]] = decay_matrices  # of the parameters, for `build`
-    # bytes of the states of a whole model, where `state_bytes` does not hold for each parameter
-    model_state_bytes: Callable[[nn.Module, flags.Settings], int] | None = None
     describe: Callable[[nn.Module], str] | None = None  # for the header: which parameters it updates how
 
     def is_installed(self) -> bool:
@@ -64,17 +59,6 @@ def memory_saving_optimizers(name: str) -> list[str]:
 def weight_dtype(settings: flags.Settings) -> torch.dtype:
     """Of the master weights, and of the gradients that the optimizer is given."""
     return torch.bfloat16 if settings.precision == "bf16-pure" else torch.float32
-
-
-def parameter_bytes(settings: flags.Settings, config: Any = None) -> job.ParameterBytes:
-    """What one parameter takes, with its optimizer; on average over a config's model where they differ."""
-    kind, weight = find_optimizer(settings.optimizer), weight_dtype(settings).itemsize
-    if kind.model_state_bytes and config is not None:
-        model = on_meta(config)
-        states = kind.model_state_bytes(model, settings) / sum(parameter.numel() for parameter in model.parameters())
-        return job.ParameterBytes(weight, states, saved_states=states)
-    saved_state_bytes = kind.saved_state_bytes or kind.state_bytes
-    return job.ParameterBytes(weight, kind.state_bytes(weight), saved_state_bytes(weight))
 
 
 def build_optimizer(settings: flags.Settings, model: nn.Module) -> torch.optim.Optimizer:

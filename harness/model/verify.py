@@ -1,11 +1,9 @@
-"""Verification: whether everything that was to be sharded is, and whether weights, averages and gradients are held in
-the dtype that the flags ask for. Called by the script before the first step."""
+"""Verification: every parameter and every optimizer state is sharded as the mesh asks, and weights, gradients and their
+sums over ranks are held in the dtype that the flags ask for."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -17,75 +15,45 @@ from harness.model.optimization import local, weight_dtype
 
 @torch.no_grad()
 def verify_sharding(
-    settings: flags.Settings,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    mesh: DeviceMesh,
-    keeps_states: bool = True,
+    settings: flags.Settings, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh
 ) -> str:
-    """One line about what is sharded and how, and which dtypes it has. Gradients, which are not there yet, are looked
-    at when the optimizer takes its first step.
+    """The header's line: how many parameters and states were looked at, their placements, the dtype of the weights.
+    Gradients, which are not there yet, are looked at when the optimizer takes its first step.
 
     Raises:
-        RuntimeError: a parameter or an optimizer state is not the DTensor that the stage asks for; a
-            parameter lacks the states that its optimizer keeps; or a parameter or the sum of a gradient over
-            ranks is not held in the dtype that it should be.
+        RuntimeError: it names the first parameter or state that is not as it should be, or the trained
+            parameter that has no state: a checkpoint is loaded into them.
     """
     placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
-    parameters: dict[str, Any] = dict(model.named_parameters())
-    states: dict[str, Any] = {}
-    for name, parameter in parameters.items():
+    dtype, num_states = weight_dtype(settings), 0
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, name in names.items():
         kept = optimizer.state.get(parameter, {})
-        own = {f"{name}.{key}": state for key, state in kept.items() if torch.is_tensor(state) and state.dim()}
-        if keeps_states and parameter.requires_grad and not own:
+        states = {f"{name}.{key}": state for key, state in kept.items() if torch.is_tensor(state) and state.dim()}
+        if parameter.requires_grad and not states:
             raise RuntimeError(f"{name} has no optimizer state")
-        states |= own
-    for name, tensor in (parameters | states).items():
-        if not isinstance(tensor, DTensor) or tuple(tensor.placements) != placements or tensor.device_mesh != mesh:
-            raise RuntimeError(f"{name} is not sharded as {placements} over {mesh}: {type(tensor).__name__}")
-
-    found = [("weights", name, local(parameter).dtype) for name, parameter in parameters.items()]
-    found += [("sums of gradients over ranks", name, dtype) for name, dtype in reduce_dtypes(model)]
-    for name, state in states.items():
-        quantized = getattr(local(state), "codes", None)  # torchao's 8-bit states are made of codes and scales
-        what = name.rpartition(".")[2]
-        found.append((what, name, state.dtype) if quantized is None else (f"{what} codes", name, quantized.dtype))
-    weights = weight_dtype(settings)
-    check_dtypes(found, {"weights": weights, "sums of gradients over ranks": weights})
+        for of_name, tensor in ({name: parameter} | states).items():
+            if not isinstance(tensor, DTensor) or tuple(tensor.placements) != placements or tensor.device_mesh != mesh:
+                raise RuntimeError(f"{of_name} is not sharded as {placements} over {mesh}: {type(tensor).__name__}")
+        check_dtype(name, local(parameter).dtype, dtype)
+        num_states += len(states)
+    for module in sharded_modules(model):
+        for parameter in fsdp_group(module).fsdp_params:
+            policy, own = parameter.mp_policy, parameter.sharded_param
+            reduced_in = policy.reduce_dtype or policy.param_dtype or own.dtype
+            check_dtype(f"the sum over ranks of the gradient of {names[own]}", reduced_in, dtype)
 
     def check_gradients(*_) -> None:
         handle.remove()
-        gradients = [("gradients", name, p.grad.dtype) for name, p in parameters.items() if p.grad is not None]
-        check_dtypes(gradients, {"gradients": weights})
+        for parameter, name in names.items():
+            if parameter.grad is not None:
+                check_dtype(f"the gradient of {name}", parameter.grad.dtype, dtype)
 
     handle = optimizer.register_step_pre_hook(check_gradients)
-    of_rank = sum(local(parameter).numel() for parameter in parameters.values())
-    total = sum(parameter.numel() for parameter in parameters.values())
-    counts = f"{len(parameters)} parameters and {len(states)} optimizer states are DTensors"
-    share = f"rank {dist.get_rank()} holds {100 * of_rank / total:.1f} % of the elements"
-    in_dtype: dict[torch.dtype, dict[str, None]] = {}  # what is held in each, in order
-    for what, _, dtype in found:
-        in_dtype.setdefault(dtype, {})[what] = None
-    dtypes = "; ".join(f"{', '.join(kinds)} in {short(dtype)}" for dtype, kinds in in_dtype.items())
-    first_step = f"at the first step gradients in {short(weights)}"
-    return f"{counts}, {' x '.join(map(repr, placements))}; {share}; {dtypes}; {first_step}"
+    in_dtype = str(dtype).removeprefix("torch.")
+    return f"{len(names)} parameters in {in_dtype}, {num_states} states: {' x '.join(map(repr, placements))}"
 
 
-def reduce_dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
-    """(a parameter, in which dtype its gradients are added up over the ranks)."""
-    names = {module: name or "the root" for name, module in model.named_modules()}
-    for module in sharded_modules(model):
-        for index, parameter in enumerate(fsdp_group(module).fsdp_params):
-            policy = parameter.mp_policy
-            dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
-            yield f"{names[module]}, parameter {index}", dtype
-
-
-def check_dtypes(found: list[tuple[str, str, torch.dtype]], wanted: dict[str, torch.dtype]) -> None:
-    for what, name, dtype in found:
-        if dtype != wanted.get(what, dtype):
-            raise RuntimeError(f"{name}: {what} are held in {dtype}, not in {wanted[what]}")
-
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def check_dtype(name: str, found: torch.dtype, wanted: torch.dtype) -> None:
+    if found != wanted:
+        raise RuntimeError(f"{name} is held in {found}, not in {wanted}")

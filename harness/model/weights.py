@@ -33,11 +33,6 @@ def on_meta(config, attention: str | None = None, dtype: torch.dtype = torch.flo
         raise base.UserError(f"--model: transformers builds no model of its config.json ({reason})") from error
 
 
-def count_parameters(config) -> int:
-    """Elements of all parameters, one that two modules share once."""
-    return sum(parameter.numel() for parameter in on_meta(config).parameters())
-
-
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The list of decoder layers: the outermost ModuleList with as many modules as the config has layers."""
     count = text_config(model).num_hidden_layers

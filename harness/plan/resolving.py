@@ -17,8 +17,6 @@ def resolve(settings: flags.Settings, config, manifest: dict | None = None) -> f
     asked, settings = settings, models.choose_precision(settings, manifest)
     if settings.compile is None:
         settings = dataclasses.replace(settings, compile=torch.cuda.is_available() or settings.plan)
-    if settings.activation_memory_budget is not None and not settings.compile:
-        raise base.UserError("--activation-memory-budget: needs --compile")
     settings = dataclasses.replace(settings, sequence_length=models.choose_sequence_length(settings, config))
     settings = dataclasses.replace(settings, document_mask=bool(settings.document_mask))
     attention, fused_loss = models.choose_attention(settings, config), models.choose_loss(settings.fused_loss, config)

@@ -203,8 +203,8 @@ def published_share(rates: Rates, config) -> tuple[float, float, float] | None:
 
 
 def fill(title: str, text: str) -> str:
-    """A title and its text, wrapped to the terminal, to 80 columns where there is none."""
-    return job.wrap_lines(job.columns({title: text}), 11, min(job.width() or 80, 120))
+    """A title and its text."""
+    return job.columns({title: text})
 
 
 def figures(row: dict, share: tuple | None) -> str:

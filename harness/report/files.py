@@ -100,17 +100,12 @@ def describe_run(
     start["world_size"] = dist.get_world_size()
     if changed:
         start["changed"] = changed
-    starts = []
-    if not state.branched_from or before.get("run_id") == state.run_id:  # else the files are another run's
-        starts = before.get("starts", [])
     run = flags.record_flags(settings) | {"versions": base.package_versions(), "commit": base.commit()}
     run["command"] = flags.to_paste(job.launcher(), settings.given)
     run["parameters"] = sum(parameter.numel() for parameter in state.model.parameters())
     run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     run |= {"world_size": dist.get_world_size(), "run_id": state.run_id, "folder": str(folder.resolve())}
-    if state.branched_from:
-        run["branched_from"] = state.branched_from
-    return run | {"starts": [*starts, start], "data": data.record()}
+    return run | {"starts": [*before.get("starts", []), start], "data": data.record()}
 
 
 def write_config(folder: pathlib.Path, run: dict) -> None:

@@ -37,7 +37,7 @@ def describe_setup(
     if settings.cpu_offload:
         sharding += ", offloaded to the host"
     padded = " with padding" if train_set.has_padding else ""
-    optimizer, origin = models.find_optimizer(settings.optimizer), state.branched_from
+    optimizer = models.find_optimizer(settings.optimizer)
     waits = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
     lines = {
         "model": f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
@@ -54,9 +54,8 @@ def describe_setup(
         **train_set.header,
         "resumed": f"{checkpoint} at step {state.step:,}" if checkpoint else "",
         "changed": changed,
-        "branched": f"from {origin['folder']} at step {origin['step']:,}" if origin else "",
     }
-    return job.columns({name: words for name, words in lines.items() if words}, wrap=True)
+    return job.columns({name: words for name, words in lines.items() if words})
 
 
 def device_name(device_type: str) -> str:
@@ -98,6 +97,4 @@ def describe_techniques(settings: flags.Settings, model, device_type: str) -> st
         attention += " inside documents (FLOPs counted as if across them)"
     loss = f"fused loss ({mode} chunks)" if settings.fused_loss else "loss from full logits"
     activations = f"{settings.activation_checkpointing.replace('none', 'no')} activation checkpointing"
-    if settings.activation_memory_budget is not None:
-        activations = f"activation memory budget {settings.activation_memory_budget:g}"
     return f"{attention}, {mode} layers, {loss}, {activations}, {settings.optimizer}"

@@ -223,7 +223,7 @@ class Log(contextlib.AbstractContextManager):
         if held_out := describe_held_out(metrics):
             parts.append(held_out)
         name = f"step {step:>{len(str(num_steps))}}/{num_steps}"
-        job.say(job.wrap_lines("  ".join([name, *parts]), indent=len(name) + 2))
+        job.say("  ".join([name, *parts]))
 
     def sync(self) -> None:
         """Makes all lines so far durable, on rank 0, before a checkpoint is published.

@@ -2,9 +2,7 @@
 left."""
 
 import contextlib
-import functools
 import math
-import os
 import pathlib
 import sys
 from typing import Any
@@ -124,54 +122,41 @@ def summarize(metrics: dict, first: dict, state: states.TrainState, seconds: flo
         alloc, reserved = (metrics[f"predicted_peak_memory_{kind}"] for kind in ("alloc", "reserved"))
         milliseconds = metrics["predicted_step_time_ms"]
         lines["planned"] = f"alloc {alloc:.2f} GiB, reserved {reserved:.2f} GiB, {milliseconds:,.1f} ms a step"
-    return "\n" + job.columns(lines, wrap=True)
+    return "\n" + job.columns(lines)
 
 
 def describe_training(metrics: dict, state: states.TrainState, seconds: float) -> str:
-    """Steps, tokens, time and losses; of a run that branched from another without the other's steps and tokens."""
-    origin = state.branched_from or {"step": 0, "tokens": 0}
-    words = base.counted(metrics["step"] - origin["step"], "step")
+    """Steps, tokens, time and losses; of a run that goes on from another one's checkpoint its own time alone."""
+    words = base.counted(metrics["step"], "step")
     if metrics["skipped_steps"]:
         words += f" ({metrics['skipped_steps']:,} skipped)"
     which = ""
     if state.elapsed_before:  # of the starts before, only the time of their steps is known
         which, seconds = "first ", metrics.get("trained_seconds", seconds)
-    words += f", {metrics['tokens_seen'] - origin['tokens']:,} tokens in {tqdm.format_interval(seconds)} of training, "
+    words += f", {metrics['tokens_seen']:,} tokens, {tqdm.format_interval(seconds)} of training, "
     words += f"{tqdm.format_interval(state.elapsed)} since the {which}start"
-    if state.branched_from:
-        words += f" after step {origin['step']:,} of {pathlib.Path(origin['folder']).name}"
     if "loss" in metrics:  # the last step was not skipped
         words += f", loss {metrics['loss']:.4f}"
     held_out = describe_held_out(metrics)
     return f"{words}, {held_out}" if held_out else words
 
 
-def next_commands(settings: flags.Settings, folder: pathlib.Path, prompt: str, step: int) -> str:
-    """What can be done with what this run left after `step`, as commands to paste. `prompt` is what a story may begin
-    with, empty where there is no tokenizer."""
+def next_commands(settings: flags.Settings, folder: pathlib.Path, step: int) -> str:
+    """What can be done with what this run left after `step`, as commands to paste: go on, and export."""
     launcher, newest = job.launcher(), base.newest_checkpoint(folder)
-    report = {"report": str(folder / "report.html")}
-    if not (newest or settings.export):
-        return "\n" + job.columns({"kept": "no weights: --final-checkpoint or --export DIR keeps them"} | report)
-    source = {"resume": folder} if newest else {"init": "pretrained", "model": settings.export}
-    without_training = functools.partial(flags.to_paste, launcher, num_steps=0, **source)
     lines = {}
-    if newest and newest.name != base.checkpoint_name(step):
-        lines["kept"] = f"{newest.name}, which these commands take: step {step:,} was not saved"
-    if prompt:
-        lines["sample"] = without_training(sample_prompt=prompt)
-    if newest and settings.eval_interval:  # otherwise no text was held out
-        lines["evaluate"] = without_training(eval_interval=1)
-    if settings.export:
-        lines["load"] = f"transformers.AutoModelForCausalLM.from_pretrained({os.path.expanduser(settings.export)!r})"
-    else:
-        lines["export"] = without_training(export=f"{folder}-export")
+    if not (newest or settings.export):
+        lines["kept"] = "no weights: --final-checkpoint or --export DIR keeps them"
     if newest:
+        if newest.name != base.checkpoint_name(step):
+            lines["kept"] = f"{newest.name}, which these commands take: step {step:,} was not saved"
+        if not settings.export:
+            lines["export"] = flags.to_paste(launcher, num_steps=0, resume=folder, export=f"{folder}-export")
         given = flags.flags_of_run(settings, *flags.LENGTHS, "output_dir", "export")
         length = "num_tokens" if settings.num_tokens else "num_steps"
         given[length] = 2 * getattr(settings, length)
-        lines["go on"] = flags.to_paste(launcher, given, **source)
-    return "\n" + job.columns(lines | report)
+        lines["go on"] = flags.to_paste(launcher, given, resume=folder)
+    return "\n" + job.columns(lines | {"report": str(folder / "report.html")})
 
 
 def leave_early(run: Any, log: Any, checkpoints: Any, stop: Any) -> int:

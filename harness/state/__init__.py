@@ -7,7 +7,7 @@ shards, everything else is one dataclass of counters in the manifest.
     find_checkpoint           the checkpoint to go on from and its manifest, checked; (None, None) for a fresh start
     load_mean                 the mean of a run's newest checkpoints
     find_recorded_data        what a run recorded of its data, for --show-samples
-    branch_of                 None for the run that saved a checkpoint, else the id and the origin of a new one
+    is_of_run                 whether a checkpoint is of the run in a folder, which goes on; else that is a new run
     describe_identity         what no flag says and a resumed run must have again
     check_resume              what changed and may change, in words; an error names what makes it another run
     check_data, check_same_model, check_same_corpus     the same for what trains nothing
@@ -18,7 +18,7 @@ A figure that survives a restart is one line of `Counters` in train_state.py.
 """
 
 from harness.state.exports import check_export, export
-from harness.state.find import branch_of, find_checkpoint, find_recorded_data, load_mean, load_to_read, refuse_broken
+from harness.state.find import find_checkpoint, find_recorded_data, is_of_run, load_mean, load_to_read, refuse_broken
 from harness.state.identity import (
     check_data,
     check_resume,
@@ -34,7 +34,6 @@ from harness.state.train_state import TrainState
 __all__ = [
     "Checkpoints",
     "TrainState",
-    "branch_of",
     "check_data",
     "check_export",
     "check_resume",
@@ -45,6 +44,7 @@ __all__ = [
     "export",
     "find_checkpoint",
     "find_recorded_data",
+    "is_of_run",
     "keep_global_batch",
     "load_mean",
     "load_to_read",

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness import base, flags, job
 from harness.state.identity import check_same_model
 from harness.state.shards import sha256
-from harness.state.train_state import TrainState, local_part, new_run_id, persistent_tensors
+from harness.state.train_state import TrainState, local_part, persistent_tensors
 
 Found = tuple[pathlib.Path, dict] | tuple[None, None]  # a checkpoint and its manifest
 
@@ -96,7 +96,7 @@ def weights_of(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def find_own(folder: pathlib.Path) -> Found:
-    """The newest checkpoint of the run in `folder` that is not damaged; where it branched off, if it has saved none."""
+    """The newest checkpoint of the run in `folder` that is not damaged; (None, None) where it has saved none."""
     paths = base.on_main_rank(lambda: base.named_checkpoints(folder))
     for path in reversed(paths):
         manifest, problem = verify_checkpoint(path)
@@ -106,15 +106,11 @@ def find_own(folder: pathlib.Path) -> Found:
     if paths:
         advice = "repair or copy back one of them, or choose another --run-name to start fresh"
         raise base.UserError(f"--resume auto: every checkpoint in {folder / 'checkpoints'} is damaged; {advice}", 1)
-    origin = base.on_main_rank(lambda: base.read_config(folder).get("branched_from"))
-    if not origin:
-        return None, None
-    path = pathlib.Path(origin["checkpoint"])
-    manifest, problem = verify_checkpoint(path)
-    if problem or manifest["run_id"] != origin["run_id"] or manifest["step"] != origin["step"]:
-        reason = f"it branched off at {path}, saved nothing since, and that is not there any more"
-        raise base.UserError(f"--resume auto: {folder}: {reason}; remove the folder, or choose another --run-name")
-    return path, manifest
+    before = base.on_main_rank(lambda: base.read_config(folder).get("flags", {}).get("resume"))
+    if before not in (None, "none", "auto"):
+        again = f"remove that folder and give --resume {before} again"
+        raise base.UserError(f"--resume auto: {folder} began with --resume {before} and has saved nothing; {again}")
+    return None, None
 
 
 def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
@@ -160,19 +156,9 @@ def find_recorded_data(settings: flags.Settings) -> dict | None:
     return None
 
 
-def branch_of(folder: pathlib.Path, checkpoint: pathlib.Path, manifest: dict) -> dict | None:
-    """None where a checkpoint lies in a run's folder: that run goes on. Else the run in `folder` is a new one, which
-    branches off: its `run_id`, and `branched_from`, which config.json and its checkpoints record."""
-    path = checkpoint.resolve()
-    if folder.resolve() in path.parents[:2]:
-        return None
-    home = path.parent.parent if path.parent.name == "checkpoints" else path
-    branched_from = {"folder": str(home), "checkpoint": str(path)}
-    branched_from |= {name: manifest[name] for name in ("run_id", "step", "tokens")}
-    earlier = base.read_config(folder)  # of a start that was killed before it saved
-    if earlier.get("branched_from") == branched_from:
-        return {"run_id": earlier["run_id"], "branched_from": branched_from}
-    return {"run_id": new_run_id(), "branched_from": branched_from}
+def is_of_run(folder: pathlib.Path, checkpoint: pathlib.Path) -> bool:
+    """Whether a checkpoint lies in a run's folder: that run goes on, and the run of any other folder is a new one."""
+    return folder.resolve() in checkpoint.resolve().parents[:2]
 
 
 def refuse_broken(settings: flags.Settings, state: TrainState, checkpoint: pathlib.Path | None) -> None:

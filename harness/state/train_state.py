@@ -51,7 +51,6 @@ class Counters:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0  # the last steps
     run_id: str = of_the_run(default_factory=new_run_id)  # of the trackers
-    branched_from: dict | None = of_the_run(default=None)  # noqa: RUF009 - a field; as `branch_of` returns it
     started: float = of_the_run(default=PROCESS_STARTED)  # the run's first process, seconds since the epoch
     elapsed_before: float = of_the_run(default=0.0)  # seconds from there to the start of this process
     productive_before: float = of_the_run(default=0.0)  # seconds of steps of the processes before this one
@@ -169,6 +168,14 @@ class TrainState(Counters):
             tensors[f"{rng}.cuda"] = torch.cuda.get_rng_state()
         return tensors
 
+    def saved_bytes(self) -> tuple[int, int]:
+        """(bytes of the tensors in a checkpoint, bytes of the weights among them), of all ranks."""
+        weights = sum(tensor.numel() * tensor.itemsize for tensor in persistent_tensors(self.model).values())
+        states = 0
+        for _, state, local in self.optimizer_states():
+            states += state.numel() * (4 + 1 if hasattr(local, "codes") else state.itemsize)  # in fp32, and its codes
+        return weights + states, weights
+
     def optimizer_states(self) -> Iterator[tuple[str, Any, Any]]:
         """(name, state, this rank's part of it); none without an optimizer."""
         if self.optimizer is None:
@@ -177,18 +184,16 @@ class TrainState(Counters):
             for key, state in self.optimizer.state.get(parameter, {}).items():
                 yield f"optimizer.{name}.{key}", state, local_part(state)
 
-    def load(self, path: pathlib.Path, manifest: dict, branch: dict | None = None) -> None:
-        """Restores a checkpoint that was saved on any number of ranks, in any stage. Of another run's, where `branch`
-        has the `run_id` and the `branched_from` of this one, the clock begins anew.
+    def load(self, path: pathlib.Path, manifest: dict, of_another_run: bool = False) -> None:
+        """Restores a checkpoint that was saved on any number of ranks, in any stage. Of another run's, the id and the
+        clock stay this one's own.
 
         Raises:
             UserError: the shards cannot be read.
         """
         self.load_tensors(path)
-        self.take(manifest, of_another_run=branch is not None)
-        if branch:
-            self.run_id, self.branched_from = branch["run_id"], branch["branched_from"]
-        else:  # by clocks that may have been set, or be another machine's
+        self.take(manifest, of_another_run)
+        if not of_another_run:  # by clocks that may have been set, or be another machine's
             self.elapsed_before = max(PROCESS_STARTED - self.started, self.elapsed_before)
             if self.tracker and manifest["world_size"] == dist.get_world_size():  # a speed is that of so many ranks
                 self.tracker.total |= self.totals

@@ -1,4 +1,4 @@
-"""How many threads a rank computes with, how they wait, and what a container leaves it."""
+"""How many threads a rank computes with, how they wait, and which cores a container leaves it."""
 
 import os
 import subprocess
@@ -9,16 +9,14 @@ from conftest import parse
 from harness.job import host
 
 
-def test_a_container_bounds_memory_and_cores(monkeypatch, tmp_path):
-    """A container of 1,000 bytes and one and a half cores, in which a group allows more."""
+def test_a_container_bounds_cores(monkeypatch, tmp_path):
+    """A container of one and a half cores, in which a group allows more."""
     (tmp_path / "box" / "job").mkdir(parents=True)
-    for name, memory, cpu in (("box", "1000", "150000 100000"), ("box/job", "max", "400000 100000")):
-        (tmp_path / name / "memory.max").write_text(memory + "\n")
+    for name, cpu in (("box", "150000 100000"), ("box/job", "400000 100000")):
         (tmp_path / name / "cpu.max").write_text(cpu + "\n")
     monkeypatch.setattr(host, "CGROUPS", str(tmp_path))
     limits = host.limits
     monkeypatch.setattr(host, "limits", lambda name: limits(name, "/box/job"))
-    assert host.memory() == 1000
     assert host.cores() == 1
 
 

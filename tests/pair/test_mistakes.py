@@ -46,6 +46,8 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--learning-rate 1e-3": "--learning-rate: no such flag; did you mean --lr?",
     "--per_device_train_batch_size 4": "--per_device_train_batch_size: no such flag; did you mean --batch-size?",
     "--zyx": "--zyx: no such flag",
+    # one that is no more
+    "--activation-memory-budget 0.5": "--activation-memory-budget: no such flag any more; --activation-checkpointing",
     "--model smolm3-3b": "--model smolm3-3b: no preset, folder or hub id; did you mean smollm3-3b?",
     "positional": "positional: it stands behind no flag; --help lists them",
     # files that are not there
@@ -75,7 +77,6 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--streaming --packing best-fit": "--packing best-fit: it needs the lengths",
     "--streaming --max-epochs 3": "--max-epochs: ",
     "--dp-replicate-size 2 --zero-stage 0": "",
-    "--activation-memory-budget 0.5 --no-compile": "",
     "--optimizer adamw-bf16 --betas 0.9 0.99": "--betas: with adamw-bf16 at most 0.98",
     "--warmup-steps 5 --lr-scheduler constant": "--warmup-steps: the constant scheduler has no warmup",
     "--warmup-steps 20 --num-steps 10": "--warmup-steps 20: the run ends after 10 steps; give at most so many",

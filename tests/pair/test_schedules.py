@@ -69,7 +69,7 @@ def test_a_stable_run_is_decayed_from_a_checkpoint_by_one_command_and_can_go_on(
     assert train([*words(command), "--num-steps", step + decay, "--decay-steps", decay], device) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"decay steps 0 -> {decay}" in said
-    assert f"branched from {source} at step {step}" in said
+    assert f"resumed {path} at step {step}" in said
     wanted = {now: rate(now, step + decay, decay) for now in range(step + 1, step + decay + 1)}
     assert rates_of(tmp_path / "decayed") == pytest.approx(wanted, rel=1e-12)
     of_both = [{line["step"]: line["loss"] for line in metrics_of(folder)} for folder in (source, tmp_path / "decayed")]

@@ -47,7 +47,7 @@ def test_the_same_command_after_the_end_changes_nothing_and_another_one_goes_on(
     flags = words("--perf-warmup-steps 1 --log-interval 1 --resume auto --num-steps")
     folder = run(*flags, 3)
     lines, said = metrics_of(folder), capsys.readouterr().out
-    assert re.search(r"done +3 steps, 192 tokens in \d\d:\d\d of training, \d\d:\d\d since the start, loss", said)
+    assert re.search(r"done +3 steps, 192 tokens, \d\d:\d\d of training, \d\d:\d\d since the start, loss", said)
     run(*flags, 3)
     assert metrics_of(folder) == lines
     said = capsys.readouterr().out
@@ -59,7 +59,7 @@ def test_the_same_command_after_the_end_changes_nothing_and_another_one_goes_on(
     assert "num steps 3 -> 6" in third["changed"] and "-> 0.01" in third["changed"]
     last = metrics_of(folder)[-1]
     assert 0 < last["trained_seconds"] < last["elapsed_seconds"]
-    assert re.search(r"tokens in [\d:]+ of training, [\d:]+ since the first start", capsys.readouterr().out)
+    assert re.search(r"tokens, [\d:]+ of training, [\d:]+ since the first start", capsys.readouterr().out)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

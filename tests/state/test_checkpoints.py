@@ -334,33 +334,22 @@ def test_starts_of_the_same_second_have_folders_of_their_own(flags, tmp_path, mo
 def test_a_run_that_goes_on_in_another_folder_than_its_checkpoints_is_a_new_one(run, refused, copied, tmp_path, capsys):
     for path in saved.complete_checkpoints(copied):  # as if it had trained a while ago
         reseal(path, started=1e9, elapsed_before=5000.0, productive_before=4000.0)
-    before, branch = (copied / "config.json").read_bytes(), tmp_path / "branch"
+    before, new = (copied / "config.json").read_bytes(), tmp_path / "new"
     path = copied / "checkpoints" / "step-00000002"
     assert "--run-name" in refused("r", "--resume", path)  # in its own folder newer ones would be written over
-    assert run("branch", "--resume", path, "--checkpoint-interval", 2) == 0
+    assert run("new", "--resume", path, "--checkpoint-interval", 2) == 0
     output = capsys.readouterr().out
-    assert told(output, "branched") == f"from {copied} at step 2"
-    done = told(output, "done")
-    assert done.startswith("4 steps, 512 tokens in ") and " after step 2 of r, loss" in done
-    assert steps_of(branch) == steps_of(copied)[2:]
-    config, parent = config_of(branch), config_of(copied)
-    assert config["run_id"] != parent["run_id"]
-    origin = {"folder": str(copied), "run_id": parent["run_id"], "step": 2}
-    assert config["branched_from"].items() >= origin.items() and len(config["starts"]) == 1
-    manifest = saved.read_manifest(saved.newest_checkpoint(branch))
-    assert (manifest["run_id"], manifest["branched_from"]) == (config["run_id"], config["branched_from"])
+    assert told(output, "resumed") == f"{path} at step 2" and told(output, "done").startswith("6 steps, 768 tokens, ")
+    assert steps_of(new) == steps_of(copied)[2:]
+    config, other = config_of(new), config_of(copied)
+    assert config["run_id"] != other["run_id"] and len(config["starts"]) == 1
+    manifest = saved.read_manifest(saved.newest_checkpoint(new))
+    assert manifest["run_id"] == config["run_id"]
     assert manifest["elapsed_before"] < 5000 and manifest["productive_before"] < 4000 and manifest["started"] > 1e9
     assert (copied / "config.json").read_bytes() == before
 
-    assert run("branch", "--resume", "auto", "--num-steps", 7) == 0  # it goes on as itself
-    output = capsys.readouterr().out
-    assert told(output, "branched") == f"from {copied} at step 2" and told(output, "done").startswith("5 steps, ")
-    assert config_of(branch)["run_id"] == config["run_id"] and len(config_of(branch)["starts"]) == 2
-
-    assert run("twig", "--resume", branch, "--num-steps", 8) == 0  # a branch of the branch
-    twig = config_of(tmp_path / "twig")
-    assert twig["branched_from"].items() >= {"run_id": config["run_id"], "step": 7, "folder": str(branch)}.items()
-    assert twig["run_id"] not in (config["run_id"], parent["run_id"])
+    assert run("new", "--resume", "auto", "--num-steps", 7) == 0  # it goes on as itself
+    assert config_of(new)["run_id"] == config["run_id"] and len(config_of(new)["starts"]) == 2
 
 
 def test_a_moved_run_folder_goes_on_as_itself(run, copied, tmp_path, capsys):
@@ -370,30 +359,17 @@ def test_a_moved_run_folder_goes_on_as_itself(run, copied, tmp_path, capsys):
     (tmp_path / "link").symlink_to(place.parent)
     assert run("other", "--output-dir", tmp_path / "link", "--resume", "auto", "--num-steps", 7) == 0
     output, config = capsys.readouterr().out, config_of(place)
-    assert config["run_id"] == old and "branched_from" not in config and len(config["starts"]) == 2
-    assert told(output, "branched") == "" and told(output, "done").startswith("7 steps, ")
+    assert config["run_id"] == old and len(config["starts"]) == 2
+    assert told(output, "done").startswith("7 steps, ")
     assert [line["step"] for line in metrics_of(place)] == [*range(1, 8), 7]
 
 
-def test_a_branch_that_saved_nothing_goes_on_from_where_it_began(run, refused, copied, tmp_path, capsys):
-    branch, path = tmp_path / "branch", copied / "checkpoints" / "step-00000004"
-
-    def kill() -> dict:
-        """As a kill before its first checkpoint leaves it."""
-        shutil.rmtree(branch / "checkpoints", ignore_errors=True)
-        lines = (branch / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (branch / "metrics.jsonl").write_text(lines[0])
-        return config_of(branch)
-
-    run("branch", "--resume", path)
-    first = kill()
-    assert run("branch", "--resume", "auto") == 0
-    assert told(capsys.readouterr().out, "resumed") == f"{path} at step 4"
-    again = kill()
-    assert again["run_id"] == first["run_id"] and [start["step"] for start in again["starts"]] == [4, 4]
-    assert steps_of(branch) == steps_of(copied)[4:5]
-    reseal(path, run_id="another")
-    assert f"it branched off at {path}, saved nothing since" in refused("branch", "--resume", "auto")
+def test_a_new_run_that_saved_nothing_does_not_start_over_in_silence(run, refused, copied, tmp_path):
+    path = copied / "checkpoints" / "step-00000004"
+    run("new", "--resume", path)
+    shutil.rmtree(tmp_path / "new" / "checkpoints")  # as a kill before its first checkpoint leaves it
+    said = refused("new", "--resume", "auto")
+    assert f"{tmp_path / 'new'} began with --resume {path} and has saved nothing; remove that folder" in said
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -88,4 +88,4 @@ def build(groups: list[dict], settings: flags.Settings) -> AdamW:
     return AdamW(groups, lr=settings.lr, betas=settings.betas)
 
 
-OPTIMIZER = OptimizerKind(build, state_bytes=lambda weight: 2 * weight)
+OPTIMIZER = OptimizerKind(build)

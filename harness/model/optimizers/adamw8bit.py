@@ -62,11 +62,4 @@ def compute_tables() -> None:
     subclass_8bit.get_qmap_unsigned()
 
 
-OPTIMIZER = OptimizerKind(
-    build,
-    state_bytes=lambda weight: 2,
-    saved_state_bytes=lambda weight: 10,  # as codes and in fp32, for other numbers of ranks
-    package="torchao",
-    stands_in_for=("adamw", "adamw-bf16"),
-    before_plan=compute_tables,
-)
+OPTIMIZER = OptimizerKind(build, package="torchao", stands_in_for=("adamw", "adamw-bf16"), before_plan=compute_tables)

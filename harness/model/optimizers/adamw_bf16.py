@@ -17,4 +17,4 @@ def build(groups: list[dict], settings: flags.Settings) -> AdamW:
     return AdamW(groups, torch.bfloat16, one, lr=settings.lr, betas=settings.betas)
 
 
-OPTIMIZER = OptimizerKind(build, state_bytes=lambda weight: 4)
+OPTIMIZER = OptimizerKind(build)

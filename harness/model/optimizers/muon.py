@@ -14,7 +14,7 @@ from torch import nn
 from harness import flags
 from harness.model import newton_schulz, whole_matrices
 from harness.model.matrices import MatrixWeight, matrix_weights
-from harness.model.optimization import OptimizerKind, decay_matrices, local, weight_dtype
+from harness.model.optimization import OptimizerKind, decay_matrices, local
 from harness.model.optimizers.adamw import AdamW
 from harness.model.whole_matrices import Batch, Ranks, interleave
 
@@ -150,15 +150,6 @@ def groups(model: nn.Module, settings: flags.Settings) -> list[dict]:
     return result
 
 
-def model_state_bytes(model: nn.Module, settings: flags.Settings) -> int:
-    """Bytes of all states: the momentum of the parameters that are matrices, two moments of the others."""
-    found, total = matrix_weights(model), 0
-    for name, parameter in model.named_parameters():
-        of_each = 4 if name in found else 2 * weight_dtype(settings).itemsize
-        total += of_each * parameter.numel()
-    return total
-
-
 def describe(model: nn.Module) -> str:
     """How many parameters each of the two updates, and which."""
     found = matrix_weights(model)
@@ -174,10 +165,4 @@ def describe(model: nn.Module) -> str:
     return f"{of_muon}; adamw on {others.total():,} other parameters ({', '.join(others)})"
 
 
-OPTIMIZER = OptimizerKind(
-    Muon,
-    state_bytes=lambda weight: 4,  # of a matrix
-    groups=groups,
-    model_state_bytes=model_state_bytes,
-    describe=describe,
-)
+OPTIMIZER = OptimizerKind(Muon, groups=groups, describe=describe)
