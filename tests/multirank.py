@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import train_fsdp
 import utils
-from harness import data, job, plan
+from harness import data, job, plan, resolving
 from harness import model as models
 from harness.base import from_main_process, of_all_ranks
 from harness.flags import parse_args
@@ -276,7 +276,7 @@ def resolved(argv: list):
     """(the settings of a command line as a run resolves them, the model's config)."""
     settings = parse_args([*map(str, argv)])
     config = load_config(settings.model)
-    return plan.resolve(settings, config), config
+    return resolving.resolve(settings, config, plan.choose_batch_size), config
 
 
 def round_trip_inputs():

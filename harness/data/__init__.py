@@ -8,13 +8,14 @@ Each name of the list has a docstring in its file.
 """
 
 from harness.data.batches import held_out_batches, mix, training_batches
-from harness.data.corpora import Reading, find, mask_conversations, needs_tokenizer, open_windows
+from harness.data.corpora import Corpus, Reading, find, masks_documents, needs_tokenizer, open_windows
 from harness.data.encode import vocabulary_of
 from harness.data.mixture import DataRecord, WindowOrder, describe_changes, read_record, renamed
 from harness.data.sources import evaluates_own_data, load, show_samples, story_beginning
 from harness.data.windows import PackedDataset, SyntheticDataset, create_collate_fn
 
 __all__ = [
+    "Corpus",
     "DataRecord",
     "PackedDataset",
     "Reading",
@@ -26,7 +27,7 @@ __all__ = [
     "find",
     "held_out_batches",
     "load",
-    "mask_conversations",
+    "masks_documents",
     "mix",
     "needs_tokenizer",
     "open_windows",

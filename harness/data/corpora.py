@@ -1,7 +1,6 @@
 """Corpora: what a source of --dataset is, and its tokens as windows: from the token cache, where it is tokenized once,
 or from token files. The way in for a library (`open_windows`). Independent of what a run mixes and holds out."""
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -162,11 +161,11 @@ def needs_tokenizer(settings: flags.Settings, corpora: list[Corpus]) -> bool:
     return not all(corpus.is_mapped for corpus in corpora)
 
 
-def mask_conversations(settings: flags.Settings, corpora: list[Corpus]) -> flags.Settings:
-    """The settings with the document mask that is on by default where a run reads conversations or labels."""
-    if settings.document_mask is None and any(corpus.has_mask for corpus in corpora):
-        return dataclasses.replace(settings, document_mask=True)
-    return settings
+def masks_documents(settings: flags.Settings, corpora: Sequence[Corpus]) -> bool:
+    """--document-mask, which by default is on where a run reads conversations or labels."""
+    if settings.document_mask is None:
+        return any(corpus.has_mask for corpus in corpora)
+    return settings.document_mask
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def cudnn_may_give_nan(settings: flags.Settings, config) -> bool:
     return masked and hopper and settings.sequence_length % 128 == 64
 
 
-def misses_cudnn(settings: flags.Settings, config, kernel: str, head_dim: int) -> bool:
+def misses_cudnn(settings: flags.Resolved, config, kernel: str, head_dim: int) -> bool:
     """Whether torch, left to itself, takes flash attention where it would take cuDNN's if it found that: on a Hopper or
     a data-centre Blackwell, for the sizes of heads that cuDNN's backward pass has."""
     left_to_torch = settings.given.get("attention", "auto") == "auto" and not cudnn_may_give_nan(settings, config)
@@ -78,7 +78,7 @@ def any_attention_kernel():
     )
 
 
-def describe_attention(settings: flags.Settings, config, device: str) -> str:
+def describe_attention(settings: flags.Resolved, config, device: str) -> str:
     """The attention implementation and, for torch's own, the kernel that it chooses for this model and device; a
     UserError where there is none, a warning where it is not the one that torch takes elsewhere."""
     attention = config._attn_implementation  # private: in public it is only an argument of `from_config`

@@ -20,6 +20,7 @@ A figure that survives a restart is one line of `Counters` in train_state.py.
 from harness.state.exports import check_export, export
 from harness.state.find import find_checkpoint, find_recorded_data, is_of_run, load_mean, load_to_read, refuse_broken
 from harness.state.identity import (
+    Batch,
     check_data,
     check_resume,
     check_same_corpus,
@@ -32,6 +33,7 @@ from harness.state.store import Checkpoints
 from harness.state.train_state import TrainState
 
 __all__ = [
+    "Batch",
     "Checkpoints",
     "TrainState",
     "check_data",
