@@ -116,6 +116,7 @@ def build_model(settings: flags.Resolved, config, mesh: DeviceMesh, read_weights
     # in between.
     shard(model, reshard_after_forward=False)
     models.finish_sharding(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
+    base.give_back_freed_memory()  # whole layers
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
     return model
 

@@ -13,8 +13,8 @@ without any measured rate. To add a run, add a row with the first of these:
     config, rates              or null; rates are those that differ from what a plan assumes of this GPU
     otherwise                  what its library does otherwise than this program, and is planned so: of OTHERWISE
     not_expressed, guessed     what the run has and a plan cannot say; what is not published
-    chose                      constants of harness/plan/rates.py that it was used to choose: MODEL_MATMUL_EFFICIENCY by
-                               eleven runs, CONTENTION by those of them on several GPUs; "" for a run that is held out
+    chose                      CONTENTION of harness/plan/rates.py where it was used to choose that, on several GPUs;
+                               "" for a run that is held out
     contradicts_itself         its figures do not agree with each other: not in `published_share`
     other_kind                 what it is, where it is none of `text.PUBLISHED_KINDS`: in no range that plans print
 
@@ -160,7 +160,7 @@ def published_share(rows: Iterable[dict]) -> list[float]:
 
 
 def published_memory_share(rows: Iterable[dict]) -> list[float]:
-    """`predict.PUBLISHED_MEMORY_SHARE`: the same of the memory, of the runs that say it."""
+    """The same of the memory, of the runs that say it."""
     rows = [row for row in rows if row["memory_gib"] and not row["other_kind"]]
     return ends_and_median([row["memory_gib"] / row["planned_memory_gib"] for row in rows])
 

@@ -2,7 +2,7 @@
 imports no torch, and none of it knows a wing."""
 
 from harness.base.console import leave, never_fail, record_error, send, tell_json
-from harness.base.devices import CLOCK_STOPPED, GIB, memory_figures, wait_for_device
+from harness.base.devices import CLOCK_STOPPED, GIB, give_back_freed_memory, memory_figures, wait_for_device
 from harness.base.errors import NoSplitError, UserError
 from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, RATES, Gpu, choose_kind, find_gpu, read_rates, unlisted
 from harness.base.hub import answer_from_cache_without_network
@@ -22,7 +22,7 @@ from harness.base.saved import (
     sync_to_disk,
     unfinished_checkpoints,
 )
-from harness.base.text import counted, first_line, is_url, one_line, one_or_more, shortened
+from harness.base.text import counted, first_line, is_url, one_line, one_or_more, read_template, shortened
 from harness.base.versions import (
     OLDEST_TORCHAO,
     ROOT,
@@ -58,6 +58,7 @@ __all__ = [
     "find_gpu",
     "first_line",
     "from_main_process",
+    "give_back_freed_memory",
     "installed",
     "is_url",
     "leave",
@@ -74,6 +75,7 @@ __all__ = [
     "read_json",
     "read_manifest",
     "read_rates",
+    "read_template",
     "record_error",
     "refuse_missing_packages",
     "refuse_old_python",

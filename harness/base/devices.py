@@ -1,7 +1,9 @@
-"""Devices: the unit of memory, waiting for the GPU, how much of its memory was taken, and the mark of what no clock
-counts."""
+"""Devices: the unit of memory, waiting for the GPU, how much of its memory was taken, what the host's memory keeps, and
+the mark of what no clock counts."""
 
 from __future__ import annotations  # older interpreters read this far, to be told so
+
+import ctypes
 
 GIB = 2**30
 CLOCK_STOPPED = "clock stopped"  # in a profile, what utils.PerformanceTracker leaves out
@@ -28,3 +30,11 @@ def memory_figures() -> dict[str, float]:
     stats = torch.cuda.memory_stats()
     names = {"active": "active_bytes", "alloc": "allocated_bytes", "reserved": "reserved_bytes"}
     return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / GIB for name, key in names.items()}
+
+
+def give_back_freed_memory() -> None:
+    """Has the C library return to the system what was freed: glibc keeps it, as blocks of up to 32 MiB come from its
+    heap. Others, which have no malloc_trim, are left alone."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)

@@ -75,8 +75,8 @@ def find_gpu(name: str) -> Gpu | None:
 
 def choose_kind(typed: str) -> tuple[str, list[str]]:
     """The kind that plans take a name for, and the other kinds that the name fits; ("", []) where plans know none. A
-    name fits a kind whose first words it is, however they are joined: `h100-nvl`, `RTX4090`, and `A100` two kinds. A
-    driver's name stands for itself."""
+    name fits a kind whose first words it is, however they are joined: `h100-nvl`, `RTX4090`, `4090`, and `A100` two
+    kinds. A driver's name stands for itself."""
     fitting = [kind for kind in PLANNED if joined(typed) in beginnings(kind)]
     if fitting:
         return fitting[0], fitting[1:]
@@ -90,9 +90,10 @@ def joined(name: str) -> str:
 
 
 def beginnings(kind: str) -> set[str]:
-    """`RTX` and `RTX4090` of `RTX 4090`."""
+    """`RTX`, `RTX4090` and `4090` of `RTX 4090`."""
     words = kind.split()
-    return {joined("".join(words[:count])) for count in range(1, len(words) + 1)}
+    names = {joined("".join(words[:count])) for count in range(1, len(words) + 1)}
+    return names | {joined(kind.removeprefix("RTX "))}
 
 
 def unlisted(gpu: str, given: dict[str, Any]) -> str:

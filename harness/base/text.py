@@ -1,9 +1,12 @@
-"""Text: numbers and names as they stand in messages."""
+"""Text: numbers and names as they stand in messages, and the file of a chat template."""
 
 from __future__ import annotations  # older interpreters read this far, to be told so
 
+import pathlib
 import re
 from collections.abc import Iterable
+
+from harness.base.errors import UserError
 
 
 def shortened(names: list[str], count: int = 5) -> str:
@@ -48,3 +51,14 @@ def counted(count: int | str, name: str) -> str:
 def one_or_more(words: str | Iterable[str]) -> str:
     """A word as it is, several with blanks between them: the value of a flag that takes one or more."""
     return words if isinstance(words, str) else " ".join(map(str, words))
+
+
+def read_template(path: str | None) -> str | None:
+    """The template in the file of --chat-template, None without one."""
+    if path is None:
+        return None
+    try:
+        return pathlib.Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"cannot be read ({first_line(error)})"
+        raise UserError(f"--chat-template {path}: {problem}; name a jinja file") from error

@@ -5,7 +5,6 @@ import copy
 import datetime
 import functools
 import itertools
-import pathlib
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -163,17 +162,6 @@ def no_assistant_mask(problem: str) -> base.UserError:
         f"{problem}, so which tokens are the assistant's is not known; {advice}, or train on all tokens with "
         "--chat-loss all"
     )
-
-
-def read_template(path: str | None) -> str | None:
-    """The template in the file of --chat-template, None without one."""
-    if path is None:
-        return None
-    try:
-        return pathlib.Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        problem = f"cannot be read ({base.first_line(error)})"
-        raise base.UserError(f"--chat-template {path}: {problem}; name a jinja file") from error
 
 
 def render_prompt(tokenizer, template: str | None, prompt: str) -> str:

@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 from harness import base, flags
 from harness.data import cache, contents, files, token_files
 from harness.data.batches import TrainingData, mix
-from harness.data.chat import ChatFormat, no_assistant_mask, read_template
+from harness.data.chat import ChatFormat, no_assistant_mask
 from harness.data.contents import read_records
 from harness.data.encode import RowFormat, TextFormat, take
 from harness.data.files import DataFile, Listing
@@ -197,7 +197,7 @@ class Reading:
             return RowFormat(self.tokenizer, self.vocab_size)
         if not corpus.is_chat:
             return TextFormat(self.tokenizer, self.vocab_size)
-        template = read_template(self.chat_template)
+        template = base.read_template(self.chat_template)
         chat = ChatFormat(self.tokenizer, self.vocab_size, template, self.chat_loss, self.skip_bad_records)
         chat.check(corpus.source.dataset)
         return chat

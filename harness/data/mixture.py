@@ -235,10 +235,12 @@ class WindowOrder:
         return permuted(offset, self.windows, f"{self.key} {epoch}")
 
     def __len__(self) -> int:
-        """Of the first epoch: a sequence of its windows in their order."""
         return self.windows
 
     def __getitem__(self, sample: int) -> int:
+        """A window of the first epoch, which is a sequence of them."""
+        if not 0 <= sample < self.windows:
+            raise IndexError(sample)
         return self.window_of(sample)
 
 

@@ -15,7 +15,7 @@ from harness import base, job
 from harness import flags as flag_rules
 from harness.data import stream, token_files
 from harness.data.batches import TrainingData, describe_step
-from harness.data.chat import describe_examples, read_template, render_prompt
+from harness.data.chat import describe_examples, render_prompt
 from harness.data.contents import read_records
 from harness.data.corpora import Corpus, Reading, are_mapped, find_corpus, parse_split
 from harness.data.encode import own_tokens_around
@@ -424,7 +424,7 @@ def story_beginning(settings: flag_rules.Resolved, record: DataRecord | None, to
     is_chat = record is not None and any(rules.get("chat") for rules in record.sources.values())
     if not is_chat and settings.chat_template is None:
         return prompt
-    return render_prompt(tokenizer, read_template(settings.chat_template), prompt)
+    return render_prompt(tokenizer, base.read_template(settings.chat_template), prompt)
 
 
 def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer) -> str:

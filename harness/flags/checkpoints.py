@@ -49,7 +49,5 @@ def flags_of_checkpoint(settings: Settings) -> dict[str, Any]:
         names += flags_where("from_checkpoint", "data")
         if "eval_steps" not in settings.given:
             names.append("eval_windows")
-    elif settings.sample_prompt:
-        names += ["chat_template"]  # by which a run on conversations samples
     found = {name: flags[name] for name in names if name in flags}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}

@@ -109,7 +109,7 @@ class Settings:
     gradient_accumulation_steps: int = flag(1, "microbatches per optimizer step [1]", on_resume="reported", from_checkpoint="data")
     document_mask: bool | None = flag(None, "attention and labels stay inside each document, up to the tokenizer's end-of-text token [off, on for conversations and labels]", on_resume="reported", from_checkpoint="model")
     packing: Literal["concatenate", "best-fit"] | None = flag(None, "concatenate cuts documents where a window ends; best-fit fills windows with whole documents and pads them [concatenate, best-fit for conversations and labels]", from_checkpoint="data")
-    chat_template: str | None = flag(None, "Jinja file that renders conversations (records with messages) [the tokenizer's]", metavar="FILE", type=path, from_checkpoint="data")
+    chat_template: str | None = flag(None, "Jinja file that renders conversations (records with messages) [the tokenizer's]", metavar="FILE", type=path, from_checkpoint="model")
     chat_loss: Literal["assistant", "all"] = flag("assistant", "tokens of a conversation that are trained on [assistant]", from_checkpoint="data")
     streaming: bool = flag(False, "read and tokenize while training: no full download, no cache; whole splits only [off]", on_resume="same", from_checkpoint="data")
     streams: int | None = flag(None, "logical streams that --streaming cuts a corpus into, one for each sequence of a step in turn; what is read is divided among ranks and workers by them [the smallest multiple of a step's sequences that gives each file one]", below=2**20, only_with="streaming")

@@ -13,20 +13,14 @@ from harness.model.flops import MENDED, computes_every_score, count_flops, eager
 from harness.model.loss import IGNORE_INDEX, adapt_forward, choose_loss, full_loss
 from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer, local, memory_saving_optimizers
 from harness.model.precision import choose_precision
+from harness.model.pretrained import PretrainedWeights
 from harness.model.routing import describe_routing
 from harness.model.sampling import evaluating, reshard, sample
 from harness.model.skipping import decide_skip, skips_on_device, step_or_skip
 from harness.model.stand_ins import without_data
 from harness.model.tokenizer import load_files
 from harness.model.verify import verify_sharding
-from harness.model.weights import (
-    PretrainedWeights,
-    as_in_checkpoint,
-    decoder_layers,
-    layer_period,
-    materialize,
-    on_meta,
-)
+from harness.model.weights import as_in_checkpoint, decoder_layers, layer_period, materialize, on_meta
 
 __all__ = [
     "IGNORE_INDEX",

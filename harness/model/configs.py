@@ -24,6 +24,10 @@ def find_source(model: str) -> tuple[str, str]:
             advice = f"--num-steps 0 --resume {model} --export DIR writes its model to a folder for --model"
             raise base.UserError(f"--model {model}: a folder of a run, not of a model; {advice}")
         if not (path / "config.json").is_file():
+            if (path / "adapter_config.json").is_file():
+                command = f"AutoPeftModelForCausalLM.from_pretrained('{model}').merge_and_unload().save_pretrained(DIR)"
+                advice = f"{command} of peft writes it with its model as one; give that DIR"
+                raise base.UserError(f"--model {model}: the folder is an adapter, not a model; {advice}")
             raise base.UserError(f"--model {model}: the folder has no config.json")
         return str(path), str(path)
     if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:

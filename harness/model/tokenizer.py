@@ -53,6 +53,8 @@ def load_tokenizer(settings: flags.Settings, config, needed: bool = True):
         if settings.tokenizer is None and settings.model in flags.PRESETS:
             problem += f"; the preset {settings.model} has its config alone here"
         raise base.UserError(f"--tokenizer {source}: {problem} ({reason}); {advice}") from error
+    if settings.chat_template and settings.export:  # that it was trained with; a file that is gone is said now
+        tokenizer.chat_template = base.read_template(settings.chat_template)
     size, embeddings = len(tokenizer), config.get_text_config().vocab_size
     if size > embeddings:
         raise base.UserError(f"--tokenizer {source}: its vocabulary of {size} is larger than the model's {embeddings}")

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # private: DTensor and
 from torch.distributed.fsdp._fully_shard import _fsdp_param  # private: see `first_chunk`
 from torch.distributed.tensor._sharding_prop import ShardingPropagator  # private: see `dtensor_shapes_unrecorded`
 from torch.utils import _python_dispatch  # private: no public name gives the active modes, or a context without them
+from transformers.integrations import moe
 
 from harness import flags
 from harness import model as models
@@ -154,6 +155,8 @@ def on_fake_tensors(recorder: StepRecorder, on_gpu: bool = True) -> Iterator[Non
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
         dtensor_shapes_unrecorded(),
         models.without_data(three_chunks, on_gpu),
+        # private: a GPU multiplies fp32 too, fake tensors bf16 only
+        mock.patch.object(moe, "_can_use_grouped_mm", lambda tokens, weight, offs: weight.dtype == torch.bfloat16),
         # private: there is no option for it
         mock.patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),

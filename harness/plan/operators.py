@@ -65,17 +65,19 @@ def operator_flops(op, args, kwargs, result) -> int:
         if given.get("is_causal"):
             flops = flops / 2
         return int(flops)
-    if name == "_grouped_mm":
-        return 2 * args[0].numel() * args[1].shape[-1]
+    if "grouped_mm" in name:  # torch's, or the one of transformers for what is not bf16
+        products = 2 if "backward" in name else 1
+        return 2 * products * args[0].numel() * args[1].shape[-1]
     formula = flop_registry.get(op.overloadpacket)
     return formula(*args, **kwargs, out_val=result) if formula else 0
 
 
 def unit_of(op, flops: int) -> str:
-    """Which rate bounds an operator: memory, matmul, fp8, grouped (matmuls of experts) or attention."""
+    """Which rate bounds an operator: memory, chunk_cat (FSDP2's copy of gradients into the buffer that it reduces),
+    matmul, fp8, grouped (matmuls of experts) or attention."""
     if not flops:
-        return "memory"
-    for unit, pattern in (("attention", "scaled_dot_product"), ("fp8", "scaled_mm"), ("grouped", "_grouped_mm")):
+        return "chunk_cat" if "chunk_cat" in op.name() else "memory"
+    for unit, pattern in (("attention", "scaled_dot_product"), ("fp8", "scaled_mm"), ("grouped", "grouped_mm")):
         if pattern in op.name():
             return unit
     return "matmul"

@@ -3,6 +3,7 @@ by the script, which hands over the functions that a plan drives. Independent of
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -12,10 +13,11 @@ from typing import Any
 from harness import base, flags, resolving
 from harness import model as models
 from harness.plan import own_plan
+from harness.plan.evidence import own_runs
 from harness.plan.predict import Recipe, predict
 from harness.plan.rates import choose_rates
 from harness.plan.search import Search
-from harness.plan.text import assumptions, describe_plan, published_share
+from harness.plan.text import assumptions, describe_plan, own_share, published_share
 
 
 def print_plan(settings: flags.Settings, recipe: Recipe) -> None:
@@ -47,15 +49,23 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
     flops, counted = models.known_flops(model, settings.sequence_length, recipe.flops_per_token)
     plan = functools.cache(lambda settings, world: predict(settings, recipe, config, world, rates, flops))
 
-    search = Search(settings, config, worlds, plan, rates.memory_gib, ends)
+    has_float8 = bool(rates.values.get("fp8_tflops")) and importlib.util.find_spec("torchao") is not None
+    search = Search(settings, config, worlds, plan, rates.memory_gib, ends, has_float8)
     search.run()
     settings = dataclasses.replace(settings, **search.asked)
-    result: dict[str, Any] = {"model": settings.model, "gpu": rates.device, "flops": counted}
+    result: dict[str, Any] = {
+        "model": settings.model,
+        "gpu": rates.device,
+        "precision": settings.precision,
+        "flops": counted,
+    }
     result |= plan(settings, worlds[0]) | search.result()
     result["search"] |= {"seconds": time.monotonic() - began, "plan_seconds": settings.plan_seconds}
     if settings.num_steps and settings.given.keys() & {"num_steps", "num_tokens"}:
         result["run"] = price_of_run(settings, result)
     result["rates"] = {name: {"value": value, "source": rates.sources[name]} for name, value in rates.values.items()}
+    result["own_runs"] = own_runs()
+    result["own_share"] = own_share(rates, worlds[0])
     result["published_share"] = published_share(rates, config)
     result["assumptions"] = assumptions(rates)
     return settings, result

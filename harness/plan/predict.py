@@ -16,10 +16,11 @@ from harness.plan.recorder import KINDS
 # What fake tensors raise where a model reads its data.
 ERRORS_WITHOUT_DATA = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 FRAGMENTATION = 0.04  # of the tensors' peak, with expandable segments
-# What published runs took of their plans' memory, the least, the median and the most:
-# `published_memory_share` of benchmarks/results/plan_published.json.
-PUBLISHED_MEMORY_RUNS, PUBLISHED_MEMORY_SHARE = "14 published runs", (0.97, 1.06, 1.19)
-TIGHT = 1 / PUBLISHED_MEMORY_SHARE[-1]  # of what the card gives a process; a plan above it may take more than there is
+# The memory that this program's own runs of 3B and 8B reserved, as shares of their plans, the least and the most, by
+# benchmarks/results/gpu.json. A plan of which the most fits is called fitting, one of which not even the least does not
+# fitting, and tight is what lies between: the program refuses nothing that it could run.
+OWN_RUNS, RESERVED_SHARE = "8 runs of this program", (0.948, 1.047)
+TIGHT, TOO_LARGE = 1 / RESERVED_SHARE[1], 1 / RESERVED_SHARE[0]  # of what the card gives a process
 
 # Of a step: {(stream, phase, and in a pass microbatch and layer): bytes by kind}, as `StepRecorder.peaks` has them, and
 # `StepRecorder.counts`.
@@ -53,6 +54,7 @@ def predict(settings: flags.Resolved, recipe: Recipe, config, world: int, rates:
         "flops_executed": sum(count for (name, *_), count in counts.items() if name == "flops"),
         "step_time_ms": 1000 * seconds["step"],
         "time_ms": {name: 1000 * value for name, value in seconds.items() if name != "step"},
+        "bound_by": "host" if rates.on_gpu and seconds["launches"] else "device",
         "exposed_communication_percent": 100 * seconds["exposed"] / seconds["step"],
         "tokens_per_sec": speed["tokens_per_sec"],
         "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / world,
@@ -66,7 +68,7 @@ def predict(settings: flags.Resolved, recipe: Recipe, config, world: int, rates:
 
 def verdict_of(reserved: float, capacity: float) -> str:
     """Whether a plan that reserves so many GiB fits into what the card gives a process."""
-    if reserved > capacity:
+    if reserved > TOO_LARGE * capacity:
         return "does not fit"
     return "tight" if reserved > TIGHT * capacity else "fits"
 
@@ -149,6 +151,7 @@ def find_memory(peaks: Peaks, collectives: list[dict], host: np.ndarray, capacit
         "CUDA and NCCL": base.CONTEXT_GIB + communicators * base.NCCL_GIB,
     }
     reserved = total + sum(beside_tensors.values())
+    verdict = verdict_of(reserved, capacity)
     in_all = {"total": total, "reserved": reserved, "host": float(host.sum()) / base.GIB}
     return {
         "memory_gib": by_kind(np.max(together, axis=0)) | in_all,  # each kind at its own worst moment of a step
@@ -158,8 +161,8 @@ def find_memory(peaks: Peaks, collectives: list[dict], host: np.ndarray, capacit
         "peak_at": next(phase for phase, of_phase in by_phase.items() if any(peak is worst for peak in of_phase)),
         "peaks_gib": {phase: by_kind(largest(of_phase)) for phase, of_phase in by_phase.items()},
         "capacity_gib": capacity,
-        "fits": reserved <= capacity,
-        "verdict": verdict_of(reserved, capacity),
+        "fits": verdict != "does not fit",
+        "verdict": verdict,
     }
 
 

@@ -18,22 +18,36 @@ from harness import base, flags
 # table".
 MATMUL_SHARE = 0.75
 FP8_MATMUL_SHARE = 0.70
-# Of that what a model's own shapes reach in training: one number for the runs in the first table of published runs
-# in docs/PLAN.md.
-MODEL_MATMUL_EFFICIENCY = 0.80
+# Of that what a model's own shapes reach in training, by the steps of this program that were measured on an H100 and an
+# H200 (benchmarks/results/gpu.json). The H100's kernels reached 0.73 of the peak at batch 1; what is left of the H200's
+# steps, less all other kinds of work, gives 0.72 at batch 1 and 0.68 where larger batches multiply without a pause.
+# One number for all of them, 0.70 of the peak.
+MODEL_MATMUL_EFFICIENCY = 0.87
+FP8_MODEL_EFFICIENCY = 0.95  # the same of float8: 1,376 TFLOPS in the kernels of one run on an H200
 # Grouped matmuls of experts, of the rate of other matmuls: of torch's on an H100 with 128 experts of 2048 x 768, 8 of
 # them for each of 32,768 tokens, the whole forward pass takes 10.2 ms (ByteDance-Seed/VeOmni#460). Less the 3.3 ms in
 # which 10 GB of permuted rows are moved, that is 0.56 of what a plan takes for other matmuls there.
 GROUPED_SHARE = 0.56
 # Attention, causal, forward and backward, of the dense peak. Its kernels are older than Hopper.
 ATTENTION_SHARE = 0.6  # the middle of 50 to 73 % on an A100 (FlashAttention-2, arXiv 2307.08691)
-HOPPER_ATTENTION_SHARE = 0.475  # 470 of 989 TFLOPS by cuDNN: assumed, not measured
+HOPPER_ATTENTION_SHARE = 0.45  # cuDNN, of an H100's kernels in two runs: 0.44 and 0.45
 HOPPER_FLASH_SHARE = 0.35  # what FlashAttention-2 reaches on an H100 (FlashAttention-3, arXiv 2407.08608)
-MEMORY_SHARE = 0.90  # 4.3 of 4.8 TB/s: a device copy, measured by others on one H200
+# Of the datasheet's bandwidth what a step's kernels reach. An H100's: compiled layers 0.77 and 0.78, fused AdamW 0.78,
+# casts before the gather 0.77, gradient norm 0.80. An H200's: fused AdamW 0.71, gradient norm with float8's scales
+# 0.74. A device copy reaches 0.90 on both; others are taken for an H100.
+MEMORY_SHARE = 0.78
+MEMORY_SHARES = {"H200": 0.71, "H200 NVL": 0.71}
+# Of that FSDP2's copy of gradients into what it reduces (chunk_cat), to fp32: 0.70 on the H100, 0.60 on the H200.
+CHUNK_CAT_SHARE = 0.65
 LINK_SHARE = 0.80  # 360 of 450 GB/s: all_gather_perf on 8 H100 as NCCL's maintainers expect it (NVIDIA/nccl-tests#326)
 NETWORK_SHARE = 0.94  # 47 of 50 GB/s for each 400 Gb/s card, by the same (NVIDIA/nccl-tests#290)
-HOST_US = 10.0  # the host's time for each operator of eager code, autograd and modules included: assumed
+# The host's time, autograd, modules and FSDP2's hooks included. For the kernels of compiled regions fitted to one run,
+# the demo on an H200's host. A layer of SmolLM3-3B takes 3.2 ms so, in float8 5.1; profiles of one run each, less what
+# profiling took of the demo, give 3.8 (an H100's host, selective checkpointing) and 6.7.
+HOST_US = 27.0  # for each kernel of eager code: assumed
+LAUNCH_US = 75.0  # for each kernel of a compiled region
 KERNEL_US = 3.0  # the least that a kernel takes on the GPU: assumed
+GAP_US = 3.3  # between two kernels that a plan counts the GPU idles: 5.7 of 393 ms on an H100, 9.7 in fp8 on an H200
 LINK_HOP, NETWORK_HOP = 1.9e-6, 4.0e-6  # seconds for each step of a ring: NCCL's tuning model (tuning.cc, LL128)
 # Of the time of a collective that runs beside computation, the share by which it slows that down: NCCL takes
 # multiprocessors, memory bandwidth and power. One number for the runs on several GPUs in the first table of published
@@ -62,7 +76,9 @@ class Rates:
         """Of one operator: by its FLOPs or by the bytes that it moves, whichever takes longer, and at least a kernel's
         launch. `unit` is one of `operators.unit_of`."""
         seconds = nbytes / self.values["memory_gb_per_s"] / 1e9
-        if unit != "memory":
+        if unit == "chunk_cat" and self.on_gpu:
+            seconds /= CHUNK_CAT_SHARE
+        if flops:
             seconds = max(seconds, flops / self.tflops(unit) / 1e12)
         return max(seconds, self.values.get("kernel_us", 0) / 1e6)
 
@@ -99,11 +115,12 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
 
     On a GPU collectives run beside the computation of their pass, which they slow down. Exposed is what does not fit
     beside it, and the ends: the first gathers of a step before there is anything to compute, the last reductions after
-    everything is computed. An optimizer's are exposed, but those by which it divides its work. Launches run ahead of
-    the GPU: the step takes what all kernels take or what all launches take, whichever is more. On a CPU nothing runs
-    beside anything, and the host's work for an operator comes before it.
+    everything is computed. An optimizer's are exposed, but those by which it divides its work. The host launches ahead
+    of the GPU: the step takes what the GPU or what the host takes, whichever is more, and `launches` is what it waits
+    for the host. On a CPU nothing runs beside anything, and the host's work for an operator comes before it.
     """
     units = dict.fromkeys(("matmul", "attention", "memory", "optimizer"), 0.0)
+    kernels = 0.0
     compute = dict.fromkeys(PHASES, 0.0)
     beside = dict.fromkeys(PHASES, 0.0)  # collectives that may run beside the computation of their phase
     exposed = communication = host = 0.0
@@ -112,10 +129,14 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
         if name == "seconds":
             compute[phase] += count
             (unit,) = key
-            unit = "matmul" if unit in ("fp8", "grouped") else unit
+            unit = {"fp8": "matmul", "grouped": "matmul", "chunk_cat": "memory"}.get(unit, unit)
             units["optimizer" if phase == "optimizer" else unit] += count
         elif name == "dispatches":
             host += count * rates.values["host_us"] / 1e6
+        elif name == "launches":
+            host += count * rates.values.get("launch_us", 0) / 1e6
+        elif name == "kernels":
+            kernels += count
         elif name == "calls":
             kind, ranks, nodes, of_node = key
             sent = counts["sent_bytes", part, *key]
@@ -127,7 +148,8 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
             communication += seconds
             exposed += at_the_ends
             beside[phase] += seconds - at_the_ends
-    in_all = sum(compute.values())
+    gaps = kernels * GAP_US / 1e6 if rates.on_gpu else 0.0
+    in_all = sum(compute.values()) + gaps
     if rates.on_gpu:
         exposed += sum(max(0.0, beside[phase] - compute[phase]) for phase in PHASES)
         contention = CONTENTION * (communication - exposed)
@@ -135,6 +157,8 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
     else:
         exposed, contention, launches = communication, 0.0, host
     return units | {
+        "gaps": gaps,
+        "host": host,
         "launches": launches,
         "communication": communication,
         "exposed": exposed,
@@ -154,12 +178,13 @@ def assumed_rates(kind: base.Gpu, flash: bool) -> dict[str, float]:
     return {
         "memory_gib": kind.memory_gib,
         "matmul_tflops": MODEL_MATMUL_EFFICIENCY * (kind.matmul_share or MATMUL_SHARE) * kind.peak_tflops,
-        "fp8_tflops": MODEL_MATMUL_EFFICIENCY * (kind.fp8_share or FP8_MATMUL_SHARE) * kind.peak_tflops * kind.fp8,
+        "fp8_tflops": FP8_MODEL_EFFICIENCY * (kind.fp8_share or FP8_MATMUL_SHARE) * kind.peak_tflops * kind.fp8,
         "attention_tflops": attention_share * kind.peak_tflops,
-        "memory_gb_per_s": MEMORY_SHARE * kind.memory,
+        "memory_gb_per_s": MEMORY_SHARES.get(kind.plan_name, MEMORY_SHARE) * kind.memory,
         "intra_node_gb_per_s": LINK_SHARE * kind.link,
         "inter_node_gb_per_s": NETWORK_SHARE * kind.network,
         "host_us": HOST_US,
+        "launch_us": LAUNCH_US,
         "kernel_us": KERNEL_US,
     }
 
@@ -200,7 +225,7 @@ def choose_rates(settings: flags.Settings) -> Rates:
     elif not is_cpu:
         if problem := base.unlisted(gpu, contents):
             raise base.UserError(problem)
-        values = {"host_us": HOST_US, "kernel_us": KERNEL_US}
+        values = {"host_us": HOST_US, "launch_us": LAUNCH_US, "kernel_us": KERNEL_US}
     found = {name: value for name, value in contents.items() if name in base.RATES}
     sources = dict.fromkeys(values, "assumed") | dict.fromkeys(found, "measured" if "device" in contents else "given")
     values |= found

@@ -39,7 +39,8 @@ class StepRecorder(TorchDispatchMode):
 
     The keys of `counts`, each sum linear in the number of layers:
         (seconds, phase, unit), (bytes, phase, unit), (flops, phase, unit)    of operators, by `operators.unit_of`
-        (dispatches, phase)                                                   operators that the host launches
+        (dispatches, phase)                                                   kernels that eager operators launch
+        (launches, phase)                                                     kernels that compiled regions launch
         (calls, phase, kind, ranks, nodes, of_node), (sent_bytes, ...)        of collectives: see `_count_collective`
         (end_calls, ...), (end_bytes, ...)                                    of these, with no computation beside them
     The phases are forward, backward, optimizer and, of the last, update: the optimizer's own step.
@@ -121,7 +122,8 @@ class StepRecorder(TorchDispatchMode):
         for tensor in tensors_in(result):
             self.see(tensor.untyped_storage())
         if self.microbatch is not None:
-            self.counts["dispatches", self.phase] += self.weight
+            self.counts["launches", self.phase] += self.weight * memory.kernels
+            self.counts["kernels", self.phase] += self.weight * memory.kernels
             self._count("memory", 0, memory.moved)
         return result
 
@@ -150,14 +152,18 @@ class StepRecorder(TorchDispatchMode):
 
     def _count_operator(self, op, args, kwargs, result) -> None:
         inputs = tensors_in((args, kwargs))
-        if not self.in_region and op.namespace != "prim":  # prim::device: only a fake tensor's device is an operator
-            self.counts["dispatches", self.phase] += self.weight
         if op.namespace in ("c10d", "_c10d_functional"):
+            self.counts["dispatches", self.phase] += self.weight
             self._count_collective(op.name(), args, inputs)
             return
         flops = operator_flops(op, args, kwargs, result)
         if flops or not self.in_region:  # the other operators of a compiled region are counted as a whole
-            self._count(unit_of(op, flops), flops, moved_bytes(op, args, kwargs, tensors_in(result)))
+            moved = moved_bytes(op, args, kwargs, tensors_in(result))
+            self._count(unit_of(op, flops), flops, moved)
+            # Views are none: a first call of a compiled function makes some more than the next.
+            if not self.in_region and (flops or moved):
+                self.counts["dispatches", self.phase] += self.weight
+                self.counts["kernels", self.phase] += self.weight
         if not self.in_region:
             self._scratch(attention_workspace(op, inputs))
         if op.namespace == "fsdp" and "chunk_cat" in op.name():

@@ -14,7 +14,9 @@ from harness.plan.predict import TIGHT
 MIN_GAIN = 0.01  # share of the speed; what gains less is not called faster
 MAX_BATCH_SIZE = 4096  # sequences; no larger batch is planned
 MORE_GPUS = (2, 4, 8)  # times as many, planned where nothing fits
+SMALL_CARD = 24.0  # GiB; what does not fit there is planned with all savers of memory first
 SELECTIVE = {"activation_checkpointing": "selective"}
+FLOAT8 = {"precision": "fp8", "fp8_recipe": "tensorwise"}
 SHOWN = ("zero_stage", "dp_replicate_size", "activation_checkpointing", "batch_size", "gradient_accumulation_steps")
 
 
@@ -25,12 +27,22 @@ class OutOfTimeError(Exception):
 class Search:
     """What was planned of a run, as it was asked for and otherwise, on `worlds[0]` GPUs and on the other numbers.
 
-    `plan(settings, world)` gives a prediction. No plan but the first begins after `ends`, by time.monotonic: planning
-    takes at most one plan longer. The tokens of a step stay those that were asked for, but with --batch-size auto,
-    where the batch is the largest that fits.
+    `plan(settings, world)` gives a prediction. No plan but the first, and on a small card the second, begins after
+    `ends`, by time.monotonic: planning takes at most one plan longer, or two. The tokens of a step stay those
+    that were asked for, but with --batch-size auto, where the batch is the largest that fits.
     """
 
-    def __init__(self, settings: flags.Resolved, config, worlds: tuple[int, ...], plan, capacity: float, ends: float):
+    def __init__(
+        self,
+        settings: flags.Resolved,
+        config,
+        worlds: tuple[int, ...],
+        plan,
+        capacity: float,
+        ends: float,
+        has_float8: bool = False,
+    ):
+        self.has_float8 = has_float8
         self.settings, self.config, self.worlds, self.world = settings, config, worlds, worlds[0]
         self.plan: Callable[[flags.Settings, int], dict[str, Any]] = plan
         self.capacity, self.ends = capacity, ends  # GiB, seconds
@@ -55,6 +67,7 @@ class Search:
             for world in self.worlds[1:]:
                 changes = self.fastest()["changes"] | {"dp_replicate_size": self.settings.dp_replicate_size}
                 self.row(world, **changes)
+            self.plan_float8()
         except OutOfTimeError:
             self.is_complete = False
 
@@ -100,7 +113,9 @@ class Search:
                     self.row(world, **layout)
 
     def make_it_fit(self) -> None:
-        """Adds one saver of memory after the other, the one that costs least speed first, until it fits; then GPUs."""
+        """Adds one saver of memory after the other, the one that costs least speed first, until it fits; then GPUs.
+        On a small card all together come first, so that a search that ends early has what fits."""
+        together: list[dict] = []
         changes: dict = {}
         for saver in memory_savers(self.settings):
             if "fused_loss" in saver and not models.choose_loss(None, self.config):
@@ -108,7 +123,13 @@ class Search:
             if not self.allowed(changes | saver):
                 continue
             changes |= saver
-            if self.row(**changes)["verdict"] == "fits":
+            together.append(dict(changes))
+        if together and self.capacity <= SMALL_CARD and not self.row()["fits"]:
+            ends, self.ends = self.ends, float("inf")  # on a busy machine the first plan took all the time
+            self.row(**changes)
+            self.ends = ends
+        for saved in together:
+            if self.row(**saved)["verdict"] == "fits":
                 return
         for times in MORE_GPUS:
             if not self.fastest():
@@ -140,6 +161,13 @@ class Search:
             changes["batch_size"] = self.largest_batch(changes) or best["batch_size"]
         self.row(**changes)
 
+    def plan_float8(self) -> None:
+        """The fastest so far in float8, which computes something else and so is advised beside it only."""
+        best = self.fastest()
+        changes = best["changes"] | FLOAT8
+        if self.settings.precision == "bf16" and self.has_float8 and self.allowed(changes):
+            self.row(**changes)
+
     def enlarge_microbatch(self) -> None:
         """Plans the fastest so far in fewer, larger microbatches."""
         best = self.fastest()
@@ -157,11 +185,14 @@ class Search:
         return [{"dp_replicate_size": nodes}] if 1 < nodes < world and self.settings.zero_stage else []
 
     def largest_batch(self, changes: dict) -> int:
-        """The largest --batch-size with these changes that fits and is not tight, or that fits where all are tight; 0
-        where none does."""
+        """The largest --batch-size with these changes that fits and is not tight; the smallest where that is tight, 0
+        where it does not fit either."""
         step = self.settings.batch_step()
         options = [{"batch_size": size} for size in range(step, MAX_BATCH_SIZE + 1, step)]
-        row = self.largest(changes, options, TIGHT * self.capacity) or self.largest(changes, options, self.capacity)
+        row = self.largest(changes, options, TIGHT * self.capacity)
+        if not row:
+            smallest = self.row(**changes | options[0])
+            row = smallest if smallest["fits"] else None
         return row["batch_size"] if row else 0
 
     def largest(self, changes: dict, options: list[dict], limit: float) -> dict | None:
@@ -199,21 +230,34 @@ class Search:
             more_gpus = 0 if row["gpus"] == self.world else row["gpus"]
             return more_gpus, "optimizer" in row["changes"], row["verdict"] == "tight"
 
-        rows = [row for row in self.rows.values() if row["fits"]]
+        rows = [row for row in self.rows.values() if row["fits"] and "precision" not in row["changes"]]
         least = min(map(reluctance, rows), default=None)
         rows = [row for row in rows if reluctance(row) == least]
         best = max((row["tokens_per_sec"] for row in rows), default=0)
         nearly_best = [row for row in rows if row["tokens_per_sec"] * (1 + MIN_GAIN) >= best]
         return min(nearly_best, key=lambda row: (row["tokens_per_step"], row["reserved_gib"]), default=None)
 
+    def safer(self) -> Any:
+        """The fastest row that is not tight, on the GPUs and in the precision that were asked for, where the one to
+        advise is tight; None otherwise, or where none was planned."""
+        best = self.fastest()
+        if not best or best["verdict"] != "tight":
+            return None
+        rows = [row for row in self.rows.values() if row["verdict"] == "fits" and row["gpus"] == best["gpus"]]
+        rows = [row for row in rows if "precision" not in row["changes"]]
+        return max(rows, key=lambda row: row["tokens_per_sec"], default=None)
+
     def result(self) -> dict:
         """The JSON object's part of it."""
-        asked, best = self.row(), self.fastest()
+        asked, best, safer = self.row(), self.fastest(), self.safer()
         for row in self.rows.values():
-            row |= {"asked": row is asked, "fastest": row is best}
+            row |= {"asked": row is asked, "fastest": row is best, "safer": row is safer}
+        in_float8 = [row for row in self.rows.values() if "precision" in row["changes"] and row["fits"]]
         result: dict[str, Any] = {
             "configurations": list(self.rows.values()),
             "fastest": best,
+            "safer": safer,
+            "in_float8": in_float8[0] if in_float8 else None,
             "fits_with": None if asked["fits"] else best,
             "search": {"planned": len(self.rows), "complete": self.is_complete},
         }

@@ -4,14 +4,17 @@
 from collections.abc import Callable
 
 from harness import base, flags, job
-from harness.plan.predict import FRAGMENTATION, PUBLISHED_MEMORY_RUNS, PUBLISHED_MEMORY_SHARE, TIGHT
+from harness.plan.predict import FRAGMENTATION, OWN_RUNS, RESERVED_SHARE, TIGHT
 from harness.plan.rates import Rates
 
+# Tokens/s of this program's own runs as shares of their plans, by benchmarks/results/gpu.json; all were on one GPU of
+# these kinds. One is left out: it waited for the host in each step, as the program does no more.
+OWN_GPUS, OWN_SHARE = ("H100 SXM", "H200"), (0.96, 1.05)
 # Tokens/s of published runs as shares of their plans by assumed rates, the least, the median and the most:
 # `published_share` of benchmarks/results/plan_published.json. The run that is left out contradicts itself. They say
 # something of plans of their kinds, and nothing of others.
 PUBLISHED_KINDS, PUBLISHED_GPUS = "dense models on A100, H100 and H200", ("A100", "H100", "H200")
-PUBLISHED_RUNS, PUBLISHED_SHARE = "30 of 31 published runs", (0.83, 1.05, 1.22)
+PUBLISHED_RUNS, PUBLISHED_SHARE = "30 of 31 published runs", (0.865, 1.025, 1.32)
 SHORT = {"fits": "yes", "tight": "tight", "does not fit": "NO"}  # verdicts in a table
 
 
@@ -37,21 +40,27 @@ def describe_verdict(result: dict) -> str:
     line = f"{result['verdict']}: {used} on each of {result['gpus']:,} x {result['gpu']}"
     if not result["fits"]:
         return line
-    line += f"; {PUBLISHED_MEMORY_RUNS} took {percents(PUBLISHED_MEMORY_SHARE)} of their plans, so "
+    line += f"; {OWN_RUNS} reserved {percents(RESERVED_SHARE)} of their plans, so "
     if result["verdict"] == "tight":
         return line + f"above {100 * TIGHT:.0f} % it may run out of memory"
     return line + f"up to {100 * TIGHT:.0f} % fits"
 
 
 def describe_speed(result: dict) -> dict[str, str]:
-    """What to expect of the configuration as it is, with the range of published runs where it is of their kind."""
-    share, lines = result["published_share"], {}
+    """What to expect of the configuration as it is, with the range of own or published runs where it is of their
+    kind, and what helps where the host bounds it."""
+    share, lines = share_to_expect(result), {}
     if result["fits"]:
         lines["expect"] = figures(result, share)
-        if share:
+        if result["own_share"]:
+            lines["expect"] += f"; {OWN_RUNS} on one H100 or H200 reached {percents(share)} of their plans"
+        elif share:
+            lines["expect"] += "; no run of this program was measured on several GPUs or another kind"
             lines["expect"] += f"; rates are assumed, {PUBLISHED_RUNS} ({PUBLISHED_KINDS}) reached {percents(share)}"
         elif "assumed" in {rate["source"] for rate in result["rates"].values()}:
             lines["expect"] += f"; some rates are assumed, and the published runs compared are of {PUBLISHED_KINDS}"
+    if result["bound_by"] == "host":
+        lines["host"] = describe_host(result)
     if "run" in result:
         run = result["run"]
         time = ranged(run["hours"], share, duration, inverse=True)
@@ -64,19 +73,22 @@ def describe_speed(result: dict) -> dict[str, str]:
 
 def describe_advice(result: dict) -> dict[str, str]:
     """The configuration to take."""
-    best, search = result["fastest"], result["search"]
+    best, search, safer = result["fastest"], result["search"], result["safer"]
     planned = f"{base.counted(search['planned'], 'configuration')} planned in {search['seconds']:.0f} s"
     if not search["complete"]:
         planned += f"; --plan-seconds {search['plan_seconds']:g} left no time for more"
     if not best:
         advice = "nothing that was planned fits: more GPUs, a shorter --sequence-length or a smaller --model"
+        if not search["complete"]:
+            given = f"--plan-seconds {search['plan_seconds']:g}"
+            advice = f"{given} ran out before all was planned, and nothing so far fits: give it more, or {advice[31:]}"
         return {"fastest": advice, "search": planned}
     title = "fastest"
     if best["asked"]:
         advice = "as it is; nothing else planned is more than 1 % faster" if search["planned"] > 1 else "as it is"
     else:
         title = name_of_best(result)
-        share = None if result["fits"] else result["published_share"]
+        share = None if result["fits"] else share_to_expect(result)
         advice = f"{best['flags']}: "
         if result["fits"]:
             advice += f"{100 * (best['tokens_per_sec'] / result['tokens_per_sec'] - 1):+.1f} %, "
@@ -86,14 +98,41 @@ def describe_advice(result: dict) -> dict[str, str]:
         if best["host_gib"]:
             advice += f" and {best['host_gib']:,.0f} GiB of the host for each"
     lines = {title: advice}
-    if best["verdict"] == "tight":
+    if safer:
+        change = 100 * (safer["tokens_per_sec"] / best["tokens_per_sec"] - 1)
+        room = share_of(safer["reserved_gib"], safer["capacity_gib"])
+        lines["safer"] = f"{safer['flags']}: {change:+.1f} %, {figures(safer, None)}, {room}"
+    elif best["verdict"] == "tight":
         lines["but"] = "it is tight; nothing with more room was found"
+        if not search["complete"]:
+            lines["but"] = f"it is tight, and --plan-seconds {search['plan_seconds']:g} left no time to find more room"
+    if in_float8 := result["in_float8"]:
+        change = 100 * (in_float8["tokens_per_sec"] / best["tokens_per_sec"] - 1)
+        lines["float8"] = f"with --precision fp8: {change:+.0f} %, other arithmetic"
     lines["command"] = best["command"]
     asked = next(row for row in result["configurations"] if row["asked"])
     lines["tokens"] = f"{best['tokens_per_step']:,} a step, as asked"
     if best["tokens_per_step"] != asked["tokens_per_step"]:
         lines["tokens"] = f"{best['tokens_per_step']:,} a step instead of {asked['tokens_per_step']:,}: another run"
     return lines | {"search": planned}
+
+
+def share_to_expect(result: dict) -> tuple | None:
+    """What runs reached of such plans: this program's own, else those of others."""
+    return result["own_share"] or result["published_share"]
+
+
+def describe_host(result: dict) -> str:
+    """That the host bounds a step, and which flags give the GPU more to do for each kernel that it launches."""
+    time, row = result["time_ms"], result["configurations"][0]
+    on_gpu = result["step_time_ms"] - time["launches"]
+    line = f"bounds a step: {time['host']:,.1f} ms to launch what takes the GPU {on_gpu:,.1f} ms; "
+    advice = ["a larger --batch-size"]
+    if row["gradient_accumulation_steps"] > 1:
+        advice.append("fewer and larger microbatches (--gradient-accumulation-steps)")
+    if result["precision"] == "fp8":
+        advice.append("no --precision fp8")
+    return f"{line}{' or '.join(advice)} helps"
 
 
 def name_of_best(result: dict) -> str:
@@ -117,7 +156,7 @@ def describe_configurations(result: dict) -> list[str]:
     header = "  GPUs  sharding      checkpoints    batch  GiB a GPU  fits   tokens/s  MFU"
     lines = ["", f"{'':10}{header}{'$ a billion' if price in result else '':>13}"]
     for row in sorted(result["configurations"], key=order):
-        name = "as is" if row["asked"] else name_of_best(result) if row["fastest"] else ""
+        name = "as is" if row["asked"] else name_of_best(result) if row["fastest"] else "safer" if row["safer"] else ""
         replicas = f" x{row['dp_replicate_size']}" if row["dp_replicate_size"] > 1 else ""
         batch = f"{row['batch_size']:,} x {row['gradient_accumulation_steps']:,}"
         lines.append(
@@ -144,8 +183,9 @@ ASSUMED = {
     "matrix in memory",
     "layers": "compiled ones are partitioned as inductor does, and each tensor that their kernels have to write is "
     "written and read once; eager ones run operator by operator; shallow models, extrapolated to the full depth",
-    "time": "one operator after the other; on a GPU collectives beside their pass, but for the first gathers and the "
-    "last reductions, and launches ahead; on a processor nothing beside anything; data always there",
+    "time": "one operator after the other, with a gap between two kernels; on a GPU collectives beside their pass, but "
+    "for the first gathers and the last reductions, and launches ahead; on a processor nothing beside anything; data "
+    "always there",
 }
 
 
@@ -168,7 +208,7 @@ def describe_details(settings: flags.Resolved, result: dict) -> list[str]:
         *table(f"at most, each at its own worst moment, of {result['capacity_gib']:,.2f} GiB", result["memory_gib"]),
         *table("sent by each GPU in a step, GiB", sent),
         *table(
-            "time of a step, ms; of communication only the exposed part counts",
+            "time of a step, ms; of communication only the exposed part counts, of the host the launches",
             result["time_ms"] | {"step": result["step_time_ms"]},
         ),
         *("", "assumptions", *(fill(f"  {name}", text) for name, text in result["assumptions"].items())),
@@ -188,6 +228,12 @@ def assumptions(rates: Rates) -> dict[str, str]:
             where = f", in {rates.file}" if source != "assumed" else ": shares of datasheets, docs/PLAN.md"
             lines[source] = f"{', '.join(of_source)}{where}"
     return lines | ASSUMED
+
+
+def own_share(rates: Rates, world: int) -> tuple[float, float] | None:
+    """What this program's own runs reached of such plans; None where none was measured."""
+    assumed = "measured" not in rates.sources.values()
+    return OWN_SHARE if world == 1 and rates.device in OWN_GPUS and assumed else None
 
 
 def published_share(rates: Rates, config) -> tuple[float, float, float] | None:

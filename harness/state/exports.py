@@ -22,10 +22,12 @@ from transformers import GenerationConfig
 from harness import base, flags, job
 from harness import model as models
 from harness.state.train_state import TrainState, persistent_tensors
+from harness.state.transformers4 import old_tokenizer_config, with_old_names
 
 ONE_FILE = 5e9  # bytes up to which weights are one file, the limit of older transformers' save_pretrained
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FOREIGN_CODE = ("auto_map", "_auto_class")  # name Python code of the source, which was not run and is not exported
+OTHER_WEIGHTS = ("quantization_config", "transformers_weights")  # say how the source's files are, not an export's
 
 
 # ---- The folder ------------------------------------------------------------------------------------------------------
@@ -188,6 +190,8 @@ def write_configs(folder: pathlib.Path, settings: flags.Resolved, model, tokeniz
             vars(tokenizer).pop(name, None)
             tokenizer.init_kwargs.pop(name, None)
         tokenizer.save_pretrained(folder)
+        path = folder / "tokenizer_config.json"
+        write_json(path, old_tokenizer_config(base.read_json(path), tokenizer))
     for path in folder.glob("*.safetensors"):  # they are written for the owner alone
         shutil.copymode(folder / "config.json", path)
 
@@ -204,8 +208,9 @@ def model_config(model, tokenizer, pretrained: bool) -> dict:
         config.get_text_config().eos_token_id = tokenizer.eos_token_id
     # fields of generation, as old models have them there: save_pretrained would refuse the config
     misplaced = GenerationConfig().to_dict().keys() - type(config)().to_dict().keys()
-    content = json.loads(config.to_json_string())
-    return {key: value for key, value in content.items() if key not in {*misplaced, *FOREIGN_CODE}}
+    unwanted = {*misplaced, *FOREIGN_CODE, *OTHER_WEIGHTS}
+    content = {key: value for key, value in config.to_diff_dict().items() if key not in unwanted}
+    return with_old_names(content)
 
 
 def generation_config(settings: flags.Resolved, model, tokenizer) -> dict:

@@ -205,6 +205,37 @@ def plan_many_chunks() -> None:
 
 
 @pytest.mark.slow
+def test_a_step_that_the_host_bounds_has_one_figure_however_often_it_is_planned(tmp_path):
+    """The first plan of a process compiles, and what runs for that is no part of a step."""
+    model = write_model(tmp_path / "deep", "llama", **SIZES | {"num_hidden_layers": 8})
+    forked(1, plan_twice, str(model))
+
+
+def plan_twice(model: str) -> None:
+    flags = "--plan --plan-gpus 1 --plan-rates none --plan-seconds 0 --sequence-length 64 --batch-size 1 --model"
+    settings = parse([*words(flags), model])
+    plans = [planning.make_plan(settings, train_fsdp.RECIPE)[1] for _ in range(2)]
+    assert [plan["bound_by"] for plan in plans] == ["host", "host"]
+    assert plans[0]["step_time_ms"] == plans[1]["step_time_ms"]
+
+
+@pytest.mark.slow
+def test_experts_in_fp32_are_planned_with_their_flops(tmp_path):
+    """Fake tensors take no grouped product but of bf16, and transformers has an operator of its own for others."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 32, "vocab_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+    config = {"model_type": "qwen3_moe", "moe_intermediate_size": 64, "intermediate_size": 64} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = "--plan --json --plan-seconds 0 --plan-rates none --plan-gpus 1 --sequence-length 256"
+    executed = set()
+    for precision, compiled in (("bf16", "--no-compile"), ("fp32", "--no-compile"), ("fp32", "--compile")):
+        process = python(*words(flags), "--model", tmp_path, "--precision", precision, compiled)
+        assert process.returncode == 0, process.stderr
+        executed.add(json.loads(process.stdout)["flops_executed"])
+    assert len(executed) == 1
+
+
+@pytest.mark.slow
 def test_selective_checkpointing_recomputes_the_products_of_experts(tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     sizes |= {"head_dim": 32, "vocab_size": 128, "num_experts": 8, "num_experts_per_tok": 8, "decoder_sparse_step": 1}

@@ -59,19 +59,36 @@ def test_on_a_processor_nothing_runs_beside_anything_and_on_a_gpu_launches_and_c
     counts |= {("calls", *group): 1, ("sent_bytes", *group): 1e11}
     on_cpu = rates.price_step(counts, known(on_gpu=False, **LINKS))
     assert (on_cpu["exposed"], on_cpu["step"]) == (pytest.approx(1.0, rel=1e-3), pytest.approx(10 + 1 + 2, rel=1e-3))
+    assert on_cpu["gaps"] == 0
     on_gpu = rates.price_step(counts, known(**LINKS))
     assert (on_gpu["exposed"], on_gpu["launches"]) == (0, 0)
     assert on_gpu["step"] == pytest.approx(10 + rates.CONTENTION, rel=1e-3)
     counts |= {("end_calls", *group): 1, ("end_bytes", *group): 1e11}
     assert rates.price_step(counts, known(**LINKS))["exposed"] == pytest.approx(1.0, rel=1e-3)
     counts["dispatches", "forward"] = 20_000
-    assert rates.price_step(counts, known(**LINKS))["step"] == pytest.approx(20.0)
+    bounded = rates.price_step(counts, known(**LINKS))
+    assert (bounded["step"], bounded["host"]) == (pytest.approx(20.0), pytest.approx(20.0))
+    counts[("kernels", "forward")] = 1e6  # between which the GPU idles for longer than the host takes
+    counts[("seconds", "forward", "matmul")] = 20.0
+    assert rates.price_step(counts, known(**LINKS))["launches"] == 0
+    assert rates.price_step(counts, known(**LINKS))["gaps"] == pytest.approx(1e6 * rates.GAP_US / 1e6)
+
+
+def test_the_kernels_of_a_compiled_region_take_the_host_longer_than_those_of_eager_code():
+    eager, compiled = ({(name, "forward"): 1000} for name in ("dispatches", "launches"))
+    host = [rates.price_step(counts, known(launch_us=3000.0))["step"] for counts in (eager, compiled)]
+    assert host == pytest.approx([1.0, 3.0])
+
+
+def test_the_copy_of_gradients_into_what_is_reduced_is_slower_than_other_copies_on_a_gpu():
+    assert known().seconds_of("chunk_cat", 0, 1e9) == pytest.approx(0.01 / rates.CHUNK_CAT_SHARE)
+    assert known(on_gpu=False).seconds_of("chunk_cat", 0, 1e9) == pytest.approx(0.01)
 
 
 # ---- The file --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("typed", ["H100", "h100-nvl", "A100 80GB", "RTX4090"])
+@pytest.mark.parametrize("typed", ["H100", "h100-nvl", "A100 80GB", "RTX4090", "4090", "a6000"])
 def test_a_bare_name_takes_the_usual_kind_and_says_which_others_there_are(typed):
     kind, others = gpu_names.choose_kind(typed)
     found = rates.choose_rates(parse(["--plan", "--plan-gpu", typed, "--plan-rates", "none"]))
@@ -139,7 +156,7 @@ def test_a_gpu_is_added_by_one_row(tmp_path):
     found = json.loads(process.stdout)
     assert (found["gpu"], found["capacity_gib"], found["verdict"]) == ("Voodoo 7 Ultra", 100, "fits")
     assert found["rates"]["matmul_tflops"]["value"] == pytest.approx(rates.MODEL_MATMUL_EFFICIENCY * 0.9 * 1000)
-    fp8 = rates.MODEL_MATMUL_EFFICIENCY * rates.FP8_MATMUL_SHARE * 2 * 1000  # no share in the row: the default
+    fp8 = rates.FP8_MODEL_EFFICIENCY * rates.FP8_MATMUL_SHARE * 2 * 1000  # no share in the row: the default
     assert found["rates"]["fp8_tflops"]["value"] == pytest.approx(fp8)
 
 

@@ -147,9 +147,9 @@ def test_losses_of_sources_and_of_routers_have_charts_where_there_are_some(tmp_p
 
 
 def test_a_line_that_lies_on_the_first_is_left_out_but_no_loss(tmp_path):
-    lines = [line(step, eval_loss=8 / step, slowest_rank_ms=20.01) for step in (1, 2, 3)]
+    lines = [line(step, eval_loss=8 / step, peak_memory_alloc=40.01) for step in (1, 2, 3)]
     page = page_of(write_run(tmp_path / "r", lines))
-    assert drawing_of(page, "Step time").count("<polyline") == 1 and "slowest rank" not in text_of(page)
+    assert drawing_of(page, "Memory").count("<polyline") == 1
     assert drawing_of(page, "Loss").count("<polyline") == 2
 
 

@@ -244,3 +244,21 @@ def test_a_model_that_began_at_random_ends_where_its_tokenizer_does(device, sour
     wanted = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     assert read(tmp_path / "export").items() >= wanted.items()
     assert read(tmp_path / "export", "config").items() >= (wanted | {"pad_token_id": None}).items()
+
+
+def test_the_chat_template_that_was_trained_with_is_the_exports(device, source, tmp_path):
+    """Of the run itself, and of a checkpoint later, where no conversation is read."""
+    trained = CHAT.replace("{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}")
+    (tmp_path / "chat.jinja").write_text(trained)
+    messages = [{"role": "user", "content": "A story?"}, {"role": "assistant", "content": "Once upon a time."}]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 40)
+    flags = f"--model {source} --dataset {tmp_path / 'chat.jsonl'} --chat-template {tmp_path / 'chat.jinja'}"
+    places = f"--output-dir {tmp_path} --cache-dir {tmp_path / 'cache'} --run-name r --checkpoint-interval 2"
+    exports = [tmp_path / "export", tmp_path / "later"]
+    assert train([*SMALL, *words(flags), *words(places), "--export", exports[0]], device) == 0
+    assert train(["--num-steps", 0, "--resume", tmp_path / "r", "--export", exports[1]], device) == 0
+    wanted = AutoTokenizer.from_pretrained(source).apply_chat_template(messages, chat_template=trained, tokenize=False)
+    for export in exports:
+        tokenizer = AutoTokenizer.from_pretrained(export)
+        assert tokenizer.chat_template == trained
+        assert tokenizer.apply_chat_template(messages, tokenize=False) == wanted

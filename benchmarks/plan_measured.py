@@ -1,0 +1,81 @@
+"""How near plans are to this program's own runs on GPUs: each run of gpu.json beside what `train_fsdp.py --plan` says
+of it by the rates that plans assume.
+
+    python benchmarks/plan_measured.py [--only '*fp8*'] [--out benchmarks/results/gpu.json]
+
+It writes `planned` of each run. The runs' own figures stay as they were measured:
+
+    flags, plan_gpu        of the run, and the kind of GPU that plans know it as
+    summary, last_window   of all steps after --perf-warmup-steps, and of the last line of the log; `compared` says
+                           which of both stands beside the plan: the last line where a profile disturbs the others
+    kernels                of a profiled step: ms by kind, launches, ms between kernels that follow each other at once
+    note                   what a figure needs to be read right
+"""
+
+import argparse
+import fnmatch
+import json
+import pathlib
+import sys
+import warnings
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
+sys.path.insert(0, str(ROOT))
+warnings.filterwarnings("ignore")
+
+import train_fsdp
+from harness import plan as planning
+from harness.flags import parse_args
+
+FLAGS = ["--plan", "--json", "--plan-seconds", "0", "--plan-rates", "none", "--plan-gpus", "1", "--plan-gpu"]
+KINDS = ("matmul", "attention", "memory", "optimizer", "gaps", "launches")
+
+
+def plan(run: dict) -> dict:
+    """What the program plans of a run, in this process: loading torch takes longer than a plan."""
+    settings = parse_args([*FLAGS, run["plan_gpu"], *run["flags"].split()])
+    return planning.make_plan(settings, train_fsdp.RECIPE)[1]
+
+
+def figures_of(planned: dict) -> dict:
+    """The figures of a plan that stand beside a run's own, GiB, ms and tokens/s."""
+    return {
+        "step_time_ms": planned["step_time_ms"],
+        "tokens_per_sec": planned["tokens_per_sec"],
+        "peak_memory_alloc": planned["memory_gib"]["total"],
+        "peak_memory_reserved": planned["memory_gib"]["reserved"],
+        "bound_by": planned["bound_by"],
+        "time_ms": {kind: planned["time_ms"][kind] for kind in KINDS},
+    }
+
+
+def table(runs: dict[str, dict]) -> str:
+    """As docs/PLAN.md has it: measured, and the plan as a share of it."""
+    lines = [
+        "| run | ms a step | planned | allocated | planned | reserved | planned |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, run in runs.items():
+        real, cells = run[run["compared"]], [name]
+        for figure, digits in (("step_time_ms", 1), ("peak_memory_alloc", 2), ("peak_memory_reserved", 2)):
+            cells += [f"{real[figure]:,.{digits}f}", f"{run['planned'][figure]:,.{digits}f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*", help="names of runs to plan again, with * and ?")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    args = parser.parse_args()
+    contents = json.loads(RESULTS.read_text())
+    for name, run in contents["runs"].items():
+        if fnmatch.fnmatch(name, args.only):
+            run["planned"] = figures_of(plan(run))
+    args.out.write_text(json.dumps(contents, indent=1) + "\n")
+    print(table(contents["runs"]))
+
+
+if __name__ == "__main__":
+    main()

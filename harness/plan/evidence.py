@@ -1,0 +1,24 @@
+"""Evidence: this program's own runs on GPUs, each beside its plan, from benchmarks/results/gpu.json."""
+
+import json
+
+from harness import base
+
+FIGURES = {  # of a run, and of a plan
+    "step_time_ms": lambda plan: plan["step_time_ms"],
+    "tokens_per_sec": lambda plan: plan["tokens_per_sec"],
+    "peak_memory_alloc": lambda plan: plan["memory_gib"]["total"],
+    "peak_memory_reserved": lambda plan: plan["memory_gib"]["reserved"],
+}
+
+
+def own_runs() -> list[dict]:
+    """Of each run its device, configuration, the plan's figures and the measured ones: ms, tokens/s and GiB. `note`
+    says where a measured figure needs a word."""
+    runs = json.loads((base.ROOT / "benchmarks" / "results" / "gpu.json").read_text())["runs"]
+    rows = []
+    for name, run in runs.items():
+        row = {"configuration": name, "device": run["device"], "flags": run["flags"], "planned": run.get("planned")}
+        row["measured"] = {figure: run[run["compared"]][figure] for figure in FIGURES}
+        rows.append(row | ({"note": run["note"]} if "note" in run else {}))
+    return rows

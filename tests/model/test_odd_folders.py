@@ -1,0 +1,331 @@
+"""Folders of weights as other tools leave them: each is read as `from_pretrained` reads it, or refused in one line."""
+
+import json
+
+import pytest
+import torch
+from conftest import SMALL, train, words
+from safetensors.torch import load_file, save_file
+from tiny import SIZES
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from harness.base import UserError
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+COMPRESSED |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": INT8}}}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def write(folder, family: str = "llama", **sizes):
+    """A model of a family as save_pretrained writes it; returns its weights."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES | {"pad_token_id": None} | sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def put(folder, weights: dict[str, torch.Tensor], name: str = "model.safetensors", **fields) -> None:
+    """Writes weights into a file, and fields into the config."""
+    save_file({key: tensor.contiguous() for key, tensor in weights.items()}, folder / name, {"format": "pt"})
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+
+
+def read(folder, export, device) -> None:
+    """Exports what a folder's weights were read as."""
+    flags = f"--num-steps 0 --dataset synthetic --init pretrained --model {folder} --export {export}"
+    assert train(words(flags), device) == 0
+
+
+def index(folder, files: dict[str, dict[str, torch.Tensor]]) -> None:
+    weight_map = {key: file for file, weights in files.items() for key in weights}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def halves(weights: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    names = sorted(weights)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    return {file: {name: weights[name] for name in names} for file, names in parts.items()}
+
+
+def in_float8(weights: dict[str, torch.Tensor], ending: str = "_scale_inv") -> dict[str, torch.Tensor]:
+    """Linear layers' weights as float8 with a scale for each block of 32 x 32."""
+    coded = dict(weights)
+    for name, weight in weights.items():
+        if name.endswith("proj.weight"):
+            blocks = weight.unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
+            scales = blocks.abs().amax((1, 3)) / 448
+            coded[name] = (blocks / scales[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
+            coded[name + ending] = scales
+    return coded
+
+
+def in_int8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Linear layers' weights as int8 with a scale for each row, as compressed-tensors has them."""
+    coded = dict(weights)
+    for name, weight in weights.items():
+        if name.endswith("proj.weight"):
+            scales = weight.abs().amax(1, keepdim=True) / 127
+            coded[name], coded[f"{name}_scale"] = (weight / scales).round().to(torch.int8), scales
+    return coded
+
+
+# ---- Read as from_pretrained reads them: what is in the folder, and what the line on left out tensors begins with ----
+
+
+def one_file(folder):
+    write(folder)
+
+
+def bf16(folder):
+    weights = write(folder)
+    put(folder, {name: weight.bfloat16() for name, weight in weights.items()})
+
+
+def shards(folder):
+    files = halves(write(folder))
+    for file, weights in files.items():
+        put(folder, weights, file)
+    index(folder, files)
+    (folder / "model.safetensors").unlink()
+
+
+def an_old_index_beside_newer_weights(folder):
+    weights = write(folder)
+    files = halves({name: weight + 1 for name, weight in weights.items()})
+    for file, old in files.items():
+        put(folder, old, file)
+    index(folder, files)
+
+
+def a_file_that_its_config_names(folder):
+    weights = write(folder)
+    put(folder, {name: weight + 1 for name, weight in weights.items()}, "other.safetensors")
+    put(folder, weights, transformers_weights="other.safetensors")
+
+
+def fewer_layers(folder):
+    put(folder, write(folder), num_hidden_layers=3)
+    return "9 tensors of {} left out, as the model has no place for them: model.layers.3.input_layernorm.weight, "
+
+
+def an_extra_tensor(folder):
+    put(folder, write(folder) | {"value_head.weight": torch.ones(3)})
+    return "1 tensor of {} left out, as the model has no place for them: value_head.weight\n"
+
+
+def what_the_family_ignores(folder):
+    put(folder, write(folder) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+
+
+def without_the_prefix(folder):
+    weights = write(folder, tie_word_embeddings=True)
+    put(folder, {name.removeprefix("model."): weight for name, weight in weights.items()})
+
+
+def tied_with_the_same_head(folder):
+    weights = write(folder, tie_word_embeddings=True)
+    put(folder, weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()})
+
+
+def tied_with_the_head_alone(folder):
+    weights = write(folder, tie_word_embeddings=True)
+    put(folder, weights | {"lm_head.weight": weights.pop("model.embed_tokens.weight")})
+
+
+def float8_in_blocks(folder):
+    put(folder, in_float8(write(folder, "qwen3", tie_word_embeddings=True)), quantization_config=FP8)
+
+
+def float8_experts(folder):
+    put(folder, in_float8(write(folder, "qwen3_moe", **EXPERTS)), quantization_config=FP8)
+
+
+def experts_in_four_bits(folder):
+    weights = write(folder, "gpt_oss", num_local_experts=4, num_experts_per_tok=2, intermediate_size=64)
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        weights[f"{name}_blocks"] = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        weights[f"{name}_scales"] = torch.randint(110, 130, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    put(folder, weights, quantization_config={"quant_method": "mxfp4"})
+
+
+def float8_of_fewer_layers(folder):
+    put(folder, in_float8(write(folder, "qwen3")), quantization_config=FP8, num_hidden_layers=3, layer_types=None)
+    return "18 tensors of {} left out"
+
+
+def plain_weights_whose_config_says_float8(folder):
+    put(folder, write(folder), quantization_config=FP8)
+
+
+READ = [one_file, bf16, shards, an_old_index_beside_newer_weights, a_file_that_its_config_names, fewer_layers]
+READ += [
+    an_extra_tensor,
+    what_the_family_ignores,
+    without_the_prefix,
+    tied_with_the_same_head,
+    tied_with_the_head_alone,
+]
+READ += [
+    float8_in_blocks,
+    float8_experts,
+    experts_in_four_bits,
+    float8_of_fewer_layers,
+    plain_weights_whose_config_says_float8,
+]
+
+
+@pytest.mark.parametrize("folder", READ, ids=lambda make: make.__name__)
+def test_a_folder_is_read_as_from_pretrained_reads_it(device, tmp_path, capfd, folder):
+    left_out = folder(tmp_path / "model")
+    read(tmp_path / "model", tmp_path / "export", device)
+    said = capfd.readouterr().out
+    assert (f"weights    {left_out.format(tmp_path / 'model')}" in said) if left_out else ("weights  " not in said)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    ours, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(report.values()), report
+    expected = dict(theirs.named_parameters())
+    assert expected.keys() == dict(ours.named_parameters()).keys()
+    for name, weight in ours.named_parameters():
+        assert weight.dtype == torch.float32 and torch.equal(weight, expected[name].float()), name
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert not {"quantization_config", "transformers_weights"} & config.keys()
+
+
+# ---- Refused in one line, which says what to do ----------------------------------------------------------------------
+
+
+def a_head_of_its_own_that_is_tied(folder):
+    weights = write(folder, tie_word_embeddings=True)
+    put(folder, weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1})
+    return "another lm_head.weight than model.embed_tokens.weight", "set tie_word_embeddings to false"
+
+
+def an_adapter_beside_weights(folder):
+    write(folder)
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "x"}')
+    return ("has an adapter beside its weights", "merge_and_unload, or take adapter_config.json away")
+
+
+def an_adapter_alone(folder):
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "x"}')
+    save_file({"a.lora_A.weight": torch.ones(2)}, folder / "adapter_model.safetensors")
+    return "the folder is an adapter, not a model", "merge_and_unload().save_pretrained(DIR)"
+
+
+def pickles_alone(folder):
+    weights = write(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    return "no model.safetensors", "AutoModelForCausalLM.from_pretrained('{}').save_pretrained(DIR)"
+
+
+def gguf_alone(folder):
+    write(folder)
+    (folder / "model.safetensors").rename(folder / "model-q8.gguf")
+    return "no model.safetensors", "from_pretrained('{}', gguf_file='model-q8.gguf').save_pretrained(DIR)"
+
+
+def shards_without_an_index(folder):
+    shards(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    return "it has model-00001-of-00002.safetensors, but neither", "or write one as docs/TROUBLESHOOTING.md has it"
+
+
+def an_index_of_other_files(folder):
+    write(folder)
+    index(folder, {"../model.safetensors": {"lm_head.weight": None}})
+    (folder / "model.safetensors").unlink()
+    return "its index names ../model.safetensors", "not in the folder"
+
+
+def a_shard_that_is_missing(folder):
+    shards(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    return "no weights from {}", "model-00002-of-00002.safetensors"
+
+
+def a_tensor_that_is_missing(folder):
+    weights = write(folder)
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    put(folder, weights)
+    return "has no model.layers.2.mlp.up_proj.weight of shape (96, 64)", ""
+
+
+def a_tensor_of_another_shape(folder):
+    weights = write(folder)
+    put(folder, weights | {"lm_head.weight": torch.ones(257, 64)})
+    return "has no lm_head.weight of shape (256, 64)", ""
+
+
+def float8_without_a_config(folder):
+    put(folder, in_float8(write(folder)))
+    return (
+        "_proj.weight in F8_E4M3, and its config.json no quantization_config",
+        "add the one that it was quantized with",
+    )
+
+
+def float8_with_scales_of_another_name(folder):
+    put(folder, in_float8(write(folder), "_scale"), quantization_config=FP8)
+    return "has scales that its quantization_config (fp8) does not read", "choose weights that are not quantized"
+
+
+def float8_whose_blocks_do_not_fit(folder):
+    weights = in_float8(write(folder))
+    weights["model.layers.1.mlp.up_proj.weight_scale_inv"] = torch.ones(5, 2)
+    put(folder, weights, quantization_config=FP8)
+    return "model.layers.1.mlp.up_proj.weight cannot be read (", "not divisible by scale grid (5, 2)"
+
+
+def int8_without_a_config(folder):
+    put(folder, in_int8(write(folder)))
+    return "_proj.weight in I8, and its config.json no quantization_config", "add the one that it was"
+
+
+def int8_without_the_package_that_reads_it(folder):
+    put(folder, in_int8(write(folder)), quantization_config=COMPRESSED)
+    return "its weights are quantized (compressed-tensors) and cannot be dequantized", "not quantized"
+
+
+def a_method_that_is_not_turned_back(folder):
+    put(folder, write(folder), quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
+    return "(gptq) and cannot be dequantized: transformers does not", "choose weights that are not quantized"
+
+
+def a_method_that_transformers_does_not_know(folder):
+    put(folder, in_float8(write(folder)), quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    return "(modelopt) and cannot be dequantized", "choose weights that are not quantized"
+
+
+REFUSED = [a_head_of_its_own_that_is_tied, an_adapter_beside_weights, an_adapter_alone, pickles_alone, gguf_alone]
+REFUSED += [shards_without_an_index, an_index_of_other_files, a_shard_that_is_missing, a_tensor_that_is_missing]
+REFUSED += [a_tensor_of_another_shape, float8_without_a_config, float8_with_scales_of_another_name]
+REFUSED += [float8_whose_blocks_do_not_fit, int8_without_a_config, int8_without_the_package_that_reads_it]
+REFUSED += [a_method_that_is_not_turned_back, a_method_that_transformers_does_not_know]
+
+
+@pytest.mark.parametrize("folder", REFUSED, ids=lambda make: make.__name__)
+def test_a_folder_that_cannot_be_read_so_is_one_line_that_says_what_to_do(device, tmp_path, folder):
+    problem, advice = (text.format(tmp_path / "odd") for text in folder(tmp_path / "odd"))
+    with pytest.raises(UserError) as raised:
+        read(tmp_path / "odd", tmp_path / "export", device)
+    message = str(raised.value)
+    assert message.startswith(("--init pretrained: ", "--model ")) and "\n" not in message
+    assert problem in message and advice in message
+    assert not (tmp_path / "export").exists()
+
+
+def test_weights_that_are_not_read_may_be_as_they_like(device, tmp_path):
+    """Random weights need a config alone, of which an export keeps nothing that its own weights are not."""
+    float8_without_a_config(tmp_path / "model")
+    put(tmp_path / "model", {}, "adapter_model.safetensors", quantization_config=FP8)
+    (tmp_path / "model" / "adapter_config.json").write_text("{}")
+    flags = f"--model {tmp_path / 'model'} --dataset synthetic --output-dir {tmp_path} --export {tmp_path / 'export'}"
+    assert train([*SMALL, *words(flags)], device) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "export").dtype == torch.float32
