@@ -2,6 +2,7 @@
 anything is built: by a run, and in the same way by a plan."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -44,10 +45,9 @@ def resolve(
         known, attention=models.choose_attention(known, config), fused_loss=models.choose_loss(known.fused_loss, config)
     )
     models.check_float8(known)
-    batch_size = asked.batch_size
-    if batch_size == "auto":
-        batch_size = base.on_main_rank(lambda: choose_batch_size(known))
-    batch = state.Batch(batch_size, asked.gradient_accumulation_steps, asked.given)
+    find_size = functools.partial(choose_batch_size, known)
+    size = asked.batch_size if isinstance(asked.batch_size, int) else base.on_main_rank(find_size)
+    batch = state.Batch(size, asked.gradient_accumulation_steps, asked.given)
     if manifest:
         batch = state.keep_global_batch(batch, manifest)
     known = dataclasses.replace(

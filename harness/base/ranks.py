@@ -6,17 +6,18 @@ import functools
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from harness.base.errors import UserError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+T = TypeVar("T")
 PATIENCE = timedelta(hours=24)  # tokenizing a large corpus outlasts the time that other groups wait
 
 
-def with_all_ranks(make: Callable[[], Any]) -> Any:
+def with_all_ranks(make: Callable[[], T]) -> T:
     """What `make` returns on this rank. What it raises on any rank is raised on every rank, so that no rank waits for
     one that has given up; every rank calls this."""
     import torch.distributed as dist
@@ -30,7 +31,7 @@ def with_all_ranks(make: Callable[[], Any]) -> Any:
     return result
 
 
-def attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """(what `make` returns, or None; what it raises, as something that can be pickled, or None)."""
     try:
         return make(), None
@@ -40,7 +41,7 @@ def attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, RuntimeError(traceback.format_exc())
 
 
-def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
+def from_main_process(make: Callable[[], T], is_main: bool) -> T:
     """Calls `make` where `is_main`, one process of each node or of the world, and gives the others its result, pickled.
 
     Every rank calls this. What `make` raises is raised on every rank, so that no rank waits for one that has given up.
@@ -74,14 +75,14 @@ def patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
-def on_main_rank(make: Callable[[], Any]) -> Any:
+def on_main_rank(make: Callable[[], T]) -> T:
     """What `make` returns on rank 0, on every rank; what it raises, too."""
     import torch.distributed as dist
 
     return from_main_process(make, not dist.is_initialized() or dist.get_rank() == 0)
 
 
-def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list:
+def of_all_ranks(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """`mine` of each rank, pickled, in the order of the ranks."""
     import torch.distributed as dist
 

@@ -1,5 +1,6 @@
 """Attention: which kernel a run takes, and its line in the header."""
 
+import contextlib
 import inspect
 from importlib.util import find_spec
 from typing import Any
@@ -69,7 +70,7 @@ def choose_attention(settings: flags.Settings, config) -> flags.Attention:
     return "sdpa" if family._supports_sdpa else "eager"  # private: as above
 
 
-def any_attention_kernel():
+def any_attention_kernel() -> contextlib.AbstractContextManager:
     """A context in which sdpa takes whichever of its kernels runs, for steps that are not the run's own: a recorded
     one is on the CPU, which has not all of them."""
     kernels = torch.nn.attention.SDPBackend

@@ -89,7 +89,7 @@ WRONG = """
 import pathlib
 from harness import base, data, flags, job, plan, report, state
 from harness import model as models
-base.counted("three", "file")
+base.find_gpu(4090)
 flags.parse_args(3)
 job.take_folder("outputs")
 data.load("wrong", 3, nonsense=1)
@@ -101,7 +101,7 @@ plan.print_plan(settings=1, recipe=2)
 RIGHT = """
 import pathlib
 from harness import base, flags, job, state
-base.counted(3, "file")
+base.find_gpu("H100")
 job.take_folder(flags.parse_args(["--demo"]))
 state.find_checkpoint("auto", pathlib.Path())
 """
