@@ -9,7 +9,7 @@ It writes `planned` of each run. The runs' own figures stay as they were measure
     summary, last_window   of all steps after --perf-warmup-steps, and of the last line of the log; `compared` says
                            which of both stands beside the plan: the last line where a profile disturbs the others
     kernels                of a profiled step: ms by kind, launches, ms between kernels that follow each other at once
-    note                   what a figure needs to be read right
+    note, left_out         what a figure needs to be read right; why a run is not compared with its plan
 """
 
 import argparse

@@ -12,22 +12,24 @@ from harness.plan import predict
 
 @pytest.mark.slow
 def test_runs_that_were_measured_are_planned_as_closely_as_the_docs_say(tmp_path):
-    """bf16 within 3 %, eager and float8 within 6 %, the demo, which its host bounds, within 25 %; memory of 3B and 8B
-    as `predict.RESERVED_SHARE` has it. The run that waited for the host in each step is compared by its kernels."""
+    """The seven runs by which rates were chosen: bf16 within 3 %, eager within 6 %, the demo, which its host bounds,
+    within 25 %. Those that came after, with a commit of their own: bf16 within 4 %, float8 and Muon within 6 %, 32,768
+    tokens within 13 %. Memory of 3B and 8B as `predict.RESERVED_SHARE` has it."""
     written = tmp_path / "gpu.json"
     command = [sys.executable, "benchmarks/plan_measured.py", "--out", str(written)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     runs = json.loads(written.read_text())["runs"]
-    assert len(runs) == 9
+    runs = {name: run for name, run in runs.items() if "left_out" not in run}
+    assert len(runs) == 15
     for name, run in runs.items():
         real, planned = run[run["compared"]], run["planned"]
-        seconds = real["step_time_ms"]
-        if "note" in run:
-            seconds = run["kernels"]["ms"] + run["kernels"]["gaps_under_20_us_ms"]
-        is_demo, less_sure = name.startswith("demo"), "eager" in name or "fp8" in name
-        within = 0.25 if is_demo else 0.06 if less_sure else 0.03
-        assert planned["step_time_ms"] == pytest.approx(seconds, rel=within), name
+        is_demo = name.startswith("demo")
+        within = 0.04 if "commit" in run else 0.03
+        for mark, wider in {"eager": 0.06, "fp8": 0.06, "Muon": 0.06, "32,768": 0.13, "demo": 0.25}.items():
+            if mark in name:
+                within = wider
+        assert planned["step_time_ms"] == pytest.approx(real["step_time_ms"], rel=within), name
         assert planned["bound_by"] == ("host" if is_demo else "device"), name
         if not is_demo:
             assert planned["peak_memory_alloc"] == pytest.approx(real["peak_memory_alloc"], rel=0.015), name
