@@ -194,19 +194,6 @@ def stalled(how: str, *argv: str) -> None:
                 hang()
 
         job.enter_phase = hang_there
-    if how == "signalled":  # rank 1 dies as SIGTERM reaches rank 0, which cannot notice that
-        os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
-        entered = heartbeats.enter_phase
-
-        def end_there(phase: str, step: int | None = None):
-            entered(phase, step)
-            if (phase, heartbeats.HERE.step) == ("backward", 3):
-                if os.environ["RANK"] == "0":
-                    forever()
-                os.kill(heartbeats.RANKS[0][1], signal.SIGTERM)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        job.enter_phase = end_there
     if os.environ["RANK"] == "1":
         if how == "never":
             os.kill(os.getpid(), signal.SIGSTOP)

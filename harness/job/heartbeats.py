@@ -1,5 +1,6 @@
-"""Heartbeats: every rank writes into the job's store every two seconds where it is. When the job stalls, or a rank is
-gone, one line names that rank, its host, pid and phase, and every rank ends; before the ranks have met, too."""
+"""Heartbeats: every rank writes into the job's store every two seconds in which phase it is, and how many it has
+entered. When the job stalls, one line names the rank for which the others wait, its host, pid and phase, and every rank
+ends; before the ranks have met, too."""
 
 import concurrent.futures
 import contextlib
@@ -8,15 +9,12 @@ import faulthandler
 import json
 import os
 import pathlib
-import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
-
-import psutil
 
 from harness import base
 from harness.job import endings, terminal
@@ -24,9 +22,7 @@ from harness.job import endings, terminal
 BEAT = 2.0  # seconds between two beats
 SILENT_BEATS = 3  # missing beats after which a rank is silent
 STORE_PATIENCE = 10.0  # seconds until the store must have answered
-GONE_PATIENCE = 4.0  # seconds that a rank has to notice by itself that another one is gone
 EXIT_PATIENCE = 9.0  # seconds after which a rank that ends a stalled job is gone, whatever blocks it
-GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 NOWHERE = ("", 0)
 # (host, pid) of each rank, NOWHERE of one that has not come yet; before the first beat of this rank alone
@@ -69,14 +65,6 @@ def rank_name(rank: int) -> str:
     return f"rank {rank} ({host}, pid {pid})" if pid else f"rank {rank}"
 
 
-def process_status(pid: int) -> str:
-    """As psutil has it: running, sleeping, stopped, zombie, ...; dead where there is no such process."""
-    try:
-        return psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return psutil.STATUS_DEAD
-
-
 def last_seen(beat: dict) -> str:
     return f"last seen {max(0.0, time.time() - beat['time']):.0f} s ago in {beat['phase']} of step {beat['step']}"
 
@@ -90,23 +78,46 @@ def silent_ranks(before: list[dict | None], now: list[dict | None]) -> list[int]
     return ranks
 
 
+def judge(before: list[dict | None], now: list[dict | None], seconds: float) -> tuple[list[int], str]:
+    """The ranks for which the others wait, and in words where they are, by two readings of all beats when a rank has
+    waited for `seconds`; ([], "") while it is too early to know.
+
+    Those that never came; else a rank that reads data, where it waits for nobody, behind all that beat; else those that
+    are silent; else those that have entered the fewest phases.
+    """
+    if absent := [rank for rank, beat in enumerate(now) if beat is None]:
+        return absent, "never seen"
+    beats: list[dict] = [beat for beat in now if beat]
+    silent = silent_ranks(before, now)
+    if all(beat["phase"] == "preparation" for beat in beats):  # in which ranks wait for the one that reads
+        silent = [rank for rank in silent if time.time() - beats[rank]["time"] > seconds]
+        if not silent:
+            return [], ""
+    # What a silent rank wrote last may be many phases old, so it is not compared with those that beat.
+    compared = [rank for rank in range(len(beats)) if rank not in silent] or silent
+    least = min(beats[rank]["moves"] for rank in compared)
+    behind = [rank for rank in compared if beats[rank]["moves"] == least]
+    place = beats[behind[0]]
+    if silent and place["phase"] != "data":
+        return silent, f"silent, {last_seen(beats[silent[0]])}"
+    where = f"in {place['phase']} of step {place['step']} for {place['seconds']:.0f} s"
+    if len(behind) == len(beats) > 1 and place["phase"] != "data":
+        where += ": all wait for each other; the network between them, or a driver"
+    return behind, where
+
+
 class Heartbeats(threading.Thread):
-    """A thread that writes this rank's beats, and ends the job where it stalls: when this rank enters no new phase for
-    `seconds`, or another rank is gone and this one does not notice, as it waits in a collective or works alone.
+    """A thread that writes this rank's beats, and ends this rank where it enters no new phase for `seconds`.
 
     A rank that beats no more may be healthy: a call into C can hold the interpreter's lock, such as a launch into a
-    full queue of the GPU. It counts as stopped or gone only where the system says so, to a rank beside it.
-
-    Time for which this process was itself stopped does not count as waiting. During the preparation ranks wait without
-    limit for the one that reads and tokenizes; only a rank that is stopped, or whose whole node is silent, ends the
-    job. `stop` is the run's `StopRequest`.
+    full queue of the GPU. Time for which this process was itself stopped does not count as waiting. During the
+    preparation ranks wait without limit for the one that reads and tokenizes; only one that has been silent for
+    `seconds` ends the job. `stop` is the run's `StopRequest`.
     """
 
     def __init__(self, seconds: float, store, stop):
         super().__init__(daemon=True)
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        first = self.rank - int(os.environ.get("LOCAL_RANK", 0))
-        self.neighbours = [*range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 0)))]  # of one launcher
         self.seconds, self.stop = seconds, stop
         self.interval = min(max(BEAT, self.world / 250), seconds / 6)  # at most 250 beats a second in the whole job
         self.silence = max(SILENT_BEATS * self.interval, min(30.0, seconds / 2))  # a call into C can last that long
@@ -134,12 +145,11 @@ class Heartbeats(threading.Thread):
             raise RuntimeError(f"there is no answer from the store at {address}: {cause}") from None
 
     def beat(self) -> None:
-        """Writes where this rank is, and which ranks beside it the system says are stopped or gone."""
+        """Writes where this rank is."""
         self.beats += 1
         where = {"place": RANKS[self.rank], "beat": self.beats}
         where |= {"phase": HERE.phase, "step": HERE.step, "moves": [HERE.moves, HERE.parts]}
         where |= {"seconds": time.monotonic() - HERE.since, "time": time.time()}
-        where |= {"beside": self.neighbours, "down": self.beside(psutil.STATUS_STOPPED, *GONE)}
         self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(where))
 
     def read(self) -> list[dict | None]:
@@ -155,22 +165,8 @@ class Heartbeats(threading.Thread):
         RANKS[:] = [tuple(beat["place"]) if beat else NOWHERE for beat in beats]
         return beats
 
-    def beside(self, *statuses: str) -> list[int]:
-        """The ranks of this launcher whose process the system says is in one of these states."""
-        others = [rank for rank in self.neighbours if rank != self.rank and RANKS[rank] != NOWHERE]
-        return [rank for rank in others if process_status(RANKS[rank][1]) in statuses]
-
-    def gone(self) -> list[int]:
-        """The ranks beside this one that are gone, or else the one that another rank has reported."""
-        ranks = self.beside(*GONE)
-        if ranks:
-            self.ask(self.store.set, "gone", str(ranks[0]))
-        elif self.ask(self.store.check, ["gone"]):
-            ranks = [int(self.ask(self.store.get, "gone"))]
-        return ranks
-
     def run(self) -> None:
-        moves, waited, gone_for, before, now = 0, 0.0, 0.0, None, time.monotonic()
+        moves, waited, before, now = 0, 0.0, None, time.monotonic()
         while True:
             time.sleep(self.interval)
             slept, now = min(time.monotonic() - now, 2 * self.interval), time.monotonic()
@@ -181,81 +177,42 @@ class Heartbeats(threading.Thread):
             waited += slept
             try:
                 self.beat()
-                gone = self.gone()
-                gone_for = gone_for + slept if gone else 0.0
-                if gone_for > GONE_PATIENCE:
-                    self.end(self.describe_gone(gone[0], self.read()))
                 if waited < self.seconds:
                     continue
                 if before is None:
                     before, until = self.read(), waited + self.silence
                 elif waited >= until:
-                    ranks, where = self.judge(before, self.read())
+                    ranks, where = judge(before, self.read(), self.seconds)
                     if ranks and HERE.moves == moves:
-                        self.end(f"--timeout-minutes: {self.describe(ranks)}: {where}", ranks)
+                        self.end(f"--timeout-minutes: {self.describe(ranks)}: {where}")
                     waited, before = 0.0, None
             except RuntimeError as error:
                 if waited > self.seconds:
                     place = f"{rank_name(self.rank)} waits in {HERE.phase} of step {HERE.step}"
                     self.end(f"--timeout-minutes: {place}, and {error}")
 
-    def judge(self, before: list[dict | None], now: list[dict | None]) -> tuple[list[int], str]:
-        """The ranks for which the others wait, and in words where they are, by two readings of all beats; ([], "")
-        while it is too early to know."""
-        if absent := [rank for rank in range(self.world) if now[rank] is None]:
-            return absent, "never seen; stopped or killed before the ranks met, or not started"
-        silent = silent_ranks(before, now)
-        beating = [rank for rank in range(self.world) if rank not in silent]
-        watched = {rank for watcher in beating for rank in now[watcher]["beside"]}
-        cut_off = [rank for rank in silent if rank not in watched]  # nobody beside it knows its state
-        if down := sorted({rank for watcher in beating for rank in now[watcher]["down"]}):
-            return down, f"{last_seen(now[down[0]])}; stopped, killed or cut off"
-        if all(beat["phase"] == "preparation" for beat in now) and not cut_off:
-            return [], ""
-
-        # What a silent rank wrote last may be many phases old, so first those that beat are compared.
-        least = min(now[rank]["moves"] for rank in beating)
-        behind = [rank for rank in beating if now[rank]["moves"] == least]
-        place = now[behind[0]]
-        where = f"in {place['phase']} of step {place['step']} for {place['seconds']:.0f} s"
-        if place["phase"] == "data":  # where it waits for nobody
-            return behind, where
-        if cut_off:
-            return cut_off, f"{last_seen(now[cut_off[0]])}; stopped, killed or cut off"
-        if len(behind) < len(beating) or self.world == 1:
-            return behind, where
-        if silent:
-            last = min(now[rank]["moves"] for rank in silent)
-            silent = [rank for rank in silent if now[rank]["moves"] == last]
-            return silent, f"{last_seen(now[silent[0]])}; its process runs, but a call holds the interpreter's lock"
-        return behind, f"{where}: all wait for each other; the network between them, or a driver"
-
     def describe(self, ranks: list[int]) -> str:
         others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
         return f"{rank_name(ranks[0])}{others} did not come within {self.seconds / 60:g} minutes"
 
-    def describe_gone(self, rank: int, beats: list[dict | None]) -> str:
-        beat = beats[rank]
-        place = f"last seen in {beat['phase']} of step {beat['step']}" if beat else "or was never started"
-        return f"{rank_name(rank)} is gone, {place}"
-
     def explain(self, error: BaseException) -> str:
-        """After a collective broke, the rank that is gone, in words; empty for any other error, or if no rank is."""
+        """After a collective broke, the rank that is gone, as it beats no more, in words; empty for any other error, or
+        if no rank is."""
         import torch.distributed as dist
 
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             return ""
         try:
-            before, until = self.read(), time.monotonic() + SILENT_BEATS * self.interval
-            ranks = self.gone()
-            while not ranks and time.monotonic() < until:
-                time.sleep(0.1)
-                ranks = self.gone()
+            before = self.read()
+            time.sleep(SILENT_BEATS * self.interval)
             now = self.read()
         except RuntimeError as no_answer:
             return f"{rank_name(self.rank)} lost the others, and {no_answer}"
-        ranks = ranks or silent_ranks(before, now)
-        return self.describe_gone(ranks[0], now) if ranks else ""
+        for rank in silent_ranks(before, now):
+            beat = now[rank]
+            place = f"last seen in {beat['phase']} of step {beat['step']}" if beat else "or was never started"
+            return f"{rank_name(rank)} is gone, {place}"
+        return ""
 
     def speaks_first(self) -> bool:
         """Whether this rank is the first to ask, and so the one that prints why the job ends; without an answer from
@@ -265,10 +222,9 @@ class Heartbeats(threading.Thread):
         except RuntimeError:
             return os.environ.get("LOCAL_RANK", "0") == "0"
 
-    def end(self, problem: str, ranks: Collection[int] = ()) -> NoReturn:
-        """Ends this rank after a line by one rank of the job and, in the run's folder, traces of where this one stood.
-        Those of `ranks` that the system says are stopped here cannot end themselves, and are killed; a rank that is
-        only silent is not."""
+    def end(self, problem: str) -> NoReturn:
+        """Ends this rank after a line by one rank of the job and, in the run's folder, traces of where this one
+        stood."""
         HERE.phase = "failure"  # from here on a SIGTERM is the launcher's, as another rank has ended: no line about it
         line = f"train_fsdp.py: error: {problem}"
         with open(os.devnull, "w") as nowhere:
@@ -281,9 +237,6 @@ class Heartbeats(threading.Thread):
             if HERE.folder:
                 with contextlib.suppress(OSError):
                     leave_traces(HERE.folder, self.rank, line)
-            for rank in {*ranks} & {*self.beside(psutil.STATUS_STOPPED)}:
-                with contextlib.suppress(OSError):
-                    os.kill(RANKS[rank][1], signal.SIGKILL)
             time.sleep(0.5)  # for the line
             endings.end(1, patience=5)
 

@@ -82,6 +82,7 @@ class World:
         import torch
 
         happened, exit_code, patience = time.time(), 1, 3
+        heartbeats.HERE.phase = "failure"  # from here on a SIGTERM is torchrun's, as another rank has ended
         if isinstance(error, base.UserError):
             message, exit_code = f"train_fsdp.py: error: {base.one_line(str(error))}", error.exit_code
         elif isinstance(error, torch.OutOfMemoryError):
@@ -90,7 +91,6 @@ class World:
             message, patience = f"train_fsdp.py: error: {lost_rank}", 0
         else:
             message = "".join(traceback.format_exception(error))
-        heartbeats.HERE.phase = "failure"
         if not terminal.is_first_rank():
             time.sleep(patience)  # if rank 0 has failed too, it prints meanwhile, and the launcher ends this rank
         if self.watch is None or self.watch.speaks_first():
