@@ -20,10 +20,16 @@ if __name__ == "__main__":
     base.never_fail()  # a closed stdout ends no run
 base.refuse_old_python()  # an older one cannot read the next import
 
+from harness import flags
+
+if __name__ == "__main__":
+    SETTINGS = flags.parse_args()  # a mistake in them is answered at once, with no package installed too
+    base.refuse_missing_packages()
+
 from harness import job
 
 if __name__ == "__main__":
-    SETTINGS = job.begin()  # the flags; before the heavy imports, which take seconds, warn, and can be interrupted too
+    job.begin(SETTINGS)  # before the heavy imports, which take seconds, warn, and can be interrupted too
 
 import contextlib
 import dataclasses
@@ -42,7 +48,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import utils
-from harness import data, flags, plan, report, state
+from harness import data, plan, report, resolving, state
 from harness import model as models
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -68,14 +74,14 @@ def build_mesh(settings: flags.Settings, device: torch.device) -> DeviceMesh:
     return mesh
 
 
-def reshards_early(settings: flags.Settings) -> bool:
+def reshards_early(settings: flags.Resolved) -> bool:
     """Whether parameters are resharded after each forward and backward pass: at stage 3. In a shard group of one rank
     that would save nothing and cost a cast and a copy, unless the shard is on the host."""
     alone = dist.get_world_size() == settings.dp_replicate_size
     return settings.zero_stage == 3 and (settings.cpu_offload or not alone)
 
 
-def build_model(settings: flags.Settings, config, mesh: DeviceMesh, read_weights: bool = True) -> nn.Module:
+def build_model(settings: flags.Resolved, config, mesh: DeviceMesh, read_weights: bool = True) -> nn.Module:
     """Builds the model sharded: on the meta device first, then one decoder layer after the other is materialized and
     sharded. The optimizer is made after it: made before, it would hold whole parameters, and states of their size.
 
@@ -115,7 +121,7 @@ def build_model(settings: flags.Settings, config, mesh: DeviceMesh, read_weights
     return model
 
 
-def transform_layer(settings: flags.Settings, layer: nn.Module, convert_to_fp8, shard) -> None:
+def transform_layer(settings: flags.Resolved, layer: nn.Module, convert_to_fp8, shard) -> None:
     """Does to one decoder layer what the flags ask for. The order matters:
 
     1. float8 swaps the linears, so it comes before whatever wraps them.
@@ -135,7 +141,7 @@ def transform_layer(settings: flags.Settings, layer: nn.Module, convert_to_fp8, 
     shard(layer, reshard_after_forward=reshards_early(settings))
 
 
-def sharding_policies(settings: flags.Settings, device: torch.device) -> dict[str, Any]:
+def sharding_policies(settings: flags.Resolved, device: torch.device) -> dict[str, Any]:
     """The mixed precision and the offloading of each `fully_shard`."""
     if settings.precision in ("bf16", "fp8"):
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -158,7 +164,7 @@ def selective_contexts():
     return create_selective_checkpoint_contexts(policy)
 
 
-def build_scheduler(settings: flags.Settings, optimizer: torch.optim.Optimizer):
+def build_scheduler(settings: flags.Resolved, optimizer: torch.optim.Optimizer):
     """The learning rate's schedule, one of transformers'."""
     schedule = flags.SCHEDULES[settings.lr_scheduler]
     return transformers.get_scheduler(
@@ -183,8 +189,10 @@ def train_step(settings, model, optimizer, batches, tracker) -> report.StepResul
     where the microbatches are the same. It is added, times its coefficient, to what is differentiated, not to the loss.
     """
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
-    total, routing = 0.0, getattr(model, "routing", None)
-    router_total, expert_load = (0.0, 0.0) if routing else (None, None)
+    routing = getattr(model, "routing", None)
+    total: torch.Tensor | None = None
+    router_total: torch.Tensor | None = None
+    expert_load: torch.Tensor | None = None
     for microbatch in range(settings.gradient_accumulation_steps):
         last = microbatch == settings.gradient_accumulation_steps - 1
         model.set_requires_gradient_sync(last or reduces_every_microbatch)
@@ -200,12 +208,13 @@ def train_step(settings, model, optimizer, batches, tracker) -> report.StepResul
         # where masks leave out tokens, "loss_divisor" weighs this microbatch by those that it trains on
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
         loss = model(**batch, use_cache=False).loss / divisor
-        total = total + loss.detach()
+        total = loss.detach() if total is None else total + loss.detach()
         if routing:
             router_loss, assignments = routing.read()
             router_loss = router_loss / settings.gradient_accumulation_steps
             loss = loss + routing.coefficient * router_loss
-            router_total, expert_load = router_total + router_loss.detach(), expert_load + assignments
+            router_total = router_loss.detach() if router_total is None else router_total + router_loss.detach()
+            expert_load = assignments if expert_load is None else expert_load + assignments
         job.enter_phase("backward")
         loss.backward()
     job.enter_phase("optimizer")
@@ -241,7 +250,9 @@ def discarded_if_stopped(model, optimizer) -> Iterator[None]:
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
-def evaluate(settings, model, held_out: dict[str, Any], device: torch.device) -> tuple[dict[str, float], int]:
+def evaluate(
+    settings: flags.Resolved, model, held_out: dict[str, Any], device: torch.device
+) -> tuple[dict[str, float], int]:
     """Returns the mean loss over every token of the held-out windows as `eval_loss`, of several sources also that of
     each as `eval_loss/NAME`; and how many tokens these are."""
     totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)  # of each source: summed loss, tokens
@@ -272,7 +283,7 @@ def evaluate(settings, model, held_out: dict[str, Any], device: torch.device) ->
 class Run:
     """A run that is ready for its first step, or for what is done without one."""
 
-    settings: flags.Settings  # resolved
+    settings: flags.Resolved
     device: torch.device
     state: state.TrainState  # everything that must survive a restart
     tokenizer: Any
@@ -287,6 +298,7 @@ class Run:
     flops_per_token: int = 0
     batches: Any = None  # that it trains on, a report.Remembered
     changed: str = ""  # which flags are not those of the checkpoint, in words
+    has_room: bool = True  # on the disk, for a checkpoint
 
     def stories(self) -> list[dict[str, str]]:
         """A continuation of each prompt, in a run on conversations an answer to it."""
@@ -298,23 +310,23 @@ class Run:
         return [models.sample(self.settings, t, self.state.model, self.tokenizer, self.device) for t in texts]
 
 
-def prepare(settings: flags.Settings, device: torch.device) -> Run:
+def prepare(given: flags.Settings, device: torch.device) -> Run:
     """Everything before the first step, in its order, up to the lines that say what will run. What is cheap and may
     fail comes first."""
-    folder = job.take_folder(settings)
-    peak = settings.peak_tflops or utils.get_gpu_peak_tflops()
-    report.check_measurable(settings, device, peak)
-    trackers = report.open_trackers(settings, folder)
-    if settings.memory_snapshot:
+    folder = job.take_folder(given)
+    peak = given.peak_tflops or utils.get_gpu_peak_tflops()
+    report.check_measurable(given, device, peak)
+    trackers = report.open_trackers(given, folder)
+    if given.memory_snapshot:
         report.record_memory(folder)
-    corpora = data.find(settings)
-    config, tokenizer, prompts = models.load_files(settings, data.needs_tokenizer(settings, corpora))
-    mesh = build_mesh(settings, device)
-    found, manifest = state.find_checkpoint(settings.resume, folder)
+    corpora = data.find(given)
+    config, tokenizer, prompts = models.load_files(given, data.needs_tokenizer(given, corpora))
+    mesh = build_mesh(given, device)
+    found, manifest = state.find_checkpoint(given.resume, folder)
     goes_on = base.on_main_rank(lambda: found is not None and state.is_of_run(folder, found))
-    if settings.export:
-        base.on_main_rank(lambda: state.check_export(settings, manifest["run_id"] if goes_on else None))
-    settings = plan.resolve(data.mask_conversations(settings, corpora), config, manifest)
+    if given.export:
+        base.on_main_rank(lambda: state.check_export(given, manifest["run_id"] if goes_on else None))
+    settings = resolving.resolve(given, config, plan.choose_batch_size, corpora, manifest)
     job.check_machine(settings, mesh, device)
     dataset = data.load(settings, corpora, tokenizer, config, manifest)
     if settings.demo and settings.dataset != "demo" and not prompts and dataset.beginning:
@@ -337,8 +349,7 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
         train_state.load(found, manifest, of_another_run=not goes_on)
         changed = ", ".join(filter(None, [changed, train_state.describe_jump()]))
     state.refuse_broken(settings, train_state, found)
-    if train_state.step < settings.num_steps:  # without the last state, where the disk has no room for it
-        settings = job.check_disk(settings, *train_state.saved_bytes(), folder)
+    has_room = train_state.step == settings.num_steps or job.check_disk(settings, *train_state.saved_bytes(), folder)
     job.say(
         report.describe_setup(
             settings, train_state, mesh, dataset, flops_in_words, peak, verified, checkpoint=found, changed=changed
@@ -358,19 +369,20 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
         identity=identity,
         flops_per_token=flops_per_token,
         changed=changed,
+        has_room=has_room,
     )
 
 
-def prepare_without_steps(settings: flags.Settings, device: torch.device) -> Run:
+def prepare_without_steps(given: flags.Settings, device: torch.device) -> Run:
     """--num-steps 0: a checkpoint or pretrained weights, and the data that an evaluation of them reads."""
-    corpora = data.find(settings) if settings.eval_interval else []
-    config, tokenizer, prompts = models.load_files(settings, data.needs_tokenizer(settings, corpora))
-    mesh = build_mesh(settings, device)
+    corpora = data.find(given) if given.eval_interval else []
+    config, tokenizer, prompts = models.load_files(given, data.needs_tokenizer(given, corpora))
+    mesh = build_mesh(given, device)
     no_folder = pathlib.Path()  # a run of no step has none
-    found, manifest = state.find_checkpoint(settings.resume, no_folder)
-    if settings.export:
-        base.on_main_rank(lambda: state.check_export(settings, (manifest or {}).get("run_id")))
-    settings = plan.resolve(data.mask_conversations(settings, corpora), config)
+    found, manifest = state.find_checkpoint(given.resume, no_folder)
+    if given.export:
+        base.on_main_rank(lambda: state.check_export(given, (manifest or {}).get("run_id")))
+    settings = resolving.resolve(given, config, plan.choose_batch_size, corpora)
     dataset = None
     if settings.eval_interval:
         own_data = manifest is not None and base.on_main_rank(lambda: data.evaluates_own_data(settings, manifest))
@@ -406,7 +418,7 @@ def train(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> No
             raise report.diverged(run.folder, problem, run.checkpoint)
     tracker.open_window()  # until here a run is set up, which is no part of a step
     while run.state.step < settings.num_steps:
-        due = job.due(settings, run.state.step + 1, first_step)
+        due = job.due(settings, run.state.step + 1, first_step, run.has_room)
         job.enter_phase("data", due.step)
         with log.step(due):
             with stop.before_each_forward(model), discarded_if_stopped(model, optimizer):
@@ -511,12 +523,12 @@ def run(settings: flags.Settings, device: torch.device, stop) -> int:
             return save_and_leave(ready, log, checkpoints, stop)
 
 
-def show_samples(settings: flags.Settings) -> int:
+def show_samples(given: flags.Settings) -> int:
     """--show-samples: what a step of this run trains on, by the order that the run recorded, if there is one."""
-    corpora = data.find(settings)
-    config, tokenizer, _ = models.load_files(settings, data.needs_tokenizer(settings, corpora))
-    recorded = state.find_recorded_data(settings)
-    settings = plan.resolve(data.mask_conversations(settings, corpora), config)
+    corpora = data.find(given)
+    config, tokenizer, _ = models.load_files(given, data.needs_tokenizer(given, corpora))
+    recorded = state.find_recorded_data(given)
+    settings = resolving.resolve(given, config, plan.choose_batch_size, corpora)
     dataset = data.load(settings, corpora, tokenizer, config, recorded)
     if recorded:
         state.check_data(settings, dataset.record, recorded)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from harness import base, data
-from harness import model as models
 
 create_collate_fn = data.create_collate_fn
 
@@ -115,6 +114,8 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
     `model` is a causal language model of transformers, sharded too, or its config. A ValueError says why there is no
     figure to be trusted, or no causal one.
     """
+    from harness import model as models  # it loads the models of transformers, which takes seconds
+
     config = getattr(model, "config", model)
     on_meta = models.eager_on_meta(config)
     text = on_meta.config.get_text_config()

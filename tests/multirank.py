@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import train_fsdp
 import utils
-from harness import data, plan
+from harness import data, job, plan, resolving
 from harness import model as models
 from harness.base import from_main_process, of_all_ranks
 from harness.flags import parse_args
@@ -193,7 +193,7 @@ def stalled(how: str, *argv: str) -> None:
             if (phase, heartbeats.HERE.step) == (where, 8):
                 hang()
 
-        heartbeats.enter_phase = hang_there
+        job.enter_phase = hang_there
     if os.environ["RANK"] == "1":
         if how == "never":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -263,7 +263,7 @@ def resolved(argv: list):
     """(the settings of a command line as a run resolves them, the model's config)."""
     settings = parse_args([*map(str, argv)])
     config = load_config(settings.model)
-    return plan.resolve(settings, config), config
+    return resolving.resolve(settings, config, plan.choose_batch_size), config
 
 
 def round_trip_inputs():

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import train_fsdp
 import utils
+from harness import flags, resolving
 from harness import model as models
 from harness import plan as planning
 from harness.flags.parser import parse_args
@@ -92,7 +93,7 @@ def measure(argv, device) -> dict:
 
     settings = parse_args(argv)
     config = load_config(settings.model)
-    settings = planning.resolve(settings, config)
+    settings = resolving.resolve(settings, config, flags.Settings.batch_step)
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
     optimizer = models.build_optimizer(settings, model)
     seen = {}

@@ -13,11 +13,12 @@ import pathlib
 import select
 import sys
 import time
+from typing import NoReturn
 
 GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ENXIO, errno.ECONNRESET)  # any other may have room again later
 
 
-def lead_nowhere(descriptor):
+def lead_nowhere(descriptor: int) -> None:
     """Opens /dev/null in the place of a descriptor, for libraries and children of this process too."""
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_RDWR)
@@ -27,7 +28,7 @@ def lead_nowhere(descriptor):
         os.set_inheritable(descriptor, True)
 
 
-def send(descriptor, data):
+def send(descriptor: int, data: bytes | bytearray | memoryview) -> None:
     """Writes all of some bytes; what cannot be written is dropped."""
     data = bytes(data)
     while data:
@@ -44,16 +45,16 @@ def send(descriptor, data):
 class Output(io.RawIOBase):
     """A raw stream that writes to a descriptor and never fails."""
 
-    def __init__(self, descriptor):
+    def __init__(self, descriptor: int):
         self.descriptor = descriptor
 
-    def writable(self):
+    def writable(self) -> bool:
         return True
 
-    def fileno(self):
+    def fileno(self) -> int:
         return self.descriptor
 
-    def isatty(self):
+    def isatty(self) -> bool:
         return os.isatty(self.descriptor)
 
     def write(self, data):
@@ -61,7 +62,7 @@ class Output(io.RawIOBase):
         return len(data)
 
 
-def never_fail():
+def never_fail() -> None:
     """Replaces this process's stdout and stderr by streams that never fail. A closed descriptor is opened: otherwise a
     file of the run would get its number, and with it what libraries write to that number."""
     for descriptor in (0, 1, 2):
@@ -77,7 +78,7 @@ def never_fail():
         setattr(sys, name, io.TextIOWrapper(buffer, encoding, "replace", line_buffering=by_line))
 
 
-def leave(line, as_json=False):
+def leave(line: str, as_json: bool = False) -> NoReturn:
     """Ends the process with 2. Rank 0 prints the line, with `as_json` on stdout too, as an object; the launcher ends
     the others when it leaves."""
     rank = os.environ.get("RANK", "0")

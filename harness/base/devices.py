@@ -1,9 +1,9 @@
 """Devices: the unit of memory, waiting for the GPU, how much of its memory was taken, what the host's memory keeps, and
 the mark of what no clock counts."""
 
-import ctypes
+from __future__ import annotations  # older interpreters read this far, to be told so
 
-import torch
+import ctypes
 
 GIB = 2**30
 CLOCK_STOPPED = "clock stopped"  # in a profile, what utils.PerformanceTracker leaves out
@@ -11,6 +11,8 @@ CLOCK_STOPPED = "clock stopped"  # in a profile, what utils.PerformanceTracker l
 
 def wait_for_device() -> None:
     """Returns when this process's GPU has done all that it was given; at once without a GPU."""
+    import torch
+
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
@@ -21,6 +23,8 @@ def memory_figures() -> dict[str, float]:
     `peak_memory_active` counts blocks in use or still awaited by a stream, `peak_memory_alloc` what tensors were given,
     `peak_memory_reserved` what the process held of the card.
     """
+    import torch
+
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return {}
     stats = torch.cuda.memory_stats()

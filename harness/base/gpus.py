@@ -1,11 +1,13 @@
 """GPUs: the table of their dense peaks, memory and links by the vendors' datasheets, and the names by which users and
 drivers call them. Imports no torch, so that a wrong --plan-gpu is answered at once."""
 
+from __future__ import annotations  # older interpreters read this far, to be told so
+
 import csv
 import json
 import pathlib
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from harness.base.errors import UserError
 from harness.base.text import first_line
@@ -50,7 +52,7 @@ def read_gpus() -> list[Gpu]:
     with (ROOT / "assets" / "gpus.csv").open() as file:
         for row in csv.DictReader(file):
             values: dict[str, Any] = dict(row)
-            for column, kind in Gpu.__annotations__.items():
+            for column, kind in get_type_hints(Gpu).items():
                 values[column] = kind(row[column])
             gpus.append(Gpu(**values))
     return gpus

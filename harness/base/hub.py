@@ -1,5 +1,7 @@
 """The Hugging Face hub where there is no network."""
 
+from __future__ import annotations  # older interpreters read this far, to be told so
+
 import os
 import socket
 import urllib.parse

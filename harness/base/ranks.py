@@ -1,21 +1,27 @@
 """Ranks: how the processes of a job give each other Python objects."""
 
+from __future__ import annotations  # older interpreters read this far, to be told so
+
 import functools
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, TypeVar
 
 from harness.base.errors import UserError
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+T = TypeVar("T")
 PATIENCE = timedelta(hours=24)  # tokenizing a large corpus outlasts the time that other groups wait
 
 
-def with_all_ranks(make: Callable[[], Any]) -> Any:
+def with_all_ranks(make: Callable[[], T]) -> T:
     """What `make` returns on this rank. What it raises on any rank is raised on every rank, so that no rank waits for
     one that has given up; every rank calls this."""
+    import torch.distributed as dist
+
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
     result, error = attempt(make)
@@ -25,7 +31,7 @@ def with_all_ranks(make: Callable[[], Any]) -> Any:
     return result
 
 
-def attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """(what `make` returns, or None; what it raises, as something that can be pickled, or None)."""
     try:
         return make(), None
@@ -35,11 +41,13 @@ def attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, RuntimeError(traceback.format_exc())
 
 
-def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
+def from_main_process(make: Callable[[], T], is_main: bool) -> T:
     """Calls `make` where `is_main`, one process of each node or of the world, and gives the others its result, pickled.
 
     Every rank calls this. What `make` raises is raised on every rank, so that no rank waits for one that has given up.
     """
+    import torch.distributed as dist
+
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
     group = patient_group(dist.group.WORLD)
@@ -62,16 +70,22 @@ def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
 def patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group of all ranks that waits for a day, made once in the life of `world`, the default group; every rank
     calls this."""
+    import torch.distributed as dist
+
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
-def on_main_rank(make: Callable[[], Any]) -> Any:
+def on_main_rank(make: Callable[[], T]) -> T:
     """What `make` returns on rank 0, on every rank; what it raises, too."""
+    import torch.distributed as dist
+
     return from_main_process(make, not dist.is_initialized() or dist.get_rank() == 0)
 
 
-def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list:
+def of_all_ranks(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """`mine` of each rank, pickled, in the order of the ranks."""
+    import torch.distributed as dist
+
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine, group=group)
     return everyone

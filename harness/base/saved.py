@@ -1,6 +1,8 @@
 """Saved: which checkpoints a run's folder holds and what their manifests record. Independent of what a shard holds, and
 of torch: flags, job and report ask here too."""
 
+from __future__ import annotations  # older interpreters read this far, to be told so
+
 import contextlib
 import hashlib
 import json

@@ -1,5 +1,7 @@
 """Text: numbers and names as they stand in messages, and the file of a chat template."""
 
+from __future__ import annotations  # older interpreters read this far, to be told so
+
 import pathlib
 import re
 from collections.abc import Iterable

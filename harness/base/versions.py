@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from typing import NoReturn
 
 from harness.base import console
 
@@ -21,7 +22,7 @@ OLDEST_TORCHAO = (0, 18)  # before it a compiled cast to float8 could store NaN 
 IMPORTED = ("accelerate", "filelock", "numpy", "psutil", "safetensors", "torch", "tqdm", "transformers")
 
 
-def installed(package):
+def installed(package: str) -> str | None:
     """The version of a package, None where it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
@@ -29,12 +30,12 @@ def installed(package):
         return version(package)
 
 
-def version_parts(number):
+def version_parts(number: str) -> tuple[int, ...]:
     """The first two numbers of a version, to compare."""
     return tuple(map(int, re.findall(r"\d+", number)[:2]))
 
 
-def package_versions():
+def package_versions() -> dict[str, str]:
     """The versions of Python and of the packages on which a run's results depend, by name."""
     numbers = {"python": sys.version.split()[0]}
     for name in ("torch", "transformers", "accelerate", "torchao", "datasets"):
@@ -44,7 +45,7 @@ def package_versions():
     return numbers
 
 
-def commit():
+def commit() -> str | None:
     """The commit of this program, with `-dirty` where files have changed since; None where git does not know one."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
@@ -61,13 +62,13 @@ class ShowVersion(argparse.Action):
         parser.exit()
 
 
-def refuse_old_python():
+def refuse_old_python() -> None:
     """Ends the process with 2 where this interpreter is too old."""
     if sys.version_info < OLDEST_PYTHON:
         leave("Python {}; {}.{} or newer is needed".format(sys.version.split()[0], *OLDEST_PYTHON))
 
 
-def refuse_missing_packages():
+def refuse_missing_packages() -> None:
     """Ends the process with 2 where this interpreter lacks a package that the program imports, or has too old a one."""
     missing = [name for name in IMPORTED if not find_spec(name)]
     if missing:
@@ -78,7 +79,7 @@ def refuse_missing_packages():
             leave(f"which has {name} {number}; {'.'.join(map(str, oldest))} or newer is needed")
 
 
-def leave(problem):
+def leave(problem: str) -> NoReturn:
     """Ends the process with 2, as it is of the wrong interpreter."""
     advice = f"run ./setup.sh, then start it with {ROOT / '.venv' / 'bin' / 'python'}"
     console.leave(f"train_fsdp.py: error: this is {os.path.abspath(sys.executable)}, {problem}; {advice}")

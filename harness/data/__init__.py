@@ -7,16 +7,34 @@
 Each name of the list has a docstring in its file.
 """
 
-from harness.base import doors
+from harness.data.batches import held_out_batches, mix, training_batches
+from harness.data.corpora import Corpus, Reading, find, masks_documents, needs_tokenizer, open_windows
+from harness.data.encode import vocabulary_of
+from harness.data.mixture import DataRecord, WindowOrder, describe_changes, read_record, renamed
+from harness.data.sources import evaluates_own_data, load, show_samples, story_beginning
+from harness.data.windows import PackedDataset, SyntheticDataset, create_collate_fn
 
-__getattr__, __all__ = doors.open_door(
-    __name__,
-    {
-        "corpora": "find needs_tokenizer mask_conversations open_windows Reading",
-        "sources": "load evaluates_own_data show_samples story_beginning",
-        "batches": "mix training_batches held_out_batches",
-        "mixture": "DataRecord WindowOrder read_record renamed describe_changes",
-        "encode": "vocabulary_of",
-        "windows": "PackedDataset SyntheticDataset create_collate_fn",
-    },
-)
+__all__ = [
+    "Corpus",
+    "DataRecord",
+    "PackedDataset",
+    "Reading",
+    "SyntheticDataset",
+    "WindowOrder",
+    "create_collate_fn",
+    "describe_changes",
+    "evaluates_own_data",
+    "find",
+    "held_out_batches",
+    "load",
+    "masks_documents",
+    "mix",
+    "needs_tokenizer",
+    "open_windows",
+    "read_record",
+    "renamed",
+    "show_samples",
+    "story_beginning",
+    "training_batches",
+    "vocabulary_of",
+]

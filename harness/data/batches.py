@@ -175,7 +175,7 @@ class SampleReader:
 
 
 def training_batches(
-    settings: flags.Settings, data: TrainingData, state, device: torch.device
+    settings: flags.Resolved, data: TrainingData, state, device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """Endless microbatches of this rank on its device, from the global sample `state.samples` on.
 
@@ -200,7 +200,7 @@ def count_labels(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[d
             yield batch | {"loss_divisor": divisor}
 
 
-def read_batches(settings: flags.Settings, data: TrainingData, state, device: torch.device) -> Iterator[dict[str, Any]]:
+def read_batches(settings: flags.Resolved, data: TrainingData, state, device: torch.device) -> Iterator[dict[str, Any]]:
     """The microbatches of `training_batches`, with the `loss_divisor` of those whose data say it."""
     loader = DataLoader(
         RankBatches(settings, data, state.samples, state.positions, dist.get_rank(), dist.get_world_size()),
@@ -256,7 +256,7 @@ class RankBatches(IterableDataset):
     reads some rows of each, those of its own lanes: a lane is tokenized by one worker. A UserError comes as the last
     item, as a DataLoader would wrap it into a traceback."""
 
-    settings: flags.Settings
+    settings: flags.Resolved
     data: TrainingData
     first_sample: int
     positions: Positions
@@ -318,7 +318,7 @@ class RankBatches(IterableDataset):
         return in_step / (trained * self.world_size) if trained else math.inf
 
 
-def held_out_batches(settings: flags.Settings, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+def held_out_batches(settings: flags.Resolved, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's share of the held-out windows. Each window is taken once over all ranks, and every rank gets the same
     number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
     per_round = settings.batch_size * dist.get_world_size()

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 import tokenizers
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from harness import base
 from harness.data.encode import Encoded, TextFormat, backend_of, encode_texts, take
@@ -100,6 +99,8 @@ class ChatFormat(TextFormat):
                 conversation.messages, tools=conversation.tools, chat_template=template, tokenize=False
             )
             return Rendered(text, [(0, len(text))])
+        from transformers.utils.chat_template_utils import render_jinja_template  # takes long to import
+
         tools: Any = conversation.tools  # typing takes no list of objects for one of objects or functions
         rendered: Any = render_jinja_template(
             conversations=[conversation.messages],

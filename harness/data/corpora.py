@@ -1,7 +1,6 @@
 """Corpora: what a source of --dataset is, and its tokens as windows: from the token cache, where it is tokenized once,
 or from token files. The way in for a library (`open_windows`). Independent of what a run mixes and holds out."""
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -14,9 +13,10 @@ from typing import Any
 from torch.utils.data import Subset
 
 from harness import base, flags
-from harness.data import cache, files, token_files
+from harness.data import cache, contents, files, token_files
 from harness.data.batches import TrainingData, mix
 from harness.data.chat import ChatFormat, no_assistant_mask
+from harness.data.contents import read_records
 from harness.data.encode import RowFormat, TextFormat, take
 from harness.data.files import DataFile, Listing
 from harness.data.mixture import WindowOrder
@@ -30,7 +30,6 @@ from harness.data.records import (
     Field,
     kind_of,
     read_documents,
-    read_records,
 )
 from harness.data.windows import BestFitDataset, PackedDataset, Tokens
 
@@ -162,11 +161,11 @@ def needs_tokenizer(settings: flags.Settings, corpora: list[Corpus]) -> bool:
     return not all(corpus.is_mapped for corpus in corpora)
 
 
-def mask_conversations(settings: flags.Settings, corpora: list[Corpus]) -> flags.Settings:
-    """The settings with the document mask that is on by default where a run reads conversations or labels."""
-    if settings.document_mask is None and any(corpus.has_mask for corpus in corpora):
-        return dataclasses.replace(settings, document_mask=True)
-    return settings
+def masks_documents(settings: flags.Settings, corpora: Sequence[Corpus]) -> bool:
+    """--document-mask, which by default is on where a run reads conversations or labels."""
+    if settings.document_mask is None:
+        return any(corpus.has_mask for corpus in corpora)
+    return settings.document_mask
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -288,7 +287,7 @@ class Reading:
 
 
 def open_token_files(of_split: list[DataFile], vocab_size: int) -> list[token_files.TokenFile]:
-    return [token_files.open_token_file(file, vocab_size) for file in of_split]
+    return [contents.open_token_file(file, vocab_size) for file in of_split]
 
 
 def parse_split(split: str) -> tuple[str, list[str]]:

@@ -1,25 +1,17 @@
-"""Records: what readers give for each record of a file and what they share, and how the documents of a corpus are read
-from files. Independent of the formats (`readers`) and of tokens."""
+"""Records: what readers give for each record of a file, what they share, and the documents in records."""
 
-import bz2
 import contextlib
-import gzip
-import io
 import json
 import re
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from harness import base
-
-if TYPE_CHECKING:
-    from harness.data.files import DataFile
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # suffix: what Arrow calls it
 DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a text, as in the original TinyStories files
@@ -236,47 +228,6 @@ def split_records(stream: BinaryIO, mark: bytes, start: int = 0, end: int | None
                 return
     if is_begun and rest:
         yield rest if record_start else rest.removeprefix(BYTE_ORDER_MARK)
-
-
-@contextlib.contextmanager
-def unpacked(file: "DataFile", raw: io.RawIOBase) -> Iterator[BinaryIO]:
-    """The bytes of an open file, unpacked where its name says that it is packed."""
-    if file.packing is None:
-        yield cast(BinaryIO, raw)  # typing has no common name for both
-        return
-    packed: Any = io.BufferedReader(raw, BLOCK)
-    stream: Any
-    if file.packing == "gzip":  # Arrow refuses zeros behind the end, as tapes and block devices leave them
-        stream = gzip.GzipFile(fileobj=packed)
-    elif file.packing == "bz2":  # the same
-        stream = bz2.BZ2File(packed)
-    else:
-        import pyarrow
-
-        stream = pyarrow.input_stream(packed, compression=file.packing)
-    with stream:
-        yield stream
-
-
-def read_records(
-    file: "DataFile", text_field: Field, start: int = 0, end: int | None = None
-) -> Iterator[tuple[str, Record]]:
-    """(place in words, record) of a file, or of the part of a file that can be cut; a UserError where it cannot be
-    read."""
-    from harness.data.readers import reader_of
-
-    reader = reader_of(file.name)
-    of_file, after = f"{file}, {reader.PLACE}", f" after byte {start:,}" if start else ""
-    try:
-        with file.open() as raw, unpacked(file, raw) as stream:
-            part = (start, end) if (start, end) != (0, None) else ()
-            for number, record in enumerate(reader.read(stream, text_field, *part), 1):
-                yield f"{of_file} {number:,}{after}", record
-    except NoFieldError as error:
-        wanted, fields = names_of(text_field)[-1], ", ".join(error.args[0])
-        raise base.UserError(f"--text-field {wanted}: no such field in {file} (fields: {fields})") from error
-    except (OSError, ValueError, NotImplementedError, EOFError, zlib.error) as error:  # ValueError is Arrow's too
-        raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
 
 
 def read_documents(

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 
 from harness import base, job
 from harness import flags as flag_rules
 from harness.data import stream, token_files
 from harness.data.batches import TrainingData, describe_step
 from harness.data.chat import describe_examples, render_prompt
+from harness.data.contents import read_records
 from harness.data.corpora import Corpus, Reading, are_mapped, find_corpus, parse_split
 from harness.data.encode import own_tokens_around
 from harness.data.files import DataFile
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
-from harness.data.records import CHAT_FIELD, Conversation, read_records
+from harness.data.records import CHAT_FIELD, Conversation
 from harness.data.stream import Stream
 from harness.data.windows import EVERY, BestFitDataset, PackedDataset, SyntheticDataset, tokens_of
 
@@ -47,7 +47,7 @@ class OpenedSource:
 
 
 def load(
-    settings: flag_rules.Settings,
+    settings: flag_rules.Resolved,
     corpora: list[Corpus],
     tokenizer,
     config,
@@ -61,6 +61,8 @@ def load(
             goes on from its history.
         whole: whether the data was not trained on, and all documents of a source without a held-out split are held out.
     """
+    from accelerate import PartialState  # not with this file: it loads much that nothing here needs
+
     vocab_size = config.get_text_config().vocab_size
     per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
     before = recorded_data(settings, manifest)
@@ -115,7 +117,7 @@ def load(
     return data
 
 
-def recorded_data(settings: flag_rules.Settings, manifest: dict | None) -> DataRecord | None:
+def recorded_data(settings: flag_rules.Resolved, manifest: dict | None) -> DataRecord | None:
     """What a checkpoint's manifest records of the data; the only source has the name that it has now."""
     if not manifest:
         return None
@@ -125,7 +127,7 @@ def recorded_data(settings: flag_rules.Settings, manifest: dict | None) -> DataR
     return record
 
 
-def open_synthetic(settings: flag_rules.Settings, vocab_size: int) -> OpenedSource:
+def open_synthetic(settings: flag_rules.Resolved, vocab_size: int) -> OpenedSource:
     """Random windows to train on, and others to evaluate on."""
     length, seed = settings.sequence_length, settings.seed
     train = SyntheticDataset(vocab_size, length, seed)
@@ -136,7 +138,7 @@ def open_synthetic(settings: flag_rules.Settings, vocab_size: int) -> OpenedSour
 
 
 def choose_held_out(
-    settings: flag_rules.Settings, corpus: Corpus, rules: dict[str, Any] | None, rule: str, whole: bool
+    settings: flag_rules.Resolved, corpus: Corpus, rules: dict[str, Any] | None, rule: str, whole: bool
 ) -> tuple[str | None, str | None]:
     """(the split that is held out, the rule by which documents of the training split are); None for what does not
     apply. Held out is the split --eval-split; by default the split `validation`, and where there is none some of the
@@ -159,7 +161,7 @@ def choose_held_out(
 
 
 def open_cached(
-    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None, whole: bool
+    settings: flag_rules.Resolved, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None, whole: bool
 ) -> OpenedSource:
     """A source from the token cache or from token files."""
     split, rule = choose_held_out(settings, corpus, rules, HELD_OUT, whole)
@@ -198,7 +200,7 @@ def open_cached(
 
 
 def open_stream(
-    settings: flag_rules.Settings,
+    settings: flag_rules.Resolved,
     corpus: Corpus,
     reading: Reading,
     rules: dict[str, Any] | None,
@@ -254,7 +256,7 @@ def open_stream(
     return OpenedSource(train, windows, name, {"held_out": rule} | fingerprint)
 
 
-def choose_lanes(settings: flag_rules.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
+def choose_lanes(settings: flag_rules.Resolved, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
     """How many lanes a run's samples are in: what the checkpoint says, or --streams, and no more than the chunks of any
     source. By default the smallest multiple of a step's samples that is not below the number of files: each step then
     takes one window or none of each lane, and a lane reads about a file or less."""
@@ -268,7 +270,7 @@ def choose_lanes(settings: flag_rules.Settings, corpora: list[Corpus], before: D
     return min(lanes, *map(stream.most_lanes, of_sources))
 
 
-def weights_of(settings: flag_rules.Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
+def weights_of(settings: flag_rules.Resolved, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
     """The weight of each source: as given, or its number of tokens."""
     weights = {}
     for source in settings.sources():
@@ -287,14 +289,14 @@ def weights_of(settings: flag_rules.Settings, opened: dict[str, OpenedSource]) -
     return weights
 
 
-def tokens_of_a_sample(train, settings: flag_rules.Settings) -> Fraction:
+def tokens_of_a_sample(train, settings: flag_rules.Resolved) -> Fraction:
     """Tokens of a window that are not padding, on average."""
     if isinstance(train, BestFitDataset):
         return Fraction(train.total_tokens(), len(train))
     return Fraction(settings.sequence_length)
 
 
-def check_size(settings: flag_rules.Settings, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:
+def check_size(settings: flag_rules.Resolved, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:
     """Raises a UserError where a source has fewer windows than one step takes and is alone, or where one would be
     repeated more often than --max-epochs."""
     if len(data.sources) == 1 and data.orders:
@@ -351,7 +353,7 @@ def describe_ends(tokenizer) -> str:
 
 
 def describe(
-    settings: flag_rules.Settings,
+    settings: flag_rules.Resolved,
     data: TrainingData,
     opened: dict[str, OpenedSource],
     corpora: list[Corpus],
@@ -416,7 +418,7 @@ def describe_tokenizer(train) -> str:
     return f"{f'{named}, as the files say' if named else 'not known'} (tokens are read in place)"
 
 
-def story_beginning(settings: flag_rules.Settings, record: DataRecord | None, tokenizer, prompt: str) -> str:
+def story_beginning(settings: flag_rules.Resolved, record: DataRecord | None, tokenizer, prompt: str) -> str:
     """The text that a story goes on from: the prompt, where the data of `record` are conversations or a chat template
     is given, as a user's message rendered by the template."""
     is_chat = record is not None and any(rules.get("chat") for rules in record.sources.values())
@@ -449,7 +451,7 @@ def first_question(file: DataFile) -> str:
     return ""
 
 
-def show_samples(settings: flag_rules.Settings, data: TrainingData, tokenizer, recorded: dict | None) -> None:
+def show_samples(settings: flag_rules.Resolved, data: TrainingData, tokenizer, recorded: dict | None) -> None:
     """Prints what the step --show-samples trains on, by the order that a run's manifest or config.json recorded, if
     there is one."""
     record = recorded_data(settings, recorded)

@@ -23,10 +23,11 @@ import numpy as np
 import torch.distributed as dist
 
 from harness import base
+from harness.data.contents import read_records
 from harness.data.encode import Encoded, TextFormat, take
 from harness.data.files import DataFile
 from harness.data.readers import reader_of
-from harness.data.records import Field, read_documents, read_records
+from harness.data.records import Field, read_documents
 from harness.data.windows import EVERY, Window, end_labels
 
 LEAST_CHUNK = 2**12  # bytes: a corpus has no more lanes than chunks

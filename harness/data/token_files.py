@@ -1,4 +1,4 @@
-"""Token files: files of token ids that are mapped, not read. What their readers share. Independent of the formats."""
+"""Token files: files of token ids that are mapped, not read. What their readers share."""
 
 import os
 from collections.abc import Callable
@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 
 from harness import base
-from harness.data.files import DataFile
-from harness.data.readers import reader_of
 
 
 @dataclass(eq=False)
@@ -40,15 +38,6 @@ def map_numbers(file: str, dtype, offset: int = 0) -> np.ndarray:
 def damaged(place: Any, fault: str, advice: str = "restore the file, or make it anew") -> base.UserError:
     """What to say of a token file that is not as its format wants it; `place` is the file, or a place in it."""
     return base.UserError(f"--dataset {place}: {fault}; {advice}")
-
-
-def open_token_file(file: DataFile, vocab_size: int) -> TokenFile:
-    if file.packing:
-        raise damaged(file, "it is packed, and token files are mapped", "unpack it")
-    try:
-        return reader_of(file.name).open_tokens(file.path, vocab_size)
-    except (OSError, ValueError) as error:
-        raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
 
 
 def describe(files: list[TokenFile]) -> str:

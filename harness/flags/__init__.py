@@ -12,18 +12,67 @@ program prints. Imports no torch, so that --help and a wrong flag answer at once
 A flag is one field of `Settings` in settings.py, which says all of it; what it contradicts is a row in rules.py.
 """
 
-from harness.base import doors
-
-__getattr__, __all__ = doors.open_door(
-    __name__,
-    {
-        "settings": "Settings FLAGS ASSETS PRESETS OPTIMIZERS TRACKERS LENGTHS PROFILED_STEPS default_warmup is_local "
-        "must_match reported record_flags",
-        "parser": "parse_args make_parser complete",
-        "rules": "contradiction misfits_float8 not_a_folder_name",
-        "schedules": "SCHEDULES",
-        "commands": "as_words as_flags to_paste flags_of_run",
-        "checkpoints": "checkpoint_folder no_checkpoint",
-        "sources": "Source Stage sources_of stages_of name_of splits_overlap",
-    },
+from harness.flags.checkpoints import checkpoint_folder, no_checkpoint
+from harness.flags.commands import as_flags, as_words, flags_of_run, to_paste
+from harness.flags.parser import complete, make_parser, parse_args
+from harness.flags.rules import contradiction, misfits_float8, not_a_folder_name
+from harness.flags.schedules import SCHEDULES
+from harness.flags.settings import (
+    ASSETS,
+    FLAGS,
+    LENGTHS,
+    OPTIMIZERS,
+    PRESETS,
+    PROFILED_STEPS,
+    TRACKERS,
+    Attention,
+    Fp8Recipe,
+    Precision,
+    Resolved,
+    Settings,
+    default_warmup,
+    is_local,
+    must_match,
+    record_flags,
+    reported,
 )
+from harness.flags.sources import Source, Stage, name_of, sources_of, splits_overlap, stages_of
+
+__all__ = [
+    "ASSETS",
+    "FLAGS",
+    "LENGTHS",
+    "OPTIMIZERS",
+    "PRESETS",
+    "PROFILED_STEPS",
+    "SCHEDULES",
+    "TRACKERS",
+    "Attention",
+    "Fp8Recipe",
+    "Precision",
+    "Resolved",
+    "Settings",
+    "Source",
+    "Stage",
+    "as_flags",
+    "as_words",
+    "checkpoint_folder",
+    "complete",
+    "contradiction",
+    "default_warmup",
+    "flags_of_run",
+    "is_local",
+    "make_parser",
+    "misfits_float8",
+    "must_match",
+    "name_of",
+    "no_checkpoint",
+    "not_a_folder_name",
+    "parse_args",
+    "record_flags",
+    "reported",
+    "sources_of",
+    "splits_overlap",
+    "stages_of",
+    "to_paste",
+]

@@ -156,7 +156,7 @@ def without_effect(s: Settings) -> Iterator[str]:
     own = OPTIMIZER_RULES[s.optimizer].get("OWN_FLAGS", ())
     of_others = {name for rules in OPTIMIZER_RULES.values() for name in rules.get("OWN_FLAGS", ()) if name not in own}
     yield from idle(" ".join(sorted(of_others)), f"--optimizer {s.optimizer} takes no such number or choice")
-    if not s.own_plan and s.batch_size != "auto":
+    if not s.own_plan and s.given.get("batch_size") != "auto":
         yield from idle("plan_gpu plan_rates gpus_per_node", "nothing is planned with --no-own-plan")
 
 

@@ -41,6 +41,9 @@ FIELD_SUFFIXES = [suffix for suffix in SUFFIXES if suffix not in PLAIN_SUFFIXES]
 COMPRESSIONS = tuple(constants_of(base.ROOT / "harness" / "data" / "records.py")["COMPRESSIONS"])
 PROFILED_STEPS = 3
 LENGTHS = ("num_steps", "num_tokens")  # of which a run has one
+Precision = Literal["bf16", "fp8", "fp32", "bf16-pure"]
+Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+Attention = Literal["sdpa", "flash", "cudnn", "flash_attention_2", "flex_attention", "eager"]
 
 
 def listed(names: Sequence[str]) -> str:
@@ -119,11 +122,11 @@ class Settings:
     defer_grad_sync: bool = flag(False, "reduce-scatter only on the last microbatch (stage 1 implies it)")
     cpu_offload: bool = flag(False, "parameters, gradients and optimizer on the host")
 
-    precision: Literal["bf16", "fp8", "fp32", "bf16-pure"] | None = flag(None, "bf16: fp32 master weights, bf16 compute and all-gather, fp32 gradient reduction; fp8: bf16 plus torchao float8 linears; bf16-pure: everything bf16 [bf16 on a GPU and in a plan for one, fp32 on a CPU; a checkpoint's on a resume]", group="precision and techniques", also="bf16 fp8 fp16 mixed-precision dtype", on_resume="reported", from_checkpoint="model")
-    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = flag(None, "float8 scaling; tensorwise all-gathers in float8 too [tensorwise]", on_resume="reported", from_checkpoint="model")
+    precision: Precision | None = flag(None, "bf16: fp32 master weights, bf16 compute and all-gather, fp32 gradient reduction; fp8: bf16 plus torchao float8 linears; bf16-pure: everything bf16 [bf16 on a GPU and in a plan for one, fp32 on a CPU; a checkpoint's on a resume]", group="precision and techniques", also="bf16 fp8 fp16 mixed-precision dtype", on_resume="reported", from_checkpoint="model")
+    fp8_recipe: Fp8Recipe | None = flag(None, "float8 scaling; tensorwise all-gathers in float8 too [tensorwise]", on_resume="reported", from_checkpoint="model")
     fp8_emulate: bool = flag(False, "float8 numbers without float8 hardware, and without its speed", from_checkpoint="model")
     activation_checkpointing: Literal["none", "selective", "full"] = flag("none", "selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only [none]", also="gradient-checkpointing")
-    attention: Literal["auto", "sdpa", "flash", "cudnn", "flash_attention_2", "flex_attention", "eager"] = flag("auto", "attention kernel; flash and cudnn are torch's own of that name and no other [auto]")
+    attention: Literal["auto", Attention] = flag("auto", "attention kernel; flash and cudnn are torch's own of that name and no other [auto]")
     compile: bool | None = flag(None, "torch.compile each decoder layer [on with CUDA]")
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 
@@ -233,6 +236,23 @@ class Settings:
         counts = {"rank": world, "microbatch": self.gradient_accumulation_steps, "sequence": self.batch_size}
         sequences = " x ".join(base.counted(count, name) for name, count in counts.items())
         return f"{sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resolved(Settings):
+    """What a run or a plan does, by `resolving.resolve`: nothing waits to be decided. These fields have no value that
+    stands for a decision, as the flags have; None in another one is none, or what each source has by itself."""
+
+    sequence_length: int = dataclasses.field()
+    batch_size: int = dataclasses.field()
+    document_mask: bool = dataclasses.field()
+    num_workers: int = dataclasses.field()
+    precision: Precision = dataclasses.field()
+    attention: Attention = dataclasses.field()
+    compile: bool = dataclasses.field()
+    fused_loss: bool = dataclasses.field()
+    warmup_steps: int = dataclasses.field()
+    final_checkpoint: bool = dataclasses.field()
 
 
 def default_warmup(lr_scheduler: str, num_steps: int) -> int:

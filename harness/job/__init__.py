@@ -1,6 +1,6 @@
 """Job: the processes of a run: how they start, meet, print, share a folder, keep watch over each other and end.
 
-settings = job.begin()                         flags, signals, threads; before torch is loaded
+job.begin(settings)                            signals, threads; before torch is loaded
 with job.World(settings) as world:             what is raised inside becomes one line and an exit code
     device = world.meet()
     folder = job.take_folder(settings)         the run's own, locked
@@ -12,22 +12,63 @@ with job.World(settings) as world:             what is raised inside becomes one
 Each name of the list has a docstring in its file.
 """
 
-from harness.base import doors
-
-__getattr__, __all__ = doors.open_door(
-    __name__,
-    {
-        "startup": "begin",
-        "world": "World start_processes stop_processes limit_waiting",
-        "signals": "ignore_signals LISTENING Stopped",
-        "endings": "at_exit state_of STOPPED",
-        "heartbeats": "enter_phase end_part rank_name HERE RANKS",
-        "folders": "take_folder replace_file",
-        "preflight": "check_machine check_disk",
-        "schedule": "count_steps due Due",
-        "terminal": (
-            "say say_story print_error warn columns is_terminal is_first_rank progress step_bar "
-            "last_lines launcher command"
-        ),
-    },
+from harness.job.endings import STOPPED, at_exit, state_of
+from harness.job.folders import replace_file, take_folder
+from harness.job.heartbeats import HERE, RANKS, end_part, enter_phase, rank_name
+from harness.job.preflight import check_disk, check_machine
+from harness.job.schedule import Due, count_steps, due
+from harness.job.signals import LISTENING, Stopped, ignore_signals
+from harness.job.startup import begin
+from harness.job.terminal import (
+    columns,
+    command,
+    is_first_rank,
+    is_terminal,
+    last_lines,
+    launcher,
+    print_error,
+    progress,
+    say,
+    say_story,
+    step_bar,
+    warn,
 )
+from harness.job.world import World, limit_waiting, start_processes, stop_processes
+
+__all__ = [
+    "HERE",
+    "LISTENING",
+    "RANKS",
+    "STOPPED",
+    "Due",
+    "Stopped",
+    "World",
+    "at_exit",
+    "begin",
+    "check_disk",
+    "check_machine",
+    "columns",
+    "command",
+    "count_steps",
+    "due",
+    "end_part",
+    "enter_phase",
+    "ignore_signals",
+    "is_first_rank",
+    "is_terminal",
+    "last_lines",
+    "launcher",
+    "limit_waiting",
+    "print_error",
+    "progress",
+    "rank_name",
+    "replace_file",
+    "say",
+    "say_story",
+    "start_processes",
+    "state_of",
+    "step_bar",
+    "stop_processes",
+    "take_folder",
+    "warn",
+]

@@ -1,18 +1,20 @@
 """Preflight: what would end a run late is looked for before it trains: shared memory, disk, a GPU that others use. Each
 finding is a line with what to do: an error where the run cannot succeed, else a warning."""
 
-import dataclasses
+from __future__ import annotations
+
 import os
 import pathlib
 import shutil
 import socket
-
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from typing import TYPE_CHECKING
 
 from harness import base, flags
 from harness.job import host, terminal
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 PREFETCHED_BATCHES = 2  # that a data worker reads ahead
@@ -20,7 +22,7 @@ BATCHES_IN_USE = 2  # that the training holds beside them
 FOREIGN_MEMORY = base.GIB  # bytes of a GPU that other processes may hold without a warning
 
 
-def check_machine(settings: flags.Settings, mesh: DeviceMesh, device: torch.device) -> None:
+def check_machine(settings: flags.Resolved, mesh: DeviceMesh, device: torch.device) -> None:
     """Looks at each node's shared memory, each rank's GPU and the nodes of a shard group; every rank calls this, rank 0
     warns.
 
@@ -37,7 +39,7 @@ def check_machine(settings: flags.Settings, mesh: DeviceMesh, device: torch.devi
 # ---- Nodes and GPUs --------------------------------------------------------------------------------------------------
 
 
-def describe_spread(settings: flags.Settings, mesh: DeviceMesh) -> str:
+def describe_spread(settings: flags.Resolved, mesh: DeviceMesh) -> str:
     """The warning of a shard group that spans several nodes of several ranks, by what the launcher says; empty for any
     other, and where --dp-replicate-size was given."""
     shards, of_node = mesh["shard"].size(), host.ranks_here()
@@ -52,6 +54,8 @@ def describe_spread(settings: flags.Settings, mesh: DeviceMesh) -> str:
 def holders_of_gpu() -> dict[int, int]:
     """{pid: bytes} of the other processes that hold memory on this process's GPU, by NVIDIA's driver; none where it
     does not say: without the package nvidia-ml-py, on ROCm, WSL or a part of a GPU (MIG), in a container."""
+    import torch
+
     try:
         import pynvml
 
@@ -66,6 +70,8 @@ def holders_of_gpu() -> dict[int, int]:
 
 def describe_taken(holders: dict[int, int]) -> str:
     """The warning of this rank where other processes hold memory on its GPU; empty where it is little."""
+    import torch.distributed as dist
+
     taken = sum(holders.values())
     if taken <= FOREIGN_MEMORY:
         return ""
@@ -88,13 +94,13 @@ def free_bytes(path: pathlib.Path) -> int:
     return shutil.disk_usage(next(part for part in (path, *path.parents) if part.exists())).free
 
 
-def batch_bytes(settings: flags.Settings) -> int:
+def batch_bytes(settings: flags.Resolved) -> int:
     """Bytes of one microbatch in shared memory: int64 tokens and labels, with --document-mask positions too."""
     tensors = 3 if settings.document_mask else 2
     return tensors * 8 * int(settings.batch_size) * settings.sequence_length
 
 
-def check_shared_memory(settings: flags.Settings) -> None:
+def check_shared_memory(settings: flags.Resolved) -> None:
     """Raises a UserError where the batches that this node's data workers read ahead have no room in its shared memory:
     the workers would die of SIGBUS."""
     workers = settings.num_workers * host.ranks_here()
@@ -112,9 +118,9 @@ def check_shared_memory(settings: flags.Settings) -> None:
 # ---- The disk --------------------------------------------------------------------------------------------------------
 
 
-def check_disk(settings: flags.Settings, checkpoint: int, weights: int, folder: pathlib.Path) -> flags.Settings:
-    """The settings, without the last state where the disk has no room for one checkpoint, which rank 0 warns of as of a
-    disk without room for all that are kept; every rank calls this.
+def check_disk(settings: flags.Resolved, checkpoint: int, weights: int, folder: pathlib.Path) -> bool:
+    """Whether the disk has room for one checkpoint. Rank 0 warns where it has none, and where it has none for all that
+    are kept; every rank calls this.
 
     Args:
         checkpoint: bytes that one takes.
@@ -126,10 +132,10 @@ def check_disk(settings: flags.Settings, checkpoint: int, weights: int, folder: 
     warning, has_room = base.on_main_rank(lambda: find_room(settings, checkpoint, weights, folder))
     if warning:
         terminal.warn(warning)
-    return settings if has_room else dataclasses.replace(settings, final_checkpoint=False)
+    return has_room
 
 
-def find_room(settings: flags.Settings, checkpoint: int, weights: int, folder: pathlib.Path) -> tuple[str, bool]:
+def find_room(settings: flags.Resolved, checkpoint: int, weights: int, folder: pathlib.Path) -> tuple[str, bool]:
     """(a warning or an empty one, whether the disk has room for one checkpoint); the rest is as `check_disk` has it."""
     # what a killed save left is removed before the first save
     left_over = sum(file.stat().st_size for part in base.unfinished_checkpoints(folder) for file in part.glob("*"))
@@ -137,12 +143,12 @@ def find_room(settings: flags.Settings, checkpoint: int, weights: int, folder: p
     missing = max(0, settings.keep_checkpoints + 1 - len(base.complete_checkpoints(folder)))
     have = f"a checkpoint takes {amount(checkpoint)}, {folder} has {amount(free)} free"
     has_room = checkpoint <= free
-    if not has_room and (settings.checkpoint_interval or settings.final_checkpoint):
+    if not has_room and (settings.checkpoint_interval or settings.given.get("final_checkpoint")):
         raise base.UserError(f"--output-dir: {have}; name another disk, or make room", 1)
     if settings.checkpoint_interval and missing * checkpoint > free:
         what = f"{settings.keep_checkpoints} that are kept and the next one take {amount(missing * checkpoint)}"
         warning = f"--output-dir: {have}: {what}; make room, or give a smaller --keep-checkpoints"
-    elif not has_room and settings.keeps_last():
+    elif not has_room and settings.final_checkpoint:
         warning = f"--output-dir: {have}: the last state will not be kept; make room"
     if settings.export:
         room = free_bytes(pathlib.Path(settings.export))

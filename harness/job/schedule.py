@@ -1,16 +1,15 @@
 """Schedule: what is due at which optimizer step. Called by the training loop."""
 
-import dataclasses
 from dataclasses import dataclass
-
-import torch.distributed as dist
 
 from harness import flags
 
 
-def count_steps(settings: flags.Settings, manifest: dict | None) -> flags.Settings:
-    """The settings with the steps that give --num-tokens, and with the warmup where none was given: 5 % of the steps.
-    A run that goes on from the checkpoint of `manifest` counts its tokens and keeps its warmup."""
+def count_steps(settings: flags.Settings, manifest: dict | None) -> tuple[int, int]:
+    """(optimizer steps of a run, those that give --num-tokens; steps of its warmup, 5 % of them where none was
+    given). A run that goes on from the checkpoint of `manifest` counts its tokens and keeps its warmup."""
+    import torch.distributed as dist
+
     steps, warmup = settings.num_steps, settings.warmup_steps
     if settings.num_tokens:
         steps, done = 0, 0
@@ -21,7 +20,7 @@ def count_steps(settings: flags.Settings, manifest: dict | None) -> flags.Settin
         warmup = flags.default_warmup(settings.lr_scheduler, steps)
         if manifest and manifest["flags"]["lr_scheduler"] == settings.lr_scheduler:
             warmup = manifest["flags"]["warmup_steps"]
-    return dataclasses.replace(settings, num_steps=steps, warmup_steps=warmup)
+    return steps, warmup
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,12 @@ class Due:
     profile_ends: bool  # after this step
 
 
-def due(settings: flags.Settings, step: int, first_step: int = 1) -> Due:
-    """What is due at `step` of a run that this start begins, or goes on with, at `first_step`."""
+def due(settings: flags.Resolved, step: int, first_step: int = 1, has_room: bool = True) -> Due:
+    """What is due at `step` of a run that this start begins, or goes on with, at `first_step`; without the last state
+    where the disk has no room for it."""
     last = step == settings.num_steps
     evaluate = settings.eval_interval > 0 and (last or step % settings.eval_interval == 0)
-    save = last and settings.keeps_last()
+    save = last and settings.final_checkpoint and has_room
     if settings.checkpoint_interval:
         save = save or step % settings.checkpoint_interval == 0
     profile_begin = first_step + max(settings.perf_warmup_steps, 1)  # at least the first one is left out: it compiles

@@ -7,6 +7,7 @@ import sys
 import warnings
 
 from harness import base, flags
+from harness.job import host, signals, terminal
 
 # The launchers that start several processes and tell none its RANK: Open MPI, MPICH and Intel MPI, MVAPICH, srun. Of
 # each the variable with how many there are, and the one with the process's own number.
@@ -19,17 +20,10 @@ LAUNCHERS = {
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate")
 
 
-def begin() -> flags.Settings:
-    """Parses the command line, listens to signals, prepares the threads and the environment, and returns the settings.
-
-    A mistake in the flags, or a package that is missing, ends the process with one line.
-    """
-    settings = flags.parse_args()
+def begin(settings: flags.Settings) -> None:
+    """Listens to signals, and prepares the threads and the environment, by which torch is loaded."""
     if not settings.plan:  # a plan is of a world of its own
         refuse_half_a_world(settings)
-    base.refuse_missing_packages()
-    from harness.job import host, signals, terminal  # they need packages
-
     signals.listen(settings)
     if not settings.json:  # a plan as JSON is all that stdout has
         terminal.say(f"train_fsdp {settings.model}; loading torch")
@@ -40,7 +34,6 @@ def begin() -> flags.Settings:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("WANDB_SILENT", "true")
     gc.disable()  # until `World`: imports make no garbage, and looking for it takes a fifth of their time
-    return settings
 
 
 def refuse_half_a_world(settings: flags.Settings) -> None:

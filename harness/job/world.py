@@ -1,5 +1,7 @@
 """The world: its ranks meet in a store, work, and leave; whatever ends them becomes one line and an exit code."""
 
+from __future__ import annotations
+
 import gc
 import math
 import os
@@ -8,13 +10,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import NoReturn
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, NoReturn
 
 from harness import base, flags
 from harness.job import endings, heartbeats, signals, terminal
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 STORE_PATIENCE = 15  # seconds until a line about a store that does not answer
 AFTER_HEARTBEATS = timedelta(minutes=1)  # that collectives wait longer than --timeout-minutes
@@ -40,7 +43,7 @@ class World:
         self.stop = signals.listen(settings)
         self.watch: heartbeats.Heartbeats | None = None  # once the job's store was reached
 
-    def __enter__(self) -> "World":
+    def __enter__(self) -> World:
         if not gc.isenabled():  # since `begin`
             gc.freeze()  # what the imports made stays, and need not be looked at again
             gc.enable()
@@ -48,6 +51,8 @@ class World:
 
     def meet(self) -> torch.device:
         """Waits for the other ranks, and returns this one's device."""
+        import torch.distributed as dist
+
         minutes = self.settings.timeout_minutes
         store = open_store(minutes)
         self.watch = heartbeats.Heartbeats(60 * minutes, store, self.stop)  # it names a rank that never comes
@@ -74,6 +79,8 @@ class World:
         It is rank 0 that prints, if it fails within 3 s too. The errors of other ranks are most often echoes:
         collectives that broke as one rank had left.
         """
+        import torch
+
         happened, exit_code, patience = time.time(), 1, 3
         heartbeats.HERE.phase = "failure"  # from here on a SIGTERM is torchrun's, as another rank has ended
         if isinstance(error, base.UserError):
@@ -103,6 +110,8 @@ def open_store(timeout_minutes: float = 10) -> dist.Store:
     Raises:
         UserError: the store is not reached; restarts that torchrun promises cannot work.
     """
+    import torch.distributed as dist
+
     env = os.environ
     if "RANK" not in env:
         return dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
@@ -177,6 +186,9 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
     Raises:
         UserError: there is no GPU for this rank, or the store is not reached.
     """
+    import torch
+    import torch.distributed as dist
+
     env, cuda = os.environ, torch.cuda.is_available()
     device = torch.device("cpu")
     if cuda:
@@ -203,6 +215,8 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
 
 def stop_processes(stop: signals.StopRequest | None = None) -> None:
     """Leaves the world, after a barrier: a gloo rank that leaves before the others are done can abort them."""
+    import torch.distributed as dist
+
     heartbeats.enter_phase("end")
     if stop and stop.round:
         stop.round.wait()
@@ -215,6 +229,9 @@ def stop_processes(stop: signals.StopRequest | None = None) -> None:
 def limit_waiting(*groups: dist.ProcessGroup) -> None:
     """Gives these groups the timeout of the default group; torch's own default is 30 minutes, and the maker of a device
     mesh takes none."""
+    import torch
+    import torch.distributed as dist
+
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # private: no public name gives a group's timeout back
     if isinstance(backend, dist.ProcessGroupGloo):  # a plan's group has no gloo, and nobody waits in it
         for group in groups:
@@ -224,6 +241,8 @@ def limit_waiting(*groups: dist.ProcessGroup) -> None:
 
 def new_group() -> dist.ProcessGroup:
     """Another group of all ranks, for Python objects and tensors on the host; every rank calls this."""
+    import torch.distributed as dist
+
     group = dist.new_group(backend="gloo")
     limit_waiting(group)
     return group

@@ -4,27 +4,70 @@ on any number of ranks, and nothing in it knows of runs, checkpoints' files or r
 Elsewhere: `from harness import model as models`, as a model is called `model` there.
 """
 
-from harness.base import doors
+from harness.model.attention import any_attention_kernel, choose_attention, describe_attention
+from harness.model.collectives import finish_sharding, fsdp_group, sharded_modules
+from harness.model.configs import choose_sequence_length, find_source, load_config, read_generation_config
+from harness.model.finite import loss_and_norm, loss_without_data
+from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
+from harness.model.flops import MENDED, computes_every_score, count_flops, eager_on_meta, known_flops
+from harness.model.loss import IGNORE_INDEX, adapt_forward, choose_loss, full_loss
+from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer, local, memory_saving_optimizers
+from harness.model.precision import choose_precision
+from harness.model.pretrained import PretrainedWeights
+from harness.model.routing import describe_routing
+from harness.model.sampling import evaluating, reshard, sample
+from harness.model.skipping import decide_skip, skips_on_device, step_or_skip
+from harness.model.stand_ins import without_data
+from harness.model.tokenizer import load_files
+from harness.model.verify import verify_sharding
+from harness.model.weights import as_in_checkpoint, decoder_layers, layer_period, materialize, on_meta
 
-__getattr__, __all__ = doors.open_door(
-    __name__,
-    {
-        "configs": "choose_sequence_length find_source load_config read_generation_config",
-        "tokenizer": "load_files",
-        "weights": "as_in_checkpoint decoder_layers layer_period materialize on_meta",
-        "pretrained": "PretrainedWeights",
-        "attention": "any_attention_kernel choose_attention describe_attention",
-        "loss": "IGNORE_INDEX adapt_forward choose_loss full_loss",
-        "precision": "choose_precision",
-        "float8": "check_float8 compute_float8_scales describe_float8 fp8_converter",
-        "routing": "describe_routing",
-        "flops": "MENDED computes_every_score count_flops eager_on_meta known_flops",
-        "collectives": "finish_sharding fsdp_group sharded_modules",
-        "verify": "verify_sharding",
-        "optimization": "build_optimizer clip_grad_norm find_optimizer local memory_saving_optimizers",
-        "skipping": "decide_skip skips_on_device step_or_skip",
-        "sampling": "evaluating reshard sample",
-        "finite": "loss_and_norm loss_without_data",
-        "stand_ins": "without_data",
-    },
-)
+__all__ = [
+    "IGNORE_INDEX",
+    "MENDED",
+    "PretrainedWeights",
+    "adapt_forward",
+    "any_attention_kernel",
+    "as_in_checkpoint",
+    "build_optimizer",
+    "check_float8",
+    "choose_attention",
+    "choose_loss",
+    "choose_precision",
+    "choose_sequence_length",
+    "clip_grad_norm",
+    "compute_float8_scales",
+    "computes_every_score",
+    "count_flops",
+    "decide_skip",
+    "decoder_layers",
+    "describe_attention",
+    "describe_float8",
+    "describe_routing",
+    "eager_on_meta",
+    "evaluating",
+    "find_optimizer",
+    "find_source",
+    "finish_sharding",
+    "fp8_converter",
+    "fsdp_group",
+    "full_loss",
+    "known_flops",
+    "layer_period",
+    "load_config",
+    "load_files",
+    "local",
+    "loss_and_norm",
+    "loss_without_data",
+    "materialize",
+    "memory_saving_optimizers",
+    "on_meta",
+    "read_generation_config",
+    "reshard",
+    "sample",
+    "sharded_modules",
+    "skips_on_device",
+    "step_or_skip",
+    "verify_sharding",
+    "without_data",
+]

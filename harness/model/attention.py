@@ -1,5 +1,6 @@
 """Attention: which kernel a run takes, and its line in the header."""
 
+import contextlib
 import inspect
 from importlib.util import find_spec
 from typing import Any
@@ -29,7 +30,7 @@ def cudnn_may_give_nan(settings: flags.Settings, config) -> bool:
     return masked and hopper and settings.sequence_length % 128 == 64
 
 
-def misses_cudnn(settings: flags.Settings, config, kernel: str, head_dim: int) -> bool:
+def misses_cudnn(settings: flags.Resolved, config, kernel: str, head_dim: int) -> bool:
     """Whether torch, left to itself, takes flash attention where it would take cuDNN's if it found that: on a Hopper or
     a data-centre Blackwell, for the sizes of heads that cuDNN's backward pass has."""
     left_to_torch = settings.given.get("attention", "auto") == "auto" and not cudnn_may_give_nan(settings, config)
@@ -37,7 +38,7 @@ def misses_cudnn(settings: flags.Settings, config, kernel: str, head_dim: int) -
     return left_to_torch and prefers_cudnn and kernel == "flash_attention" and head_dim <= 128 and head_dim % 8 == 0
 
 
-def choose_attention(settings: flags.Settings, config) -> str:
+def choose_attention(settings: flags.Settings, config) -> flags.Attention:
     """The kernel for `--attention`, `auto` decided, torch's switches set for it; a UserError where it does not run."""
     attention, cuda = settings.attention, torch.cuda.is_available()
     without_cudnn = cudnn_may_give_nan(settings, config)
@@ -69,7 +70,7 @@ def choose_attention(settings: flags.Settings, config) -> str:
     return "sdpa" if family._supports_sdpa else "eager"  # private: as above
 
 
-def any_attention_kernel():
+def any_attention_kernel() -> contextlib.AbstractContextManager:
     """A context in which sdpa takes whichever of its kernels runs, for steps that are not the run's own: a recorded
     one is on the CPU, which has not all of them."""
     kernels = torch.nn.attention.SDPBackend
@@ -78,7 +79,7 @@ def any_attention_kernel():
     )
 
 
-def describe_attention(settings: flags.Settings, config, device: str) -> str:
+def describe_attention(settings: flags.Resolved, config, device: str) -> str:
     """The attention implementation and, for torch's own, the kernel that it chooses for this model and device; a
     UserError where there is none, a warning where it is not the one that torch takes elsewhere."""
     attention = config._attn_implementation  # private: in public it is only an argument of `from_config`

@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import RemoteEntryNotFoundError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig
 
 from harness import base, flags
 
@@ -35,7 +35,7 @@ def find_source(model: str) -> tuple[str, str]:
     return model, model
 
 
-def load_config(model: str):
+def load_config(model: str) -> PretrainedConfig:
     """The config of a preset, a local folder or a hub id."""
     source, _ = find_source(model)
     base.answer_from_cache_without_network(source)

@@ -84,7 +84,7 @@ def cast_before_all_gather(compiled: bool) -> None:
     def to(weight, *args, **options):
         moved = torch.Tensor.to(weight, *args, **options)
         scale = weight._precomputed_scale  # private: torchao has no public names for the parts of its weights
-        if moved is not weight and scale is not None:
+        if moved is not weight and scale is not None and isinstance(moved, WeightWithDynamicFloat8CastTensor):
             moved._precomputed_scale = scale.to(moved.device)  # private: as above
         return moved
 

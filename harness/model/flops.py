@@ -32,7 +32,7 @@ def known_flops(
     return flops, f"{flops / 1e9:,.3f} GFLOP a token"
 
 
-def eager_on_meta(config) -> nn.Module:
+def eager_on_meta(config) -> transformers.PreTrainedModel:
     """The model of a config without storage, with eager attention, whose products torch's counter sees."""
     options = {"attn_implementation": "eager", "dtype": torch.float32, "trust_remote_code": False}
     try:

@@ -103,7 +103,7 @@ def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Ten
     return total / (labels != IGNORE_INDEX).sum().clamp(min=1)
 
 
-def adapt_forward(model: Any, settings: flags.Settings) -> None:
+def adapt_forward(model: Any, settings: flags.Resolved) -> None:
     """Makes transformers' forward train as this program does: with its loss, by labels that are shifted already and
     checked to arrive so; documents apart where they are masked; the router loss beside the loss. Comes before whatever
     wraps or compiles the layers."""

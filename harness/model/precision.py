@@ -1,6 +1,6 @@
 """Precision: what --precision is where it was not given, and a warning where a CPU computes slowly in it."""
 
-import dataclasses
+from typing import NamedTuple
 
 import torch
 
@@ -23,19 +23,26 @@ def computes_on_gpu(settings: flags.Settings) -> bool:
     return torch.cuda.is_available()
 
 
-def choose_precision(settings: flags.Settings, manifest: dict | None) -> flags.Settings:
-    """The settings with --precision decided: as given, else as in the checkpoint of `manifest`, else bf16 on a GPU and
+class ChosenPrecision(NamedTuple):
+    name: flags.Precision
+    fp8_recipe: flags.Fp8Recipe | None  # None without fp8
+    fp8_emulate: bool
+
+
+def choose_precision(settings: flags.Settings, manifest: dict | None) -> ChosenPrecision:
+    """--precision and what belongs to it: as given, else as in the checkpoint of `manifest`, else bf16 on a GPU and
     fp32 on a CPU. Warns on rank 0 where a CPU without instructions for bf16 would compute in it."""
+    chosen = ChosenPrecision(settings.precision, settings.fp8_recipe, settings.fp8_emulate)
     if settings.precision is None and manifest:
-        names = ("precision", "fp8_recipe", "fp8_emulate")  # the others belong to fp8
-        settings = dataclasses.replace(settings, **{name: manifest["flags"][name] for name in names})
+        before = manifest["flags"]
+        chosen = ChosenPrecision(before["precision"], before["fp8_recipe"], before["fp8_emulate"])
     elif settings.precision is None:
-        settings = dataclasses.replace(settings, precision="bf16" if computes_on_gpu(settings) else "fp32")
+        chosen = chosen._replace(name="bf16" if computes_on_gpu(settings) else "fp32")
     on_cpu = not (settings.plan or computes_on_gpu(settings))
-    refused = settings.precision == "fp8" and not settings.fp8_emulate  # by check_float8, in one line
-    if on_cpu and settings.precision != "fp32" and not refused and not cpu_multiplies_bf16() and job.is_first_rank():
+    refused = chosen.name == "fp8" and not chosen.fp8_emulate  # by check_float8, in one line
+    if on_cpu and chosen.name != "fp32" and not refused and not cpu_multiplies_bf16() and job.is_first_rank():
         bf16, fp32 = DEMO_WITHOUT_INSTRUCTIONS["bf16"], DEMO_WITHOUT_INSTRUCTIONS["fp32"]
         price = f"the demo has {bf16} tokens/s so and {fp32} in fp32"
-        warning = f"--precision {settings.precision}: this CPU has no instructions for bf16; {price}: give fp32"
+        warning = f"--precision {chosen.name}: this CPU has no instructions for bf16; {price}: give fp32"
         job.print_error(f"train_fsdp.py: warning: {warning}")
-    return settings
+    return chosen

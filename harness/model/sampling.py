@@ -33,7 +33,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def sample(settings: flags.Settings, prompt: str, model: Any, tokenizer, device: torch.device) -> dict[str, str]:
+def sample(settings: flags.Resolved, prompt: str, model: Any, tokenizer, device: torch.device) -> dict[str, str]:
     """`prompt` and, as `text`, it with its continuation, both without special tokens; every rank takes part with the
     same random numbers."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)

@@ -1,17 +1,20 @@
 """Plan: what a configuration will need and give, without a GPU: one step on fake tensors, a GPU's rates, time, memory,
-cost, and what fits or is faster. `print_plan` is --plan, `measure_device` --measure, `resolve` decides what the flags
-left open, `choose_batch_size` and `planning_in_background` plan a run that trains."""
+cost, and what fits or is faster. `print_plan` is --plan, `measure_device` --measure; `choose_batch_size` and
+`planning_in_background` plan a run that trains."""
 
-from harness.base import doors
+from harness.plan.measure import measure_device
+from harness.plan.own_plan import choose_batch_size, planning_in_background, predicted_figures
+from harness.plan.planning import make_plan, print_plan
+from harness.plan.predict import Recipe
+from harness.plan.search import memory_advice
 
-__getattr__, __all__ = doors.open_door(
-    __name__,
-    {
-        "predict": "Recipe",
-        "resolving": "resolve",
-        "planning": "print_plan make_plan",
-        "search": "memory_advice",
-        "measure": "measure_device",
-        "own_plan": "planning_in_background predicted_figures",
-    },
-)
+__all__ = [
+    "Recipe",
+    "choose_batch_size",
+    "make_plan",
+    "measure_device",
+    "memory_advice",
+    "planning_in_background",
+    "predicted_figures",
+    "print_plan",
+]

@@ -27,7 +27,7 @@ from harness.plan.recorder import StepRecorder
 MAX_MICROBATCHES = 3  # that are recorded: the first, one for all in the middle, the last
 
 
-def record_step(settings: flags.Settings, recipe, config, world: int, depth: int, rates: Rates) -> StepRecorder:
+def record_step(settings: flags.Resolved, recipe, config, world: int, depth: int, rates: Rates) -> StepRecorder:
     """One optimizer step of the model's first `depth` layers. `recipe` is a `predict.Recipe`.
 
     Raises:
@@ -48,7 +48,7 @@ def record_step(settings: flags.Settings, recipe, config, world: int, depth: int
     return recorder
 
 
-def record_update(settings: flags.Settings, recipe, config, world: int, rates: Rates) -> StepRecorder:
+def record_update(settings: flags.Resolved, recipe, config, world: int, rates: Rates) -> StepRecorder:
     """The optimizer's own step of the whole model. What one that divides whole matrices among ranks does on one of them
     is not linear in the number of layers."""
     settings = dataclasses.replace(settings, compile=False, activation_checkpointing="none")
@@ -66,13 +66,13 @@ def record_update(settings: flags.Settings, recipe, config, world: int, rates: R
 
 @contextlib.contextmanager
 def built(
-    settings: flags.Settings, recipe, config, world: int, rates: Rates
+    settings: flags.Resolved, recipe, config, world: int, rates: Rates
 ) -> Iterator[tuple[StepRecorder, nn.Module, torch.optim.Optimizer]]:
     """(recorder, model, optimizer) as rank 0 of `world` has them, which is the fullest one: `fully_shard` divides
     dimension 0 as torch.chunk does. Inside, all that runs is recorded."""
     # Other attention kernels do not run here; they save and allocate the same. A document mask is left out: a GPU's
     # flex attention skips what is masked, and the plan takes nothing as masked.
-    attention = "eager" if settings.attention == "eager" else "sdpa"
+    attention: flags.Attention = "eager" if settings.attention == "eager" else "sdpa"
     settings = dataclasses.replace(settings, init="random", attention=attention, document_mask=False)
     recorder = StepRecorder(settings.gpus_per_node, rates)
     kind = models.find_optimizer(settings.optimizer)
@@ -111,7 +111,7 @@ def at_depth(config, depth: int):
 
 
 def token_batches(
-    settings: flags.Settings, recorder: StepRecorder, microbatches: int
+    settings: flags.Resolved, recorder: StepRecorder, microbatches: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The batches of a step of so many microbatches, of which a few are taken."""
     for index in range(settings.gradient_accumulation_steps):

@@ -19,11 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from harness import base, flags, job
+from harness import base, flags, job, resolving
 from harness import model as models
 from harness.plan.rates import Rates, file_of
 from harness.plan.recorder import StepRecorder
-from harness.plan.resolving import resolve
 
 PATIENCE = 1.0  # seconds for what is timed again and again
 MAX_CPU_FLOPS, MAX_GPU_FLOPS = 1e10, 1e13  # of one product, forward and backward
@@ -36,7 +35,7 @@ def measure_device(settings: flags.Settings, recipe, world: job.World) -> None:
     this kind of GPU, or of this processor, read."""
     began = time.monotonic()
     config = models.load_config(settings.model)
-    settings = resolve(settings, config)
+    settings = resolving.resolve(settings, config, flags.Settings.batch_step)
     device = world.meet()
     torch.manual_seed(0)
     layer = models.decoder_layers(models.on_meta(config))[0]
@@ -106,7 +105,7 @@ def median_and_work(call: Callable[[], None]) -> tuple[float, dict[str, float]]:
     return statistics.median(seconds[1:]), work
 
 
-def kinds_of_work(settings: flags.Settings, config, layer: nn.Module, device: torch.device) -> list[Callable[[], None]]:
+def kinds_of_work(settings: flags.Resolved, config, layer: nn.Module, device: torch.device) -> list[Callable[[], None]]:
     """Three calls, each of a forward and backward, of fewer tokens on a processor: one linear of each shape in a
     decoder layer; one causal attention; a norm, a gate and a residual, eager, and AdamW's step."""
     text, on_gpu, batch_size = config.get_text_config(), device.type == "cuda", int(settings.batch_size)
@@ -166,7 +165,7 @@ def small_step(recipe, device: torch.device) -> Callable[[], None]:
     """A step of the demo model on so few tokens that it is hardly more than what the host does for it."""
     config = models.load_config("demo")
     words = "--measure --model demo --sequence-length 16 --attention sdpa --no-compile"
-    settings = resolve(flags.parse_args(words.split()), config)
+    settings = resolving.resolve(flags.parse_args(words.split()), config, flags.Settings.batch_step)
     of_one = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("world", "shard"))["shard"]
     model = recipe.build_model(settings, config, of_one)
     optimizer, tracker = models.build_optimizer(settings, model), recipe.make_tracker(0, 1, 0)

@@ -82,7 +82,7 @@ def choose_batch_size(settings: flags.Settings) -> int:
 
 @contextlib.contextmanager
 def planning_in_background(
-    settings: flags.Settings, device: torch.device, steps_left: int
+    settings: flags.Resolved, device: torch.device, steps_left: int
 ) -> Iterator[subprocess.Popen | None]:
     """The process that plans this run, on rank 0 where there is a GPU to plan for; it ends with the run. None where no
     step is left."""

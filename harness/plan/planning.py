@@ -8,14 +8,14 @@ import json
 import math
 import os
 import time
+from typing import Any
 
-from harness import base, flags
+from harness import base, flags, resolving
 from harness import model as models
 from harness.plan import own_plan
 from harness.plan.evidence import own_runs
 from harness.plan.predict import Recipe, predict
 from harness.plan.rates import choose_rates
-from harness.plan.resolving import resolve
 from harness.plan.search import Search
 from harness.plan.text import assumptions, describe_plan, own_share, published_share
 
@@ -25,26 +25,26 @@ def print_plan(settings: flags.Settings, recipe: Recipe) -> None:
     if int(os.environ.get("RANK", 0)):
         return
     own_plan.end_with_run()
-    settings, result = make_plan(settings, recipe)
-    print(json.dumps(result, indent=2) if settings.json else describe_plan(settings, result))
+    resolved, result = make_plan(settings, recipe)
+    print(json.dumps(result, indent=2) if settings.json else describe_plan(resolved, result))
 
 
-def make_plan(settings: flags.Settings, recipe: Recipe) -> tuple[flags.Settings, dict]:
+def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, dict]:
     """(the settings with all that the flags left open, the JSON object of their plan).
 
     Raises:
         UserError: there is no such GPU, it has no float8, or a number of GPUs is no whole number of nodes.
     """
     began = time.monotonic()
-    ends = began + (settings.plan_seconds or math.inf)
-    rates = choose_rates(settings)
-    if settings.precision == "fp8" and not (rates.values.get("fp8_tflops", 1) or settings.fp8_emulate):
+    ends = began + (asked.plan_seconds or math.inf)
+    rates = choose_rates(asked)
+    if asked.precision == "fp8" and not (rates.values.get("fp8_tflops", 1) or asked.fp8_emulate):
         why = f"needs a GPU with float8 (Ada, Hopper or newer), {rates.device} has none"
         raise base.UserError(f"--precision fp8: {why}; use bf16")
-    worlds = settings.plan_gpus or (settings.gpus_per_node,)
-    check_nodes(worlds, settings.gpus_per_node)
-    config = models.load_config(settings.model)
-    settings = resolve(settings, config)
+    worlds = asked.plan_gpus or (asked.gpus_per_node,)
+    check_nodes(worlds, asked.gpus_per_node)
+    config = models.load_config(asked.model)
+    settings = resolving.resolve(asked, config, flags.Settings.batch_step)
     model = models.on_meta(config, settings.attention)
     flops, counted = models.known_flops(model, settings.sequence_length, recipe.flops_per_token)
     plan = functools.cache(lambda settings, world: predict(settings, recipe, config, world, rates, flops))
@@ -53,7 +53,12 @@ def make_plan(settings: flags.Settings, recipe: Recipe) -> tuple[flags.Settings,
     search = Search(settings, config, worlds, plan, rates.memory_gib, ends, has_float8)
     search.run()
     settings = dataclasses.replace(settings, **search.asked)
-    result = {"model": settings.model, "gpu": rates.device, "precision": settings.precision, "flops": counted}
+    result: dict[str, Any] = {
+        "model": settings.model,
+        "gpu": rates.device,
+        "precision": settings.precision,
+        "flops": counted,
+    }
     result |= plan(settings, worlds[0]) | search.result()
     result["search"] |= {"seconds": time.monotonic() - began, "plan_seconds": settings.plan_seconds}
     if settings.num_steps and settings.given.keys() & {"num_steps", "num_tokens"}:
@@ -77,7 +82,7 @@ def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
             raise base.UserError(f"--plan-gpus {world}: that is {nodes}; {advice}")
 
 
-def price_of_run(settings: flags.Settings, plan: dict) -> dict:
+def price_of_run(settings: flags.Resolved, plan: dict) -> dict:
     """Steps, hours and, with --gpu-hour-usd, dollars of all the steps of a run that is planned so."""
     steps, world = settings.num_steps, plan["gpus"]
     if settings.num_tokens:

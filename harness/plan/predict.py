@@ -31,7 +31,7 @@ Counts = dict[tuple, float]
 Recipe = collections.namedtuple("Recipe", "build_mesh build_model train_step make_tracker estimate_mfu flops_per_token")
 
 
-def predict(settings: flags.Settings, recipe: Recipe, config, world: int, rates: Rates, flops: int) -> dict[str, Any]:
+def predict(settings: flags.Resolved, recipe: Recipe, config, world: int, rates: Rates, flops: int) -> dict[str, Any]:
     """What this configuration needs and gives on `world` GPUs, by the keys of --json; `flops` are those of a token, 0
     where they are not known.
 
@@ -74,7 +74,7 @@ def verdict_of(reserved: float, capacity: float) -> str:
 
 
 def record_whole_step(
-    settings: flags.Settings, recipe: Recipe, config, world: int, period: int, rates: Rates
+    settings: flags.Resolved, recipe: Recipe, config, world: int, period: int, rates: Rates
 ) -> tuple[Peaks, Counts]:
     """One optimizer step of the model at its full depth, as rank 0 takes it.
 
@@ -109,7 +109,7 @@ def extrapolate(few: dict, many: dict, periods: float) -> dict:
     return {key: value + periods * (value - few[key]) for key, value in many.items() if key in few}
 
 
-def move_states_to_host(peaks: Peaks, counts: Counts, settings: flags.Settings) -> np.ndarray:
+def move_states_to_host(peaks: Peaks, counts: Counts, settings: flags.Resolved) -> np.ndarray:
     """--cpu-offload: parameters, gradients and states leave the GPU's peaks, the optimizer runs in the host's memory,
     and copies cross the link between both. Returns the most bytes that the host holds, by kind."""
     is_on_gpu = np.array([kind in ("activations", "communication") for kind in KINDS])

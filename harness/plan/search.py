@@ -34,7 +34,7 @@ class Search:
 
     def __init__(
         self,
-        settings: flags.Settings,
+        settings: flags.Resolved,
         config,
         worlds: tuple[int, ...],
         plan,
@@ -46,7 +46,7 @@ class Search:
         self.settings, self.config, self.worlds, self.world = settings, config, worlds, worlds[0]
         self.plan: Callable[[flags.Settings, int], dict[str, Any]] = plan
         self.capacity, self.ends = capacity, ends  # GiB, seconds
-        self.is_auto = settings.batch_size == "auto"
+        self.is_auto = settings.given.get("batch_size") == "auto"
         self.asked: dict = {"batch_size": settings.batch_step()} if self.is_auto else {}  # what "as asked" changes
         self.is_complete = True
         self.rows: dict[tuple, dict] = {}  # by world and changes, in the order in which they were planned
@@ -79,7 +79,8 @@ class Search:
             OutOfTimeError: it was not planned in time.
         """
         world, changes = world or self.world, self.asked | changes
-        changes = {name: value for name, value in changes.items() if value != getattr(self.settings, name)}
+        named = {"batch_size"} if self.is_auto else set()  # in its command, as the one that was given is auto
+        changes = {n: value for n, value in changes.items() if n in named or value != getattr(self.settings, n)}
         key = world, *sorted(changes.items())
         if key not in self.rows:
             if self.rows and time.monotonic() > self.ends:
@@ -270,7 +271,7 @@ def memory_savers(settings: flags.Settings) -> list[dict]:
     already. The tokens of a step stay."""
     level, batch, least = settings.activation_checkpointing, settings.batch_size, settings.batch_step()
     fewer_sequences: dict[str, Any] = {}
-    if batch not in ("auto", least):
+    if isinstance(batch, int) and batch != least:
         fewer_sequences = {
             "batch_size": least,
             "gradient_accumulation_steps": settings.gradient_accumulation_steps * batch // least,
@@ -288,7 +289,7 @@ def memory_savers(settings: flags.Settings) -> list[dict]:
     return [saver for saves, saver in savers if saves]
 
 
-def command(settings: flags.Settings, world: int, changes: dict) -> str:
+def command(settings: flags.Resolved, world: int, changes: dict) -> str:
     """What trains `settings` with `changes` on `world` GPUs: the command line as given, less what is about plans."""
     names = list(flags.FLAGS)
     plan_flags = names[names.index("plan") : names.index("own_plan")]

@@ -18,7 +18,7 @@ PUBLISHED_RUNS, PUBLISHED_SHARE = "30 of 31 published runs", (0.865, 1.025, 1.32
 SHORT = {"fits": "yes", "tight": "tight", "does not fit": "NO"}  # verdicts in a table
 
 
-def describe_plan(settings: flags.Settings, result: dict) -> str:
+def describe_plan(settings: flags.Resolved, result: dict) -> str:
     """The answer and the table; with --plan-details all of it."""
     answer = {"verdict": describe_verdict(result)} | describe_speed(result) | describe_advice(result)
     lines = [job.columns({name: text}) if name == "command" else fill(name, text) for name, text in answer.items()]
@@ -189,7 +189,7 @@ ASSUMED = {
 }
 
 
-def describe_details(settings: flags.Settings, result: dict) -> list[str]:
+def describe_details(settings: flags.Resolved, result: dict) -> list[str]:
     """The run, its memory, traffic and time, and what is assumed."""
     setup = {
         "plan": f"{settings.model} on {result['gpus']:,} x {result['gpu']}",

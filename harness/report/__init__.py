@@ -7,16 +7,28 @@ What ends a run is found by `first_not_finite` and `check_updated_weights`; the 
 figures, and `time_shares` are for tools and benchmarks.
 """
 
-from harness.base import doors
+from harness.report.figures import FIGURES, check_gates, check_measurable
+from harness.report.header import describe_setup
+from harness.report.health import Remembered, StepResult, check_updated_weights, diverged, first_not_finite
+from harness.report.log import Log, open_trackers
+from harness.report.profiling import record_memory, time_shares
+from harness.report.summary import Answer, leave_early, next_commands
 
-__getattr__, __all__ = doors.open_door(
-    __name__,
-    {
-        "summary": "Answer leave_early next_commands",
-        "figures": "FIGURES check_gates check_measurable",
-        "log": "Log open_trackers",
-        "health": "StepResult Remembered check_updated_weights diverged first_not_finite",
-        "header": "describe_setup",
-        "profiling": "record_memory time_shares",
-    },
-)
+__all__ = [
+    "FIGURES",
+    "Answer",
+    "Log",
+    "Remembered",
+    "StepResult",
+    "check_gates",
+    "check_measurable",
+    "check_updated_weights",
+    "describe_setup",
+    "diverged",
+    "first_not_finite",
+    "leave_early",
+    "next_commands",
+    "open_trackers",
+    "record_memory",
+    "time_shares",
+]

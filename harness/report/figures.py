@@ -112,7 +112,7 @@ def check_measurable(settings: flags.Settings, device: torch.device, peak_tflops
             raise base.UserError(f"{flag}: memory is measured on a GPU only; leave it out")
 
 
-def check_gates(settings: flags.Settings, metrics: dict) -> None:
+def check_gates(settings: flags.Resolved, metrics: dict) -> None:
     """Raises UserError with exit code 3 when a figure of the last line missed its gate."""
     missed = []
     reserved = metrics.get("peak_memory_reserved", 0.0)

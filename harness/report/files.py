@@ -8,6 +8,7 @@ import os
 import pathlib
 import threading
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,7 +89,7 @@ class MetricsFile:
 
 
 def describe_run(
-    settings: flags.Settings, folder: pathlib.Path, state: states.TrainState, data, changed: str = ""
+    settings: flags.Resolved, folder: pathlib.Path, state: states.TrainState, data, changed: str = ""
 ) -> dict:
     """What config.json holds: what it takes to repeat the run, which run it is, and each of its starts.
 
@@ -100,7 +101,7 @@ def describe_run(
     start["world_size"] = dist.get_world_size()
     if changed:
         start["changed"] = changed
-    run = flags.record_flags(settings) | {"versions": base.package_versions(), "commit": base.commit()}
+    run: dict[str, Any] = flags.record_flags(settings) | {"versions": base.package_versions(), "commit": base.commit()}
     run["command"] = flags.to_paste(job.launcher(), settings.given)
     run["parameters"] = sum(parameter.numel() for parameter in state.model.parameters())
     run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -11,7 +11,7 @@ from harness import state as states
 
 
 def describe_setup(
-    settings: flags.Settings,
+    settings: flags.Resolved,
     state: states.TrainState,
     mesh,
     train_set,
@@ -73,7 +73,7 @@ def describe_peak(peak: float | None, device_type: str) -> str:
     return "no MFU on a CPU"
 
 
-def describe_precision(settings: flags.Settings, device_type: str, checkpoint: pathlib.Path | None) -> str:
+def describe_precision(settings: flags.Resolved, device_type: str, checkpoint: pathlib.Path | None) -> str:
     """What is computed in which precision, and why in that one."""
     words = {
         "bf16": "bf16 compute and all-gather, fp32 master weights and gradient reduction",
@@ -90,7 +90,7 @@ def describe_precision(settings: flags.Settings, device_type: str, checkpoint: p
     return f"{words}; the default on a {'GPU' if device_type == 'cuda' else 'CPU'}"
 
 
-def describe_techniques(settings: flags.Settings, model, device_type: str) -> str:
+def describe_techniques(settings: flags.Resolved, model, device_type: str) -> str:
     mode = "compiled" if settings.compile else "eager"
     attention = models.describe_attention(settings, model.config, device_type)
     if settings.document_mask:

@@ -141,7 +141,7 @@ def describe_training(metrics: dict, state: states.TrainState, seconds: float) -
     return f"{words}, {held_out}" if held_out else words
 
 
-def next_commands(settings: flags.Settings, folder: pathlib.Path, step: int) -> str:
+def next_commands(settings: flags.Resolved, folder: pathlib.Path, step: int) -> str:
     """What can be done with what this run left after `step`, as commands to paste: go on, and export."""
     launcher, newest = job.launcher(), base.newest_checkpoint(folder)
     lines = {}

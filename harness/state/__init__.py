@@ -17,18 +17,38 @@ shards, everything else is one dataclass of counters in the manifest.
 A figure that survives a restart is one line of `Counters` in train_state.py.
 """
 
-from harness.base import doors
-
-__getattr__, __all__ = doors.open_door(
-    __name__,
-    {
-        "train_state": "TrainState",
-        "store": "Checkpoints",
-        "find": "find_checkpoint find_recorded_data load_to_read load_mean is_of_run refuse_broken",
-        "identity": (
-            "describe_identity check_resume check_data check_same_model check_same_corpus "
-            "keep_global_batch count_eval_windows"
-        ),
-        "exports": "check_export export",
-    },
+from harness.state.exports import check_export, export
+from harness.state.find import find_checkpoint, find_recorded_data, is_of_run, load_mean, load_to_read, refuse_broken
+from harness.state.identity import (
+    Batch,
+    check_data,
+    check_resume,
+    check_same_corpus,
+    check_same_model,
+    count_eval_windows,
+    describe_identity,
+    keep_global_batch,
 )
+from harness.state.store import Checkpoints
+from harness.state.train_state import TrainState
+
+__all__ = [
+    "Batch",
+    "Checkpoints",
+    "TrainState",
+    "check_data",
+    "check_export",
+    "check_resume",
+    "check_same_corpus",
+    "check_same_model",
+    "count_eval_windows",
+    "describe_identity",
+    "export",
+    "find_checkpoint",
+    "find_recorded_data",
+    "is_of_run",
+    "keep_global_batch",
+    "load_mean",
+    "load_to_read",
+    "refuse_broken",
+]

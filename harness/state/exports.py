@@ -76,7 +76,7 @@ def checksum_of_command(settings: flags.Settings) -> str:
     return hashlib.sha256(given.encode()).hexdigest()[:20]
 
 
-def export(settings: flags.Settings, state: TrainState, tokenizer) -> None:
+def export(settings: flags.Resolved, state: TrainState, tokenizer) -> None:
     """Writes the folder of --export, which AutoModelForCausalLM and AutoTokenizer.from_pretrained load, in the place of
     an earlier export there. The weights keep their training precision: fp32, or bf16 with bf16-pure. Every rank calls
     this.
@@ -182,7 +182,7 @@ def gather(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # ---- What is beside the weights --------------------------------------------------------------------------------------
 
 
-def write_configs(folder: pathlib.Path, settings: flags.Settings, model, tokenizer) -> None:
+def write_configs(folder: pathlib.Path, settings: flags.Resolved, model, tokenizer) -> None:
     write_json(folder / "config.json", model_config(model, tokenizer, settings.init == "pretrained"))
     write_json(folder / "generation_config.json", generation_config(settings, model, tokenizer))
     if tokenizer:
@@ -213,7 +213,7 @@ def model_config(model, tokenizer, pretrained: bool) -> dict:
     return with_old_names(content)
 
 
-def generation_config(settings: flags.Settings, model, tokenizer) -> dict:
+def generation_config(settings: flags.Resolved, model, tokenizer) -> dict:
     """The generation config of an export: that of the source of the weights, or, where they began at random, the
     model's own with the tokens of the tokenizer. The token that ended documents in training ends a text too. A source's
     that cannot be read is said and left out: at the end of a run it must not cost the export."""

@@ -52,7 +52,7 @@ def load_to_read(resume: str, state: TrainState, checkpoint: pathlib.Path, manif
     return load_to_read(resume, state, *find_checkpoint(resume, pathlib.Path()))
 
 
-def load_mean(settings: flags.Settings, state: TrainState, config, newest: pathlib.Path) -> str:
+def load_mean(settings: flags.Resolved, state: TrainState, config, newest: pathlib.Path) -> str:
     """Loads the mean of the weights of a run's newest --average-checkpoints complete checkpoints, summed in fp32, the
     same on any number of ranks; returns their steps in words. Every rank calls this.
 
@@ -161,7 +161,7 @@ def is_of_run(folder: pathlib.Path, checkpoint: pathlib.Path) -> bool:
     return folder.resolve() in checkpoint.resolve().parents[:2]
 
 
-def refuse_broken(settings: flags.Settings, state: TrainState, checkpoint: pathlib.Path | None) -> None:
+def refuse_broken(settings: flags.Resolved, state: TrainState, checkpoint: pathlib.Path | None) -> None:
     """Every rank calls this before anything is done with weights that may have been loaded.
 
     Raises:

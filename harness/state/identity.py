@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -40,7 +40,7 @@ def as_json(values: dict) -> dict:
     return json.loads(json.dumps(values, default=str))
 
 
-def check_resume(settings: flag_rules.Settings, config, tokenizer, data, manifest: dict) -> str:
+def check_resume(settings: flag_rules.Resolved, config, tokenizer, data, manifest: dict) -> str:
     """What changed since the checkpoint and may change, in words; every rank calls this.
 
     Raises:
@@ -72,7 +72,7 @@ def check_same_model(config, manifest: dict) -> None:
             refuse(f"--model: {name}", value, now[name])
 
 
-def check_data(settings: flag_rules.Settings, now: corpora.DataRecord, manifest: dict) -> list[str]:
+def check_data(settings: flag_rules.Resolved, now: corpora.DataRecord, manifest: dict) -> list[str]:
     """What changed of the mixture, in words. Raises a UserError for a source that is not what it was at the checkpoint,
     or when it was removed."""
     before = record_before(manifest, now)
@@ -86,7 +86,7 @@ def check_data(settings: flag_rules.Settings, now: corpora.DataRecord, manifest:
     return corpora.describe_changes(before, now, manifest["samples"])
 
 
-def check_same_corpus(settings: flag_rules.Settings, now: corpora.DataRecord, manifest: dict) -> None:
+def check_same_corpus(settings: flag_rules.Resolved, now: corpora.DataRecord, manifest: dict) -> None:
     """Raises a UserError where the corpus of a run's own evaluation is not what the run read, so that what it held out
     cannot be told."""
     before = record_before(manifest, now)
@@ -117,7 +117,7 @@ def differences(known: dict[str, dict], now: corpora.DataRecord) -> Iterator[tup
                 yield name, key.replace("_", " ")
 
 
-def refuse_changed(settings: flag_rules.Settings, manifest: dict, names: Iterable[str]) -> None:
+def refuse_changed(settings: flag_rules.Resolved, manifest: dict, names: Iterable[str]) -> None:
     """Raises a UserError for the first of some flags that is not what it was; returns where all are."""
     now = as_json(dataclasses.asdict(settings))
     for name in names:
@@ -149,26 +149,30 @@ def asked_batch(given: Mapping[str, Any]) -> tuple[int | str, int]:
     return settings.batch_size, settings.gradient_accumulation_steps
 
 
-def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rules.Settings:
-    """The settings with the batch of a run that goes on from the checkpoint of `manifest`: where the batch flags are
-    those that were given to it, or none is given, its global batch, in the largest batch size up to the given one with
-    which these ranks share it. What was given stays given. Other batch flags ask for another batch, which
-    `check_resume` reports.
+class Batch(NamedTuple):
+    size: int  # sequences per rank and microbatch
+    accumulation: int  # microbatches
+    given: Mapping[str, Any]  # the flags that count as given
+
+
+def keep_global_batch(asked: Batch, manifest: dict) -> Batch:
+    """The batch of a run that goes on from the checkpoint of `manifest`: where the batch flags are those that were
+    given to it, or none is given, its global batch, in the largest batch size up to the given one with which these
+    ranks share it. What was given stays given. Other batch flags ask for another batch, which `check_resume` reports.
 
     Raises:
         UserError: these ranks cannot share the global batch.
     """
     flags, given, world = manifest["flags"], manifest["given"], dist.get_world_size()
-    if settings.given.keys() & {*BATCH_FLAGS}:
-        if asked_batch(settings.given) != asked_batch(given):
-            return settings
-        size = settings.batch_size  # as given; of "auto" what fits here
+    if asked.given.keys() & {*BATCH_FLAGS}:
+        if asked_batch(asked.given) != asked_batch(given):
+            return asked
+        size = asked.size  # as given; of "auto" what fits here
     else:
-        size, _ = asked_batch(given)
-        if size == "auto":
-            size = flags["batch_size"]
+        given_size, _ = asked_batch(given)
+        size = given_size if isinstance(given_size, int) else flags["batch_size"]
         kept = {name: given[name] for name in BATCH_FLAGS if name in given}
-        settings = dataclasses.replace(settings, given={**settings.given, **kept})
+        asked = asked._replace(given={**asked.given, **kept})
     sequences = global_batch(flags, manifest["world_size"])
     fitting = [divisor for divisor in range(1, size + 1) if sequences % (world * divisor) == 0]
     if not fitting:
@@ -178,16 +182,16 @@ def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rul
         advice = f"use another number of ranks: {worlds}, or give another --batch-size N for one of {world} x N"
         raise base.UserError(f"--batch-size {size}: {problem}; {advice}")
     of_rank = sequences // world
-    return dataclasses.replace(settings, batch_size=fitting[-1], gradient_accumulation_steps=of_rank // fitting[-1])
+    return asked._replace(size=fitting[-1], accumulation=of_rank // fitting[-1])
 
 
-def count_eval_windows(settings: flag_rules.Settings, manifest: dict | None) -> flag_rules.Settings:
-    """The settings with the held-out windows that --eval-steps are on these ranks; a run that goes on with its
-    --eval-steps takes those that it took before."""
+def count_eval_windows(settings: flag_rules.Settings, batch_size: int, manifest: dict | None) -> int:
+    """The held-out windows that --eval-steps are on these ranks, 0 without it; a run that goes on with its --eval-steps
+    takes those that it took before."""
     if not settings.eval_steps or settings.eval_windows:  # those of a checkpoint that is evaluated are known
-        return settings
+        return settings.eval_windows
     before = manifest["flags"] if manifest else {}
-    windows = settings.eval_steps * settings.batch_size * dist.get_world_size()
+    windows = settings.eval_steps * batch_size * dist.get_world_size()
     if before.get("eval_steps") == settings.eval_steps:
         windows = before.get("eval_windows") or windows
-    return dataclasses.replace(settings, eval_windows=windows)
+    return windows

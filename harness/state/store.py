@@ -33,7 +33,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        settings: flags.Settings,
+        settings: flags.Resolved,
         folder: pathlib.Path,
         identity: dict,
         device: torch.device,

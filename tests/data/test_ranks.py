@@ -14,7 +14,7 @@ from conftest import STORIES, forked, metrics_of, train, words
 from transformers import AutoTokenizer
 
 from harness.base import UserError, of_all_ranks
-from harness.data import corpora, sources, token_files
+from harness.data import contents, corpora, sources
 from harness.data.files import DataFile, find_files
 from harness.data.stream import Stream
 from harness.flags import ASSETS, Source
@@ -125,13 +125,13 @@ def test_rank_0_alone_opens_the_footers_of_a_hub_slice_and_what_is_broken_is_one
 def mapping_rank(folder: str) -> None:
     """Token files on a node where rank 1 has none."""
     start_processes(timeout_minutes=1)
-    open_token_file = token_files.open_token_file
+    open_token_file = contents.open_token_file
 
     def open_there(file, vocab_size):
         missing = dataclasses.replace(file, path=f"{folder}/gone/train.bin") if dist.get_rank() else file
         return open_token_file(missing, vocab_size)
 
-    token_files.open_token_file = open_there
+    contents.open_token_file = open_there
     reading = corpora.Reading(None, 16, 1536)
     corpus = corpora.look_into(Source("a", folder, None), None, "text", None)
     report_of_ranks(lambda: len(reading.tokens(corpus, "train")))

@@ -17,8 +17,9 @@ from conftest import ROOT
 from transformers import AutoTokenizer
 
 from harness.base.errors import UserError
+from harness.data.contents import read_records
 from harness.data.files import find_files
-from harness.data.records import DOCUMENT_MARK, read_documents, read_records
+from harness.data.records import DOCUMENT_MARK, read_documents
 
 END = 0  # end-of-text of the demo tokenizer
 TEXTS = ["Once upon a time there was a fox.", "The end.", "Tom had a red ball.\nHe liked it.", "A", "Ünïcödé 狐狸"]

@@ -12,8 +12,9 @@ from transformers import AutoTokenizer
 
 from harness import data
 from harness.base.errors import UserError
+from harness.data.contents import open_token_file
 from harness.data.files import find_files
-from harness.data.token_files import TokenFile, open_token_file
+from harness.data.token_files import TokenFile
 from harness.data.windows import Tokens, held_out_numbers
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

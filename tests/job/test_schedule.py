@@ -1,7 +1,8 @@
 """What is due at which optimizer step."""
 
 import pytest
-from conftest import parse, words
+from conftest import words
+from multirank import resolved
 
 from harness import job
 
@@ -19,5 +20,5 @@ DUE = [  # what, the flags of a run of 20 steps, the first step of this start: t
 
 @pytest.mark.parametrize("what, flags, first_step, due", DUE)
 def test_the_steps_at_which_something_is_due(what, flags, first_step, due):
-    settings = parse(["--num-steps", 20, *words(flags)])
+    settings, _ = resolved(["--model", "demo", "--num-steps", 20, *words(flags)])
     assert [step for step in range(first_step, 21) if getattr(job.due(settings, step, first_step), what)] == due

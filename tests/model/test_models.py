@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
 import train_fsdp
+from harness import base
 from harness import model as models
-from harness.base import versions
 from harness.base.errors import UserError
 from harness.flags import PRESETS
 from harness.model import tokenizer as tokenizer_module
@@ -116,7 +116,7 @@ def test_fp8_does_not_take_a_models_own_length_that_does_not_fit(tmp_path):
 
 
 def test_fp8_is_refused_with_a_torchao_whose_compiled_casts_may_store_nan(mistake, monkeypatch):
-    monkeypatch.setattr(versions, "installed", lambda package: "0.17.0")
+    monkeypatch.setattr(base, "installed", lambda package: "0.17.0")
     message = mistake("--precision", "fp8", "--fp8-emulate")
     assert message.startswith("--precision fp8: this is torchao 0.17.0, ") and "0.18 or newer" in message
 

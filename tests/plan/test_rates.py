@@ -7,6 +7,7 @@ import multirank
 import pytest
 from conftest import copy_program, forked, parse, python, start, words
 
+from harness import job
 from harness.base import find_gpu
 from harness.base import gpus as gpu_names
 from harness.base.errors import UserError
@@ -165,7 +166,9 @@ def test_a_gpu_is_added_by_one_row(tmp_path):
 
 def test_a_slow_link_is_named_with_both_ends(monkeypatch):
     """Of six ranks on three nodes."""
-    monkeypatch.setattr(heartbeats, "RANKS", [("a", 1), ("a", 2), ("b", 3), ("b", 4), ("c", 5), ("c", 6)])
+    ranks = [("a", 1), ("a", 2), ("b", 3), ("b", 4), ("c", 5), ("c", 6)]
+    for place in (job, heartbeats):
+        monkeypatch.setattr(place, "RANKS", ranks)
     speeds = [400.0, 40.0, 390.0, 41.0, 410.0, 20.0]  # to the next rank; 1, 3 and 5 are between nodes
     (line,) = measure.slow_links(speeds)
     ends = "rank 5 (c, pid 6) to rank 0 (a, pid 1)"

@@ -1,18 +1,23 @@
-"""The layout: imports go one way and through the doors of the wings, and importing loads and starts no more than it
-should."""
+"""The layout: imports go one way and through the doors of the wings, which mypy sees through; importing loads and
+starts no more than it should."""
 
 import ast
+import graphlib
+import importlib
 import json
 import pathlib
+import resource
 import sys
 
 import pytest
-from conftest import PROGRAM, ROOT, start
+from conftest import PROGRAM, ROOT, cold_python, start
 
 # Each may import those before it, data and model not each other.
-ORDER = ("base", "flags", "job", "data", "model", "state", "report", "plan")
+ORDER = ("base", "flags", "job", "data", "model", "state", "resolving", "report", "plan")
+WINGS = [name for name in ORDER if name != "resolving"]  # which is one file
 NEIGHBOURS = {"data", "model"}
-OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "matplotlib"}
+WITHOUT_TORCH = ("base", "flags", "job")
+OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "matplotlib", "peft"}
 FILES = ["train_fsdp.py", "utils.py", *(f"{folder}/**/*.py" for folder in ("harness", "benchmarks", "tools", "launch"))]
 
 
@@ -33,13 +38,13 @@ def problems(root: pathlib.Path) -> list[str]:
     found = []
     for path in sorted(path for pattern in FILES for path in root.glob(pattern)):
         place = path.relative_to(root)
-        own = place.parts[1] if place.parts[0] == "harness" and len(place.parts) > 2 else ""
+        own = place.parts[1].removesuffix(".py") if place.parts[0] == "harness" else ""
+        own = own if own in ORDER else ""
         for name in sorted(imported(path)):
             top, *inner = name.split(".")
             if (own and top in ("train_fsdp", "utils", "benchmarks", "tools")) or top == "train_fsdp" == place.stem:
                 found.append(f"{place} imports {name}")
-            opens_a_door = name == "harness.base.doors" and path.name == "__init__.py"
-            if top != "harness" or not inner or inner[0] not in {*ORDER} - {own} or opens_a_door:
+            if top != "harness" or not inner or inner[0] not in {*ORDER} - {own}:
                 continue
             wing = inner[0]
             if own and (ORDER.index(wing) > ORDER.index(own) or {wing, own} == NEIGHBOURS):
@@ -52,6 +57,78 @@ def problems(root: pathlib.Path) -> list[str]:
 
 def test_imports_go_one_way_and_through_the_doors():
     assert problems(ROOT) == []
+
+
+def test_no_files_import_each_other_in_a_circle_in_functions_and_for_types_either():
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "harness").rglob("*.py")}
+    doors = {f"harness.{wing}.__init__" for wing in WINGS}
+    known = {name.removesuffix(".__init__"): path for name, path in files.items() if name not in doors}
+    # `from a.b import c` is of the file a.b.c or, where there is none, of a.b
+    graph = {
+        name: {to if to in known else to.rpartition(".")[0] for to in imported(path)} & known.keys()
+        for name, path in known.items()
+    }
+    [*graphlib.TopologicalSorter(graph).static_order()]
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_door_is_plain_imports_of_the_names_that_it_lists(wing):
+    docstring, *statements, listed = ast.parse((ROOT / "harness" / wing / "__init__.py").read_text()).body
+    assert isinstance(docstring, ast.Expr)
+    names = []
+    for statement in statements:
+        assert isinstance(statement, ast.ImportFrom) and statement.module.startswith(f"harness.{wing}.")
+        names += [alias.name for alias in statement.names]
+    assert ast.unparse(listed.targets[0]) == "__all__" and sorted(ast.literal_eval(listed.value)) == sorted(names)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a type checker sees
+
+WRONG = """
+import pathlib
+from harness import base, data, flags, job, plan, report, state
+from harness import model as models
+base.find_gpu(4090)
+flags.parse_args(3)
+job.take_folder("outputs")
+data.load("wrong", 3, nonsense=1)
+models.decide_skip(norm="large")
+state.find_checkpoint("auto", pathlib.Path(), None, 4)
+report.check_gates({})
+plan.print_plan(settings=1, recipe=2)
+"""
+RIGHT = """
+import pathlib
+from harness import base, flags, job, state
+base.find_gpu("H100")
+job.take_folder(flags.parse_args(["--demo"]))
+state.find_checkpoint("auto", pathlib.Path())
+"""
+
+
+def checked(path: pathlib.Path, source: str) -> list[str]:
+    """The lines of mypy about a file, as the project has it check its own."""
+    path.write_text(source)
+    lines = start([sys.executable, "-m", "mypy", "--no-error-summary", path]).stdout.splitlines()
+    return [line for line in lines if line.startswith(str(path))]
+
+
+@pytest.mark.slow
+def test_a_wrong_call_through_a_door_is_an_error_of_mypy(tmp_path):
+    errors = checked(tmp_path / "wrong.py", WRONG)
+    calls = [number for number, line in enumerate(WRONG.splitlines(), 1) if "(" in line]
+    assert {int(line.split(":")[1]) for line in errors if ": error: " in line} == {*calls}
+    assert checked(tmp_path / "right.py", RIGHT) == []
+
+
+@pytest.mark.slow
+def test_no_door_hands_on_a_name_whose_type_is_not_known(tmp_path):
+    names = [f"harness.{wing}.{name}" for wing in WINGS for name in importlib.import_module(f"harness.{wing}").__all__]
+    source = "".join(f"import harness.{wing}\n" for wing in WINGS) + "".join(f"reveal_type({name})\n" for name in names)
+    revealed = checked(tmp_path / "names.py", source)
+    assert len(revealed) == len(names)
+    assert [line for line in revealed if line.endswith('"Any"')] == []
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -69,19 +146,33 @@ print(json.dumps(seen))
 """
 
 
-def test_importing_starts_nothing_and_loads_no_optional_package_and_a_door_nothing_heavy():
+def test_importing_starts_nothing_and_loads_no_optional_package_and_the_lower_wings_nothing_heavy():
     files = sorted((ROOT / "harness").rglob("[!_]*.py"))
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
-    doors = [f"harness.{wing}" for wing in ORDER]
-    names = ["harness.flags.parser", *doors, "transformers", "utils", "train_fsdp", *modules]
+    light = [f"harness.{wing}" for wing in WITHOUT_TORCH]
+    names = [*light, "utils", "transformers.modeling_utils", "train_fsdp", *modules]
     process = start([sys.executable, "-c", IMPORT_ALL, *names], PYTHONPATH=str(ROOT))
     assert process.returncode == 0, process.stderr
     seen = json.loads(process.stdout)
-    assert not {"torch", "numpy", "transformers"} & set(seen[doors[-1]]["loaded"])
-    for name in ("utils", "train_fsdp", *modules):
-        assert not OPTIONAL & set(seen[name]["loaded"]), name
-        assert seen[name]["threads"] <= seen["transformers"]["threads"], name
+    of_transformers = seen["transformers.modeling_utils"]
+    assert not {"torch", "numpy", "transformers"} & {*seen[light[-1]]["loaded"]}
+    assert not {"transformers", "accelerate", *OPTIONAL} & {*seen["utils"]["loaded"]}
+    for name in ("train_fsdp", *modules):
+        # transformers looks into torchao where it is installed
+        assert not OPTIONAL & {*seen[name]["loaded"]} - {*of_transformers["loaded"]}, name
+        assert seen[name]["threads"] <= of_transformers["threads"], name
         assert (seen[name]["children"], seen[name]["joined"]) == (0, False), name
+
+
+@pytest.mark.parametrize("flags, exit_code", [("--help", 0), ("--num-stpes", 2)])
+def test_help_and_a_wrong_flag_take_half_a_second_of_a_core(flags, exit_code):
+    taken = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert cold_python(flags).returncode == exit_code
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(taken) < 0.5
 
 
 WITHOUT = """

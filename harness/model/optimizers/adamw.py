@@ -84,7 +84,7 @@ def update(param, grad, exp_avg, exp_avg_sq, step, scale, skip, rate, weight_dec
         tensor.copy_(new if skip is None else torch.where(skip > 0, tensor.float(), new))
 
 
-def build(groups: list[dict], settings: flags.Settings) -> AdamW:
+def build(groups: list[dict], settings: flags.Resolved) -> AdamW:
     return AdamW(groups, lr=settings.lr, betas=settings.betas)
 
 

@@ -12,7 +12,7 @@ MAX_BETA = 0.98
 SAME_AS_ADAMW_IN = ("bf16-pure",)  # values of --precision
 
 
-def build(groups: list[dict], settings: flags.Settings) -> AdamW:
+def build(groups: list[dict], settings: flags.Resolved) -> AdamW:
     one = torch.compile(update) if settings.compile else update
     return AdamW(groups, torch.bfloat16, one, lr=settings.lr, betas=settings.betas)
 

@@ -26,7 +26,7 @@ MOMENTUM = 0.95
 class Muon(AdamW):
     """A group with `matrices` is updated by Muon, any other by AdamW."""
 
-    def __init__(self, groups: list[dict], settings: flags.Settings):
+    def __init__(self, groups: list[dict], settings: flags.Resolved):
         self.ranks: Any = None
         self.batches: list[Batch] = []  # of the last step
         super().__init__(groups, lr=settings.lr, betas=settings.betas)
@@ -138,7 +138,7 @@ def scale_of_update(size: tuple[int, int]) -> float:
     return 0.2 * max(size) ** 0.5
 
 
-def groups(model: nn.Module, settings: flags.Settings) -> list[dict]:
+def groups(model: nn.Module, settings: flags.Resolved) -> list[dict]:
     """The parameters that are matrices in a first group, with `matrices`; the others as AdamW groups them."""
     weights = [weight for weight in matrix_weights(model).values() if weight.parameter.requires_grad]
     first = {"params": [weight.parameter for weight in weights], "matrices": weights}

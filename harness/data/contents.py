@@ -1,0 +1,63 @@
+"""Contents: what a listed file holds: its records as its reader gives them, or its tokens, mapped."""
+
+import bz2
+import contextlib
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO, cast
+
+from harness import base
+from harness.data.files import DataFile
+from harness.data.readers import reader_of
+from harness.data.records import BLOCK, Field, NoFieldError, Record, names_of
+from harness.data.token_files import TokenFile, damaged
+
+
+@contextlib.contextmanager
+def unpacked(file: DataFile, raw: io.RawIOBase) -> Iterator[BinaryIO]:
+    """The bytes of an open file, unpacked where its name says that it is packed."""
+    if file.packing is None:
+        yield cast(BinaryIO, raw)  # typing has no common name for both
+        return
+    packed: Any = io.BufferedReader(raw, BLOCK)
+    stream: Any
+    if file.packing == "gzip":  # Arrow refuses zeros behind the end, as tapes and block devices leave them
+        stream = gzip.GzipFile(fileobj=packed)
+    elif file.packing == "bz2":  # the same
+        stream = bz2.BZ2File(packed)
+    else:
+        import pyarrow
+
+        stream = pyarrow.input_stream(packed, compression=file.packing)
+    with stream:
+        yield stream
+
+
+def read_records(
+    file: DataFile, text_field: Field, start: int = 0, end: int | None = None
+) -> Iterator[tuple[str, Record]]:
+    """(place in words, record) of a file, or of the part of a file that can be cut; a UserError where it cannot be
+    read."""
+    reader = reader_of(file.name)
+    of_file, after = f"{file}, {reader.PLACE}", f" after byte {start:,}" if start else ""
+    try:
+        with file.open() as raw, unpacked(file, raw) as stream:
+            part = (start, end) if (start, end) != (0, None) else ()
+            for number, record in enumerate(reader.read(stream, text_field, *part), 1):
+                yield f"{of_file} {number:,}{after}", record
+    except NoFieldError as error:
+        wanted, fields = names_of(text_field)[-1], ", ".join(error.args[0])
+        raise base.UserError(f"--text-field {wanted}: no such field in {file} (fields: {fields})") from error
+    except (OSError, ValueError, NotImplementedError, EOFError, zlib.error) as error:  # ValueError is Arrow's too
+        raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
+
+
+def open_token_file(file: DataFile, vocab_size: int) -> TokenFile:
+    if file.packing:
+        raise damaged(file, "it is packed, and token files are mapped", "unpack it")
+    try:
+        return reader_of(file.name).open_tokens(file.path, vocab_size)
+    except (OSError, ValueError) as error:
+        raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
