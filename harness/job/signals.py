@@ -57,14 +57,24 @@ class StopRequest:
         for number in numbers:
             signal.siginterrupt(number, False)  # a library's system call that it meets goes on
 
+        masks = threading.local()  # of the thread that forks
+
+        def hold() -> None:
+            masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+        def let_go() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
         def forget() -> None:
             signal.set_wakeup_fd(-1)
             for number, handler in before.items():
                 signal.signal(number, handler)
+            let_go()  # what came since the fork acts as it does on any program
 
         if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
             ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)  # when torchrun or accelerate dies
-        os.register_at_fork(after_in_child=forget)
+        # A signal to a child that still has this pipe would stop its parent, and not the child.
+        os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=forget)
         threading.Thread(target=self._read, args=(pipe,), daemon=True).start()
 
     def _read(self, pipe: int) -> None:
