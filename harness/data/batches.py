@@ -35,9 +35,8 @@ Positions = dict[str, dict[int, Position]]  # by source and lane
 class TrainingData:
     """What a run trains on.
 
-    Sample i of the run comes from the source that the mixture says, as the m-th of it in the lane i % N. Of a stream it
-    is the m-th window of that lane; of a data set, whose samples all lanes share, it is the one of number m x N + lane
-    in the order of `WindowOrder`.
+    Sample i of the run comes from the source that the mixture says. Of a data set the m-th sample that is taken is the
+    one of number m in the order of `WindowOrder`; of a stream it is the next window of the lane i % N.
     """
 
     sources: dict[str, Any]  # data sets of windows, and streams
@@ -49,14 +48,14 @@ class TrainingData:
     beginning: str = ""  # the first words of the text, for a story
 
     def __post_init__(self):
-        self.mixture, self.orders = Mixture(self.record.history, self.record.lanes), {}
+        self.mixture, self.orders = Mixture(self.record.segments, self.seed, self.record.lanes), {}
         for name, source in self.sources.items():
             if not isinstance(source, Stream):
                 self.orders[name] = WindowOrder(len(source), self.seed, None if name == self.record.plain else name)
 
     def __len__(self) -> int:
         """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
-        first = self.record.history[0]
+        first = self.record.segments[0]
         weights = {name: weight / first.per_sample[name] for name, weight in first.weights.items() if weight}
         total = sum(weights.values())  # of samples, whose share is that of the tokens only where all have as many
         return max(math.ceil(self.orders[name].windows * total / weight) for name, weight in weights.items())
@@ -94,8 +93,8 @@ class TrainingData:
 
     def locate(self, sample: int) -> tuple[Any, int]:
         """(the data set that a global sample comes from, its window there); not of streams."""
-        name, lane, number = self.mixture.locate(sample)
-        return self.sources[name], self.orders[name].window_of(number * self.mixture.lanes + lane)
+        name, number = self.mixture.locate(sample)
+        return self.sources[name], self.orders[name].window_of(number)
 
     def count_tokens(self, samples: range) -> int:
         """Tokens of global samples that are not padding."""
@@ -132,8 +131,8 @@ def mix(windows: dict[str, Any], weights: dict[str, Fraction | None], seq_len: i
     per_sample = {name: Fraction(source.total_tokens(), len(source)) for name, source in windows.items()}
     known = {name: Fraction(windows[name].total_tokens()) if w is None else w for name, w in weights.items()}
     plain = next(iter(windows)) if len(windows) == 1 else None
-    history, sizes = [Segment(0, known, per_sample)], [StepSize(0, 0, 1)]
-    record = DataRecord({name: {} for name in windows}, plain, 1, {"weights": {}}, history, sizes)
+    segments, sizes = [Segment(0, known, per_sample)], [StepSize(0, 0, 1)]
+    record = DataRecord({name: {} for name in windows}, plain, 1, {"weights": {}}, segments, sizes)
     return TrainingData(windows, record, seq_len, seed)
 
 
@@ -154,10 +153,11 @@ class SampleReader:
         windows = []
         positions: Positions = {}
         for sample in samples:
-            name, lane, number = self.data.mixture.locate(sample)
+            name, _ = self.data.mixture.locate(sample)
             if isinstance(self.data.sources[name], Stream):
+                lane = sample % self.data.record.lanes
                 reader = self.lane(name, lane)
-                windows.append(reader.window(number))
+                windows.append(reader.window(self.data.mixture.number_in_lane(sample)))
                 positions.setdefault(name, {}).setdefault(lane, reader.position())
             else:
                 windows.append(self.data[sample])
@@ -345,7 +345,7 @@ def describe_step(data: TrainingData, tokenizer, step: int) -> str:
     lines = [f"step {step:,}: {len(samples):,} samples, from sample {samples.start:,} on"]
     for sample in samples:
         lines.append("")
-        name, lane, _ = data.mixture.locate(sample)
+        name, _ = data.mixture.locate(sample)
         if name not in data.sources:
             raise base.UserError(
                 f"--show-samples {step}: sample {sample:,} is of the source {name}, which was removed since; give it "
@@ -354,6 +354,7 @@ def describe_step(data: TrainingData, tokenizer, step: int) -> str:
         (window,), _ = reader.read(range(sample, sample + 1))
         tokens = tokens_of(window)
         if not isinstance(data.sources[name], PackedDataset):  # a stream, or random tokens
+            lane = sample % data.record.lanes
             lines += [f"sample {sample:,}: {name}, lane {lane:,}", f"  {excerpt(tokens, tokenizer)}"]
             continue
         source, index = data.locate(sample)

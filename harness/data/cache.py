@@ -1,6 +1,6 @@
 """The token cache: a corpus that is tokenized once, on all cores, and mapped afterwards. Beside the tokens of a cache
 lie the ends of its documents and, of conversations and labels, the mask of what is trained on; a record, written last,
-has their sizes. Independent of what the documents are."""
+has their sizes."""
 
 import hashlib
 import json

@@ -1,5 +1,5 @@
 """Corpora: what a source of --dataset is, and its tokens as windows: from the token cache, where it is tokenized once,
-or from token files. The way in for a library (`open_windows`). Independent of what a run mixes and holds out."""
+or from token files. The way in for a library (`open_windows`)."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Encode: documents as token ids, for a token cache and for a stream. Independent of where documents come from."""
+"""Encode: documents as token ids, for a token cache and for a stream."""
 
 import itertools
 import json

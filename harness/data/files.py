@@ -1,5 +1,5 @@
 """Files: what a name of --dataset stands for: the data files of a file, folder, pattern, URL or data set of the hub,
-the split of each, and what is left out. A corpus is listed once, by rank 0. Independent of what the files hold."""
+the split of each, and what is left out. A corpus is listed once, by rank 0."""
 
 import glob
 import io

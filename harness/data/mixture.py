@@ -1,137 +1,33 @@
-"""Mixtures: which source each sample of a run comes from, and which of that source's samples it is: a function of the
-sample's number and of the mixture's history, which checkpoints record. Independent of what a source holds.
+"""Mixtures: which source each sample of a run comes from, and which of that source's samples it is.
 
-The history is a list of segments. From its first sample on, a segment has sources with weights, which divide samples by
-a binary tree: of the first n samples of a node its left part takes floor(left weight / weight of both x n + 1/2). So
-the source of any sample, and how many of its source come before it, follow from its number alone. With two or three
-sources each is within one sample of its share at any time, with more within two.
+A source has a cursor: how many of its samples were taken. A segment of a run has sources with weights, and the cursors
+with which it begins. Its samples are in blocks of `BLOCK`: how many of a block come from each source follows from the
+weights and the block's number, their order from the seed and the number of its first sample. So any sample is found
+without those before it, on any ranks. Other weights begin a new segment, in which each source is read on from where it
+was.
 
-A run that streams has N lanes: sample i is the (i // N)-th sample of lane i % N, and how many of a source come before
-it in its lane must follow from its number too. There sample i is of the source whose part of [0, 1) has the fractional
-part of i times an irrational number: such points lie evenly over all samples and over those of each lane, and sums of
-`floor_sum` count them. Each source is within six samples of its share.
+A run that streams has N lanes: sample i is in lane i % N, and a source has a cursor in each. How many of a source come
+before a sample in its lane is counted, block by block, from the segment's first sample on.
 """
 
 import bisect
 import dataclasses
-import heapq
-import itertools
+import functools
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from harness import flags
-from harness.data.permutation import permuted
+from harness.data.permutation import permuted, spread
 
-MAX_WEIGHT = 2**30  # of all sources
-UNIT = 2**64  # parts that [0, 1) is divided into
-STEP = (5 * UNIT + math.isqrt(5 * UNIT * UNIT)) // 10  # (5 + sqrt 5) / 10: multiples of few batch sizes are near 1
+BLOCK = 1024  # samples
+MAX_BLOCKS = 64  # whose order is kept
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Shares
-
-
-@dataclass(frozen=True)
-class Node:
-    """Two parts of a mixture, each a node or the name of a source."""
-
-    left: "Node | str"
-    right: "Node | str"
-    left_weight: int
-    weight: int  # of both
-
-    def count_left(self, samples: int) -> int:
-        """How many of the first `samples` of this node go to the left."""
-        return (2 * self.left_weight * samples + self.weight) // (2 * self.weight)
-
-
-class TreeShares:
-    """Sources that divide samples by their weights, in one lane, from a sample on."""
-
-    def __init__(self, weights: dict[str, int], first: int):
-        self.tree, self.first = build_tree(weights), first
-
-    def source_of(self, sample: int) -> str:
-        """The source of a sample of the run."""
-        node, sample = self.tree, sample - self.first
-        while isinstance(node, Node):
-            before = node.count_left(sample)
-            if node.count_left(sample + 1) > before:
-                node, sample = node.left, before
-            else:
-                node, sample = node.right, sample - before
-        return node
-
-    def count(self, name: str, lane: int, turns: int) -> int:
-        """How many samples of a source come before so many turns of the lane, since the first one here."""
-        parts = [(self.tree, max(turns - self.first, 0))]
-        while parts:
-            node, samples = parts.pop()
-            if isinstance(node, Node):
-                left = node.count_left(samples)
-                parts += [(node.left, left), (node.right, samples - left)]
-            elif node == name:
-                return samples
-        return 0
-
-
-class LaneShares:
-    """Sources that divide samples by their weights, in several lanes."""
-
-    def __init__(self, weights: dict[str, int], lanes: int):
-        self.lanes, self.names, total = lanes, list(weights), sum(weights.values())
-        borders = [UNIT * sum(list(weights.values())[:number]) // total for number in range(len(weights) + 1)]
-        self.parts = dict(zip(self.names, itertools.pairwise(borders), strict=True))
-
-    def source_of(self, sample: int) -> str:
-        point = (sample * STEP + UNIT // 2) % UNIT
-        return next(name for name, (first, end) in self.parts.items() if first <= point < end)
-
-    def count(self, name: str, lane: int, turns: int) -> int:
-        """How many of the first `turns` samples of a lane are of a source."""
-        if name not in self.parts:
-            return 0
-        step, point = self.lanes * STEP, lane * STEP + UNIT // 2  # from turn to turn; at the first one
-        first, end = self.parts[name]
-        # a point is at or beyond a border where adding UNIT - border takes it over the next whole number
-        return floor_sum(turns, UNIT, step, point + UNIT - first) - floor_sum(turns, UNIT, step, point + UNIT - end)
-
-
-def floor_sum(count: int, divisor: int, step: int, start: int) -> int:
-    """The sum of (start + i * step) // divisor for i from 0 to before `count`, by Euclid's algorithm (ACL)."""
-    total = 0
-    while count:
-        total += (count - 1) * count // 2 * (step // divisor) + count * (start // divisor)
-        step, start = step % divisor, start % divisor
-        top = step * count + start
-        count, start, divisor, step = top // divisor, top % divisor, step, divisor
-    return total
-
-
-def as_integers(weights: dict[str, Fraction]) -> dict[str, int]:
-    """Weights above 0 as whole numbers of the same proportions, each at least 1; rounded where they would be huge."""
-    weights = {name: weight for name, weight in weights.items() if weight > 0}
-    common, total = math.lcm(*(weight.denominator for weight in weights.values())), sum(weights.values())
-    if common * total > MAX_WEIGHT:
-        return {name: max(1, round(weight / total * MAX_WEIGHT)) for name, weight in weights.items()}
-    integers = {name: int(weight * common) for name, weight in weights.items()}
-    divisor = math.gcd(*integers.values())
-    return {name: integer // divisor for name, integer in integers.items()}
-
-
-def build_tree(weights: dict[str, int]) -> Node | str:
-    """Joins the two lightest parts until one is left, as Huffman's code does: roundings of heavy parts add up least."""
-    parts: list = [(weight, order, name) for order, (name, weight) in enumerate(weights.items())]
-    heapq.heapify(parts)
-    order = len(parts)
-    while len(parts) > 1:
-        left_weight, _, left = heapq.heappop(parts)
-        right_weight, _, right = heapq.heappop(parts)
-        weight = left_weight + right_weight
-        heapq.heappush(parts, (weight, order, Node(left, right, left_weight, weight)))
-        order += 1
-    return parts[0][2]
 
 
 @dataclass(frozen=True)
@@ -141,6 +37,7 @@ class Segment:
     first: int  # global sample
     weights: dict[str, Fraction]  # shares of the tokens, up to a common factor
     per_sample: dict[str, Fraction]  # tokens in a sample of each source, on average
+    cursors: dict[str, list[int]] = field(default_factory=dict)  # by source, in each lane; of those not here they are 0
 
     def shares(self) -> dict[str, float]:
         """Each source's share of the tokens."""
@@ -151,57 +48,118 @@ class Segment:
         """The sources with their shares: `web 70 %, code 30 %`."""
         return ", ".join(f"{name} {100 * share:.4g} %" for name, share in self.shares().items() if share)
 
+    @functools.cached_property
+    def sample_weights(self) -> dict[str, int]:
+        """Each source's share of the samples, up to a common factor, the heaviest first."""
+        weights = {name: weight / self.per_sample[name] for name, weight in self.weights.items() if weight}
+        common = math.lcm(*(weight.denominator for weight in weights.values()))
+        return {name: int(weights[name] * common) for name in sorted(weights, key=lambda name: -weights[name])}
+
+    def divide(self, samples: int) -> dict[str, int]:
+        """How many of the first `samples` come from each source, where these are whole blocks: from the heaviest on,
+        each takes its share of what is left, rounded. With up to three sources each is within one sample of its share,
+        with up to ten within two. More samples never give a source fewer; by largest remainder they could."""
+        counts, left, total = {}, samples, sum(self.sample_weights.values())
+        for name, weight in self.sample_weights.items():
+            counts[name] = (2 * weight * left + total) // (2 * total)
+            left, total = left - counts[name], total - weight
+        return counts
+
+
+class Block(NamedTuple):
+    """The sources of the samples of a block, by their numbers in `Mixture.names`."""
+
+    first: int  # global sample
+    taken: list[int]  # samples of each source before the block, in all lanes
+    order: np.ndarray  # the source of each sample
+
 
 class Mixture:
-    """A history, and the order that follows from it."""
+    """The segments of a run, and the order that follows from them and from the seed."""
 
-    def __init__(self, history: list[Segment], lanes: int = 1):
-        self.history, self.lanes = history, lanes
-        self.firsts = [segment.first for segment in history]
-        self.names = list(dict.fromkeys(name for segment in history for name in segment.weights))
-        self.shares: list[TreeShares | LaneShares] = []
-        for segment in history:
-            weights = as_integers({name: w / segment.per_sample[name] for name, w in segment.weights.items()})
-            self.shares.append(TreeShares(weights, segment.first) if lanes == 1 else LaneShares(weights, lanes))
+    def __init__(self, segments: list[Segment], seed: int, lanes: int = 1):
+        self.segments, self.seed, self.lanes = segments, seed, lanes
+        self.firsts = [segment.first for segment in segments]
+        known = [name for segment in segments for name in (*segment.weights, *segment.cursors)]
+        self.names = list(dict.fromkeys(known))
+        self.blocks: dict[int, Block] = {}  # by first sample, the last ones that were asked for
+        self.counted: tuple[int, np.ndarray] = (-1, np.empty(0))  # the first sample of a block, the cursors there
 
-    def segment_of(self, sample: int) -> int:
-        """The number of the segment that a sample is in."""
-        return bisect.bisect_right(self.firsts, sample) - 1
+    def segment_of(self, sample: int) -> Segment:
+        """The segment that a sample is in."""
+        return self.segments[bisect.bisect_right(self.firsts, sample) - 1]
 
-    def locate(self, sample: int) -> tuple[str, int, int]:
-        """(the source of a sample, its lane, how many samples of that source come before it in the lane)."""
-        number, lane = self.segment_of(sample), sample % self.lanes
-        name = self.shares[number].source_of(sample)
-        return name, lane, self.count(name, lane, sample)
+    def block_of(self, sample: int) -> Block:
+        """The block that a sample is in."""
+        segment = self.segment_of(sample)
+        first = sample - (sample - segment.first) % BLOCK
+        if first not in self.blocks:
+            if len(self.blocks) == MAX_BLOCKS:
+                self.blocks.clear()
+            before, after = (segment.divide(end - segment.first) for end in (first, first + BLOCK))
+            taken = [sum(segment.cursors.get(name, ())) + before.get(name, 0) for name in self.names]
+            parts = spread([after[name] - before[name] for name in after], f"{self.seed} mixture {first}")
+            sources = np.array([self.names.index(name) for name in after])
+            self.blocks[first] = Block(first, taken, sources[parts])
+        return self.blocks[first]
 
-    def count(self, name: str, lane: int, samples: int) -> int:
-        """How many of the first `samples` of the run are of a source and in a lane."""
-        found = 0
-        for number, first in enumerate(self.firsts):
-            end = samples
-            if number + 1 < len(self.firsts):
-                end = min(samples, self.firsts[number + 1])
-            if end <= first:
-                break
-            before, after = (self.shares[number].count(name, lane, self.turns(lane, edge)) for edge in (first, end))
-            found += after - before
-        return found
-
-    def turns(self, lane: int, samples: int) -> int:
-        """How many of the first `samples` of the run are in a lane."""
-        return (samples - lane + self.lanes - 1) // self.lanes
+    def locate(self, sample: int) -> tuple[str, int]:
+        """(the source of a sample, how many samples of that source come before it)."""
+        block = self.block_of(sample)
+        order = block.order[: sample - block.first + 1]
+        source = int(order[-1])
+        return self.names[source], block.taken[source] + int(np.count_nonzero(order[:-1] == source))
 
     def counts(self, samples: int) -> dict[str, int]:
         """How many of the first `samples` of the run are of each source."""
-        lanes = range(self.lanes)
-        return {name: sum(self.count(name, lane, samples) for lane in lanes) for name in self.names}
+        block = self.block_of(samples)
+        inside = np.bincount(block.order[: samples - block.first], minlength=len(self.names))
+        return {name: block.taken[number] + int(inside[number]) for number, name in enumerate(self.names)}
+
+    def number_in_lane(self, sample: int) -> int:
+        """How many samples of its source come before a sample in its lane."""
+        name, _ = self.locate(sample)
+        return int(self.count_lanes(sample)[self.names.index(name), sample % self.lanes])
+
+    def cursors(self, samples: int) -> dict[str, list[int]]:
+        """How many of the first `samples` of the run are of each source, in each lane."""
+        if self.lanes == 1:
+            return {name: [count] for name, count in self.counts(samples).items()}
+        return dict(zip(self.names, self.count_lanes(samples).tolist(), strict=True))
+
+    def count_lanes(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` of the run are of each source (rows) in each lane (columns)."""
+        segment, block = self.segment_of(samples), self.block_of(samples)
+        first, cursors = self.counted
+        if not segment.first <= first <= block.first:
+            zeros = [0] * self.lanes
+            first, cursors = segment.first, np.array([segment.cursors.get(name, zeros) for name in self.names])
+        while first < block.first:
+            first, cursors = first + BLOCK, cursors + self.count_in_block(first, BLOCK)
+        self.counted = (first, cursors)
+        return cursors + self.count_in_block(first, samples - first)
+
+    def count_in_block(self, first: int, samples: int) -> np.ndarray:
+        """As `count_lanes`, of the first `samples` of the block that begins with the sample `first`."""
+        lanes = np.arange(first, first + samples) % self.lanes
+        places = self.block_of(first).order[:samples] * self.lanes + lanes
+        return np.bincount(places, minlength=len(self.names) * self.lanes).reshape(-1, self.lanes)
 
     def shares_at(self, sample: int) -> dict[str, float]:
         """The share of the tokens that each source has at a sample."""
-        return self.history[self.segment_of(sample)].shares()
+        return self.segment_of(sample).shares()
 
 
-def begin_history(
+def with_cursors(begins: list[Segment], seed: int, lanes: int) -> list[Segment]:
+    """Segments that follow each other, each with the cursors that those before it leave; the first has its own."""
+    segments = begins[:1]
+    for begin in begins[1:]:
+        cursors = Mixture(segments, seed, lanes).cursors(begin.first)
+        segments.append(dataclasses.replace(begin, cursors=cursors))
+    return segments
+
+
+def begin_segments(
     weights: dict[str, Fraction],
     per_sample: dict[str, Fraction],
     stages: list[flags.Stage],
@@ -211,7 +169,8 @@ def begin_history(
     first: int = 0,
 ) -> list[Segment]:
     """The segments of a run from sample `first` on, which comes after so many steps: the weights, then each stage from
-    the step on that is nearest to its share of the planned run. Stages that would have begun earlier begin there."""
+    the step on that is nearest to its share of the planned run. Stages that would have begun earlier begin there. None
+    has cursors."""
     segments = [Segment(first, weights, per_sample)]
     for stage in stages:
         begin = first + (round(stage.begin * num_steps) - steps_before) * samples_per_step
@@ -266,14 +225,14 @@ class DataRecord:
     plain: str | None  # whose order is independent of its name: the only source at the run's first start
     lanes: int
     asked: dict[str, Any]  # the weights and stages of the command line
-    history: list[Segment]
+    segments: list[Segment]  # a resumed run reads on by the last that has begun, --show-samples by those before it too
     step_sizes: list[StepSize]
     removed: dict[str, dict[str, Any]] = field(default_factory=dict)  # earlier sources may come back
 
     def record(self) -> dict[str, Any]:
         """As JSON holds it."""
         record = dataclasses.asdict(self)
-        for segment in record["history"]:
+        for segment in record["segments"]:
             for name in ("weights", "per_sample"):
                 segment[name] = {source: str(number) for source, number in segment[name].items()}
         return record
@@ -296,13 +255,13 @@ class DataRecord:
 def read_record(manifest: dict[str, Any]) -> DataRecord:
     """What a checkpoint's manifest records."""
     record = manifest["data"]
-    history = []
-    for segment in record["history"]:
+    segments = []
+    for segment in record["segments"]:
         weights = {name: Fraction(weight) for name, weight in segment["weights"].items()}
         per_sample = {name: Fraction(tokens) for name, tokens in segment["per_sample"].items()}
-        history.append(Segment(segment["first"], weights, per_sample))
+        segments.append(Segment(segment["first"], weights, per_sample, segment["cursors"]))
     sizes = [StepSize(**size) for size in record["step_sizes"]]
-    return DataRecord(**record | {"history": history, "step_sizes": sizes})
+    return DataRecord(**record | {"segments": segments, "step_sizes": sizes})
 
 
 def renamed(record: DataRecord, name: str) -> DataRecord:
@@ -312,13 +271,16 @@ def renamed(record: DataRecord, name: str) -> DataRecord:
     def rename(values: dict[str, Any]) -> dict[str, Any]:
         return {name if key == old else key: value for key, value in values.items()}
 
-    history = [Segment(part.first, rename(part.weights), rename(part.per_sample)) for part in record.history]
+    segments = [
+        Segment(part.first, rename(part.weights), rename(part.per_sample), rename(part.cursors))
+        for part in record.segments
+    ]
     return dataclasses.replace(
         record,
         sources=rename(record.sources),
         plain=name if record.plain == old else record.plain,
         asked=record.asked | {"weights": rename(record.asked["weights"])},
-        history=history,
+        segments=segments,
     )
 
 
@@ -343,18 +305,23 @@ def record_of_run(
     given = {source.name: None if source.weight is None else str(source.weight) for source in settings.sources()}
     asked = {"weights": given, "stages": list(settings.mixture_stage or ())}
     stages = flags.stages_of(settings.mixture_stage)
-    planned = begin_history(weights, per_sample, stages, settings.num_steps, samples_per_step, step, samples)
+    planned = begin_segments(weights, per_sample, stages, settings.num_steps, samples_per_step, step, samples)
     if before is None:
         plain = next(iter(sources)) if len(sources) == 1 else None
-        return DataRecord(sources, plain, lanes, asked, planned, [StepSize(0, 0, samples_per_step)])
-    sizes, history = before.step_sizes, before.history
+        segments = with_cursors(planned, settings.seed, lanes)
+        return DataRecord(sources, plain, lanes, asked, segments, [StepSize(0, 0, samples_per_step)])
+    sizes, segments = before.step_sizes, before.segments
     if sizes[-1].samples != samples_per_step:
         sizes = [*sizes, StepSize(step, samples, samples_per_step)]
     if not same_mixture(before.asked, asked):
-        history = [segment for segment in history if segment.first < planned[0].first] + planned
+        begun = [segment for segment in segments if segment.first < samples]
+        planned[0] = dataclasses.replace(
+            planned[0], cursors=Mixture(segments, settings.seed, before.lanes).cursors(samples)
+        )
+        segments = begun + with_cursors(planned, settings.seed, before.lanes)
     known = before.removed | before.sources
     removed = {name: rules for name, rules in known.items() if name not in sources}
-    return DataRecord(sources, before.plain, before.lanes, asked, history, sizes, removed)
+    return DataRecord(sources, before.plain, before.lanes, asked, segments, sizes, removed)
 
 
 def same_mixture(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -381,6 +348,6 @@ def describe_changes(before: DataRecord, now: DataRecord, samples: int) -> list[
     changes = [f"source {name} added" for name in now.sources if name not in before.sources]
     changes += [f"source {name} removed" for name in before.sources if name not in now.sources]
     if not same_mixture(before.asked, now.asked):
-        old, new = ([part for part in record.history if part.first <= samples][-1] for record in (before, now))
+        old, new = ([part for part in record.segments if part.first <= samples][-1] for record in (before, now))
         changes.append(f"mixture {old.describe()} -> {new.describe()}")
     return changes

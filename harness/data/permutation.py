@@ -1,8 +1,11 @@
-"""Permutations that are computed number by number and stored nowhere: the order of a source's windows, and of the
-chunks of a stream."""
+"""Orders that follow from a key: permutations that are computed number by number and stored nowhere, for the windows of
+a source, and parts that are spread evenly, for the sources of a mixture."""
 
 import hashlib
 import math
+from collections.abc import Sequence
+
+import numpy as np
 
 ROUNDS = 8  # with 4, pairs of neighbours in small permutations are measurably not random
 
@@ -29,3 +32,17 @@ def permuted(number: int, size: int, key: str) -> int:
 def keyed(text: str) -> int:
     """64 bits that look random, a pure function of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def spread(counts: Sequence[int], key: str) -> np.ndarray:
+    """The numbers of parts, each as many times as its count says, spread evenly over a circle in another order for each
+    key: of a part that comes c times each one lies at random in its own of c equal stretches. Each place is as likely
+    to have any one of them; without the turn of the circle light parts would be rare at its beginning."""
+    total = sum(counts)
+    if total == max(counts):  # one part, as most runs have: nothing to sort
+        return np.full(total, np.argmax(counts))
+    bits = np.frombuffer(hashlib.shake_256(key.encode()).digest(8 * (total + 1)), "<u8")
+    numbers = np.concatenate([np.arange(count) for count in counts])
+    places = (numbers + bits[:total] / 2**64) / np.repeat(counts, counts)
+    order = np.repeat(np.arange(len(counts)), counts)[np.argsort(places, kind="stable")]
+    return np.roll(order, int(bits[total]) % total)

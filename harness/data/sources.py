@@ -58,7 +58,7 @@ def load(
 
     Args:
         manifest: that of the checkpoint that the run goes on from: its sources are read by its rules, and the mixture
-            goes on from its history.
+            goes on from its cursors.
         whole: whether the data was not trained on, and all documents of a source without a held-out split are held out.
     """
     from accelerate import PartialState  # not with this file: it loads much that nothing here needs
@@ -380,7 +380,7 @@ def describe(
     if any(corpus.kind == "text" for corpus in corpora):
         lines["documents"] = describe_ends(tokenizer)
     if not alone:
-        first, *later = data.record.history
+        first, *later = data.record.segments
         shares = [first.describe()]
         shares += [f"from step {data.record.step_of_sample(segment.first):,} {segment.describe()}" for segment in later]
         lines["mixture"] = "; ".join(shares)

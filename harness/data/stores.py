@@ -1,5 +1,5 @@
 """Stores: what lies at a URL such as `s3://bucket/folder`, listed and read through fsspec, without a copy on this
-machine. A request is tried again where it may pass. Independent of what the files hold."""
+machine. A request is tried again where it may pass."""
 
 import glob
 import io

@@ -1,5 +1,5 @@
 """Streams: a corpus that is read and tokenized while training. It is cut into chunks, which are dealt to lanes; a rank
-opens the lanes of its own samples. Independent of which sample is read when.
+opens the lanes of its own samples.
 
 A chunk is a part of files that can be cut, or a packed file. Each epoch a lane takes its chunks in an order of its own
 and reads each in pieces, whose documents it shuffles. Its windows are cut from their tokens end to end. A position from

@@ -1,5 +1,5 @@
 """Windows: the tokens of a corpus end to end, and the samples that are cut from them: `seq_len + 1` tokens each, cut
-anywhere or, best-fit, of whole documents with padding at their end. Independent of where tokens come from."""
+anywhere or, best-fit, of whole documents with padding at their end."""
 
 import copy
 import functools

@@ -1,12 +1,15 @@
-"""Mixtures: exact shares after any number of samples, and an order that is a function of the sample and the history."""
+"""Mixtures: exact shares at the end of each block, sources that are read on, an order that follows from a number."""
 
+import json
+import math
 import random
 from collections import Counter
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
-from harness.data.mixture import Mixture, Segment, describe_changes, record_of_run
+from harness.data.mixture import BLOCK, Mixture, Segment, describe_changes, read_record, record_of_run
 from harness.flags import parse_args
 
 WEIGHTS = {"a": 441, "b": 3, "c": 21, "d": 1000, "e": 452, "f": 2, "g": 1, "h": 1000, "i": 1000}
@@ -17,59 +20,74 @@ def segment(first: int, **weights) -> Segment:
     return Segment(first, fractions, dict.fromkeys(weights, Fraction(1)))
 
 
-def random_history(generator: random.Random) -> list[Segment]:
-    names = "abcdefg"[: generator.randint(1, 7)]
-    history, first = [], 0
-    for _ in range(generator.randint(1, 4)):
-        chosen = generator.sample(names, generator.randint(1, len(names)))
-        history.append(segment(first, **{name: Fraction(generator.randint(1, 1000), 1000) for name in chosen}))
-        first += generator.randint(1, 300)
-    return history
+def record(dataset: str, stages: str = "", *before, lanes: int = 1, samples_per_step: int = 8):
+    """What a run of these flags records, that begins or goes on from (record, steps, samples)."""
+    settings = parse_args(["--dataset", *dataset.split(), "--num-steps", "100", *stages.split()])
+    weights = {source.name: source.weight for source in settings.sources()}
+    ones, rules = dict.fromkeys("abcde", Fraction(1)), {name: {} for name in weights}
+    return record_of_run(settings, rules, weights, ones, samples_per_step, lanes, *before)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_numbers_of_a_history_agree_sample_by_sample(seed):
-    lanes, counts = (1, 4, 7, 24)[seed % 4], Counter()
-    mixture = Mixture(random_history(random.Random(seed)), lanes)
-    for sample in range(900):
-        name, lane, number = mixture.locate(sample)
-        assert lane == sample % lanes and number == counts[name, lane]
-        if sample % 37 == 0:
-            for source in mixture.names:
-                assert mixture.counts(sample)[source] == sum(counts[source, lane] for lane in range(lanes))
-        counts[name, lane] += 1
+@pytest.mark.parametrize("lanes", [1, 4, 7, 24])
+def test_a_mixture_that_changes_at_resumes_reads_each_source_on_from_where_it_was(lanes):
+    """Also one that was left out for a while, in a stage as well; and any sample is found by its number alone."""
+    run = record("x/a:3 x/b:2 x/c:1", lanes=lanes, samples_per_step=40)
+    run = record("x/a:1 x/c:5", "--mixture-stage 0.5:a=1", run, 13, 520, lanes=lanes, samples_per_step=40)
+    run = record("x/c:1 x/b:1 x/e:0.001", "--mixture-stage 0.75:e=2,b=1", run, 60, 2400, samples_per_step=40)
+    run = read_record({"data": json.loads(json.dumps(run.record()))})
+    assert [segment.first for segment in run.segments] == [0, 520, 2000, 2400, 3000]
+    mixture, taken, in_lane = Mixture(run.segments, 42, lanes), Counter(), Counter()
+    for sample in range(6000):
+        name, number = mixture.locate(sample)
+        assert (number, mixture.number_in_lane(sample)) == (taken[name], in_lane[name, sample % lanes])
+        taken[name] += 1
+        in_lane[name, sample % lanes] += 1
+    assert mixture.counts(6000) == taken and set(taken) == set("abce")
+    for sample in random.Random(0).sample(range(6000), 40):
+        anew = Mixture(run.segments, 42, lanes)
+        assert anew.locate(sample) == mixture.locate(sample)
+        assert anew.number_in_lane(sample) == mixture.number_in_lane(sample)
 
 
-@pytest.mark.parametrize("weights, lanes", [({"a": 7, "b": 3}, 8), ({"a": 999, "b": 1}, 64), (WEIGHTS, 1024)])
-def test_in_lanes_each_source_is_within_six_samples_of_its_share_and_read_alike_in_each(weights, lanes):
-    mixture, total, counts = Mixture([segment(0, **weights)], lanes), sum(weights.values()), Counter()
-    for sample in range(3000):
-        counts[mixture.locate(sample)[0]] += 1
-        for source, weight in weights.items():
-            assert abs(counts[source] - weight * (sample + 1) / total) < 6
-    turns = 10**6
-    for source, weight in weights.items():
-        for lane in range(0, lanes, 37):
-            assert abs(mixture.count(source, lane, turns * lanes) - turns * weight / total) < 12
+@pytest.mark.parametrize(
+    "weights, within",
+    [
+        ((7, 3), 0.5),
+        ((999, 1), 0.5),
+        ((1, 2, 4), 1),
+        ((10**6, 10**6, 1), 1),
+        ((0.4, 0.3, 0.2, 0.1), 2),
+        (tuple(WEIGHTS.values()), 2),
+    ],
+)
+def test_each_source_has_its_share_at_the_end_of_a_block_and_nearly_so_inside(weights, within):
+    mixture = Mixture([segment(0, **{f"s{number}": weight for number, weight in enumerate(weights)})], 3)
+    shares = np.array(weights) / sum(weights)
+    found = [int(mixture.locate(sample)[0][1:]) for sample in range(12 * BLOCK)]
+    counts = np.cumsum(np.array(found)[:, None] == range(len(weights)), axis=0)
+    apart = np.abs(counts - np.arange(1, 12 * BLOCK + 1)[:, None] * shares)
+    assert (apart[BLOCK - 1 :: BLOCK] <= within).all()
+    assert (apart <= within + 2 + 2 * shares * (len(weights) - 2)).all() and apart.max() < within + 3
+
+
+@pytest.mark.parametrize("weights, lanes", [({"a": 1, "b": 1}, 8), ({"a": 7, "b": 3}, 10), (WEIGHTS, 1024)])
+def test_each_lane_has_about_its_share_of_each_source(weights, lanes):
+    """Also where a regular order would give all samples of a source to every second lane."""
+    samples, total = 1000 * lanes, sum(weights.values())
+    mixture = Mixture([segment(0, **weights)], 3, lanes)
+    for name, of_lanes in mixture.cursors(samples).items():
+        share = weights[name] / total
+        spread = math.sqrt(1000 * share * (1 - share))  # of independent draws
+        assert np.abs(np.array(of_lanes) - 1000 * share).max() < 6 * spread + 2, name
 
 
 def test_a_stage_given_at_a_resume_begins_at_its_step_though_steps_before_it_had_other_sizes():
-    def record(stages: list[str], samples_per_step: int, *before):
-        settings = parse_args(["--dataset", "x/a:1", "x/b:1", "--num-steps", "100", *stages])
-        ones, rules = dict.fromkeys("ab", Fraction(1)), {"a": {}, "b": {}}
-        return record_of_run(settings, rules, ones, ones, samples_per_step, 1, *before)
-
-    then = record(["--mixture-stage", "0.75:b=1"], 4, record([], 8), 50, 400)
-    assert then.history[-1].first == then.samples_of_step(76).start == 500
+    both = "x/a:1 x/b:1"
+    then = record(both, "--mixture-stage 0.75:b=1", record(both), 50, 400, samples_per_step=4)
+    assert then.segments[-1].first == then.samples_of_step(76).start == 500
 
 
 def test_the_same_shares_written_otherwise_are_the_same_mixture():
-    def record(dataset: str, stages: str = "", *before):
-        settings = parse_args(["--dataset", *dataset.split(), "--num-steps", "100", *stages.split()])
-        weights = {source.name: source.weight for source in settings.sources()}
-        ones, rules = dict.fromkeys("abc", Fraction(1)), {name: {} for name in "abc"}
-        return record_of_run(settings, rules, weights, ones, 8, 1, *before)
-
     stage = "--mixture-stage 0.5:a=3,b=1"
     first = record("x/a:0.5 x/b:0.3 x/c:0.2", stage)
     for dataset, stages in (
@@ -77,6 +95,6 @@ def test_the_same_shares_written_otherwise_are_the_same_mixture():
         ("x/c:20 x/a:50 x/b:30", "--mixture-stage .50:a=0.75,b=0.25,c=0"),
     ):
         now = record(dataset, stages, first, 25, 200)
-        assert now.history == first.history and describe_changes(first, now, 200) == []
+        assert now.segments == first.segments and describe_changes(first, now, 200) == []
     other = record("x/a:5 x/b:3 x/c:3", stage, first, 25, 200)
-    assert other.history != first.history and describe_changes(first, other, 200)
+    assert other.segments != first.segments and describe_changes(first, other, 200)

@@ -1,7 +1,6 @@
 """Runs of several sources by the program itself: their samples on any number of ranks, their resumes, their figures."""
 
 import contextlib
-import itertools
 import json
 import shutil
 
@@ -53,7 +52,8 @@ def run(device, flags, corpora, tmp_path, monkeypatch):
         steps: dict[int, list[list[int]]] = {}
         with recording(steps):
             train([*flags, "--output-dir", output, *more], device, Stop(stop_after))
-        return dict(itertools.islice(steps.items(), stop_after if stop_after > 0 else None))  # not one that was cut off
+        done = metrics_of(output / "r")[-1]["step"]  # a stop may come when the next batch is there
+        return {step: windows for step, windows in steps.items() if step <= done}
 
     return start_run
 
@@ -113,8 +113,10 @@ def test_a_stage_begins_at_its_step_also_when_the_run_becomes_longer(run, tmp_pa
     mixed = words("--dataset a=a.npy:3 b=b.npy:1 --mixture-stage 0.5:b=1")
     begun = counts_of(run(*mixed, stop_after=3))
     went_on = counts_of(run(*mixed, "--num-steps", "12"))
-    assert begun == {step: {"a": 3, "b": 1} for step in (1, 2, 3)}
-    assert went_on == {4: {"a": 3, "b": 1}} | {step: {"b": 4} for step in range(5, 13)}
+    assert list(begun) == [1, 2, 3] and list(went_on) == [*range(4, 13)]
+    counts = begun | went_on
+    assert sum(counts[step]["a"] for step in range(1, 5)) == 12
+    assert all(counts[step] == {"b": 4} for step in range(5, 13))
     shares = [(line["share/a"], line["share/b"]) for line in metrics_of(tmp_path / "r") if not line.get("final")]
     assert shares == [(0.75, 0.25)] * 4 + [(0.0, 1.0)] * 8
 
@@ -128,10 +130,48 @@ def test_a_run_of_one_source_goes_on_in_its_order_as_a_mixture_and_back(run, tmp
     first = run(*words("--dataset a.npy"), stop_after=3)
     mixed = run(*words("--dataset a=a.npy:1 b=b.npy:1"), stop_after=3)
     back = run(*words("--dataset a.npy"), stop_after=1)
-    again = run(*words("--dataset a.npy"))  # whose history has three segments
+    again = run(*words("--dataset a.npy"))  # whose record has three segments
     found = windows_of("a", first, mixed, back, again)
-    assert len(found) == 12 + 6 + 8
+    assert len(found) == 12 + len(windows_of("a", mixed)) + 8
     assert found == windows_of("a", alone)[: len(found)]
+
+
+def test_a_mixture_that_changes_at_a_resume_reads_each_source_on_from_where_it_was(run, tmp_path):
+    whole = run(*words("--dataset a=a.npy:1 b=b.npy:1 c=c.npy:1 --num-steps 24"), output=tmp_path / "whole")
+    runs = [
+        run(*words("--dataset a=a.npy:1 b=b.npy:1 --num-steps 12"), stop_after=3),
+        run(*words("--dataset a=a.npy:1 b=b.npy:3 --num-steps 12"), stop_after=2),
+        run(*words("--dataset b=b.npy:1 c=c.npy:1 --num-steps 12"), stop_after=2),
+        run(*words("--dataset a=a.npy:2 b=b.npy:1 c=c.npy:1 --num-steps 12")),
+    ]
+    assert [list(steps) for steps in runs] == [[1, 2, 3], [4, 5], [6, 7], [8, 9, 10, 11, 12]]
+    for name in TOKENS:
+        found = windows_of(name, *runs)
+        assert len(found) > 3 and found == windows_of(name, whole)[: len(found)]
+
+
+def test_a_streamed_mixture_that_changes_at_a_resume_reads_each_lane_on_from_where_it_was(run, tmp_path):
+    streams = words("--streaming --streams 2")
+
+    def of_lanes(*runs: dict[int, list]) -> list[list[tuple]]:
+        samples = [tuple(window) for steps in runs for step in sorted(steps) for window in steps[step]]
+        return [samples[0::2], samples[1::2]]
+
+    alone = {
+        name: of_lanes(run("--dataset", f"{name}.jsonl", *streams, output=tmp_path / name)) for name in ("web", "code")
+    }
+    mixed = [
+        run(*words("--dataset web=web.jsonl:1 code=code.jsonl:1"), *streams, stop_after=3),
+        run(*words("--dataset web=web.jsonl:1 code=code.jsonl:3"), *streams, stop_after=2),
+        run(*words("--dataset web=web.jsonl:1"), *streams, stop_after=1),
+        run(*words("--dataset web=web.jsonl:1 code=code.jsonl:1"), *streams),
+    ]
+    for lane, found in enumerate(of_lanes(*mixed)):
+        assert len(found) == 16
+        for windows in (of_lane[lane] for of_lane in alone.values()):
+            of_source = [window for window in found if window in windows]
+            assert len(of_source) > 3 and of_source == windows[: len(of_source)]
+        assert set(found) <= {window for of_lane in alone.values() for window in of_lane[lane]}
 
 
 def test_a_source_whose_file_changed_is_refused_in_one_line(run, corpora, tmp_path):
@@ -150,10 +190,11 @@ def test_a_source_whose_file_changed_is_refused_in_one_line(run, corpora, tmp_pa
 
 
 def test_too_many_epochs_are_refused_before_the_run_with_their_number(run, tmp_path):
-    with pytest.raises(UserError, match=r"--max-epochs 2\.9: b would be read 3 times in 62 steps"):
-        run(*words("--dataset a=a.npy:1 b=b.npy:3 --num-steps 62 --max-epochs 2.9"))
+    steps = "--num-steps 256"  # 1,024 samples, of which b has 768
+    with pytest.raises(UserError, match=r"--max-epochs 12: b would be read 12\.39 times in 256 steps"):
+        run(*words(f"--dataset a=a.npy:1 b=b.npy:3 {steps} --max-epochs 12"))
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
-    assert run(*words("--dataset a=a.npy:1 b=b.npy:3 --num-steps 62 --max-epochs 3"), stop_after=1)
+    assert run(*words(f"--dataset a=a.npy:1 b=b.npy:3 {steps} --max-epochs 12.4"), stop_after=1)
 
 
 def test_a_streamed_mixture_goes_on_where_it_was_in_other_batches(run, tmp_path):
