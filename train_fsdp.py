@@ -551,8 +551,6 @@ def main(settings: flags.Settings) -> None:
     with job.World(settings, lambda: plan.memory_advice(settings)) as world:
         if settings.plan:
             plan.print_plan(settings, RECIPE)
-        elif settings.measure:
-            plan.measure_device(settings, RECIPE, world)
         else:
             world.exit_code = run(settings, world.meet(), world.stop)
 

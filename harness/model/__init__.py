@@ -4,7 +4,7 @@ on any number of ranks, and nothing in it knows of runs, checkpoints' files or r
 Elsewhere: `from harness import model as models`, as a model is called `model` there.
 """
 
-from harness.model.attention import any_attention_kernel, choose_attention, describe_attention
+from harness.model.attention import choose_attention, describe_attention
 from harness.model.collectives import finish_sharding, fsdp_group, sharded_modules
 from harness.model.configs import choose_sequence_length, find_source, load_config, read_generation_config
 from harness.model.finite import loss_and_norm, loss_without_data
@@ -27,7 +27,6 @@ __all__ = [
     "MENDED",
     "PretrainedWeights",
     "adapt_forward",
-    "any_attention_kernel",
     "as_in_checkpoint",
     "build_optimizer",
     "check_float8",
