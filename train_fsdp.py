@@ -261,7 +261,7 @@ def evaluate(
         for of_source, windows in zip(totals, held_out.values(), strict=True):
             for batch in data.held_out_batches(settings, windows, device):
                 job.enter_phase("evaluation")  # anew, as the ranks wait for each other in each batch
-                tokens = (batch["labels"] != models.IGNORE_INDEX).sum()
+                tokens = (batch["labels"] != base.IGNORE_INDEX).sum()
                 loss = model(**batch, use_cache=False).loss
                 of_source += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)

@@ -6,6 +6,7 @@ from harness.base.devices import CLOCK_STOPPED, GIB, give_back_freed_memory, mem
 from harness.base.errors import NoSplitError, UserError
 from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, Gpu, choose_kind, find_gpu, unlisted
 from harness.base.hub import answer_from_cache_without_network
+from harness.base.labels import IGNORE_INDEX
 from harness.base.ranks import from_main_process, of_all_ranks, on_main_rank, with_all_ranks
 from harness.base.saved import (
     FORMAT,
@@ -40,6 +41,7 @@ __all__ = [
     "CONTEXT_GIB",
     "FORMAT",
     "GIB",
+    "IGNORE_INDEX",
     "MANIFEST",
     "NCCL_GIB",
     "OLDEST_TORCHAO",
