@@ -261,7 +261,7 @@ def evaluate(
         for of_source, windows in zip(totals, held_out.values(), strict=True):
             for batch in data.held_out_batches(settings, windows, device):
                 job.enter_phase("evaluation")  # anew, as the ranks wait for each other in each batch
-                tokens = (batch["labels"] != models.IGNORE_INDEX).sum()
+                tokens = (batch["labels"] != base.IGNORE_INDEX).sum()
                 loss = model(**batch, use_cache=False).loss
                 of_source += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
@@ -551,8 +551,6 @@ def main(settings: flags.Settings) -> None:
     with job.World(settings, lambda: plan.memory_advice(settings)) as world:
         if settings.plan:
             plan.print_plan(settings, RECIPE)
-        elif settings.measure:
-            plan.measure_device(settings, RECIPE, world)
         else:
             world.exit_code = run(settings, world.meet(), world.stop)
 

@@ -28,7 +28,7 @@ import train_fsdp
 from harness import plan as planning
 from harness.flags import parse_args
 
-FLAGS = ["--plan", "--json", "--plan-seconds", "0", "--plan-rates", "none", "--plan-gpus", "1", "--plan-gpu"]
+FLAGS = ["--plan", "--json", "--plan-seconds", "0", "--plan-gpus", "1", "--plan-gpu"]
 KINDS = ("matmul", "attention", "memory", "optimizer", "gaps", "launches")
 
 

@@ -33,6 +33,7 @@ import fnmatch
 import importlib.metadata
 import json
 import pathlib
+import pkgutil
 import re
 import statistics
 import sys
@@ -85,6 +86,8 @@ def loss_in_bf16(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.
 
 
 FULL_LOSS = models.full_loss
+RATES = "harness.plan.rates.assumed_rates"
+assumed_rates = pkgutil.resolve_name(RATES)
 
 
 def compiled_loss(*logits_and_labels, **options) -> torch.Tensor:
@@ -106,13 +109,12 @@ def plan(run: dict) -> dict:
     """What `train_fsdp.py --plan --json` says of a run, in this process: loading torch takes longer than a plan.
 
     Raises:
-        UserError: the flags, the config or the rates are refused.
+        UserError: the flags or the config are refused.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        rates = pathlib.Path(folder, "rates.json")
-        rates.write_text(json.dumps(run["rates"]))
         pathlib.Path(folder, "config.json").write_text(json.dumps(run["config"]))
-        flags = ["--plan", "--json", "--plan-seconds", "0", "--plan-rates", str(rates) if run["rates"] else "none"]
+        stack.enter_context(mock.patch(RATES, lambda kind, flash: assumed_rates(kind, flash) | (run["rates"] or {})))
+        flags = ["--plan", "--json", "--plan-seconds", "0"]
         for name in run["otherwise"]:
             stack.enter_context(mock.patch(*OTHERWISE[name]))
         settings = parse_args([*flags, *run["flags"].replace("CONFIG", folder).split()])

@@ -53,7 +53,7 @@ def resolve(
     known = dataclasses.replace(
         known, batch_size=batch.size, gradient_accumulation_steps=batch.accumulation, given=batch.given
     )
-    if not (asked.plan or asked.measure):
+    if not asked.plan:
         steps, warmup = job.count_steps(known, manifest)
         windows = state.count_eval_windows(known, batch.size, manifest)
         known = dataclasses.replace(known, num_steps=steps, warmup_steps=warmup, eval_windows=windows)

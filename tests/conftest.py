@@ -67,7 +67,18 @@ def copy_program(folder: pathlib.Path) -> pathlib.Path:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train_fsdp.py", "utils.py", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
+    runs = "benchmarks/results/gpu.json"  # a plan has them as its evidence
+    (folder / runs).parent.mkdir(parents=True)
+    shutil.copy(ROOT / runs, folder / runs)
     return folder
+
+
+def copy_with_gpu(folder: pathlib.Path, name: str, memory_gib: float) -> pathlib.Path:
+    """The script of a copy of the program whose table of GPUs has one more, of 1,000 dense TFLOPS."""
+    table = copy_program(folder) / "assets" / "gpus.csv"
+    row = f"{name},{name},1000,{memory_gib},4000,450,50,2,0,0.9,0,the vendor's datasheet"
+    table.write_text(f"{table.read_text()}{row}\n")
+    return folder / "train_fsdp.py"
 
 
 def start(

@@ -166,16 +166,6 @@ def impatient(environment: dict, *argv: str) -> None:
     program(*argv)
 
 
-def measured(slow: int | None, *argv: str) -> None:
-    """The program with --measure, in a hurry; the rank `slow` does all work three times."""
-    from harness.plan import measure
-
-    measure.PATIENCE, median_and_work = 0.2, measure.median_and_work
-    if slow is not None and os.environ["RANK"] == str(slow):
-        measure.median_and_work = lambda call: median_and_work(lambda: (call(), call(), call()))
-    program("--measure", *argv)
-
-
 def stalled(how: str, *argv: str) -> None:
     """The program, of which one rank stalls: it reads or saves for ever, or is stopped before the ranks meet. With
     `lock` rank 1 reads for ever, and rank 0 holds the interpreter's lock meanwhile."""

@@ -122,7 +122,7 @@ def measure(argv, device) -> dict:
 
 def plan(argv, ranks: int) -> dict:
     """The plan of these flags for so many ranks, by assumed rates."""
-    flags = ["--plan", "--plan-seconds", "0", "--plan-rates", "none", "--plan-gpus", str(ranks)]
+    flags = ["--plan", "--plan-seconds", "0", "--plan-gpus", str(ranks)]
     return planning.make_plan(parse_args([*flags, *argv]), train_fsdp.RECIPE)[1]
 
 

@@ -4,8 +4,9 @@ imports no torch, and none of it knows a wing."""
 from harness.base.console import leave, never_fail, record_error, send, tell_json
 from harness.base.devices import CLOCK_STOPPED, GIB, give_back_freed_memory, memory_figures, wait_for_device
 from harness.base.errors import NoSplitError, UserError
-from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, RATES, Gpu, choose_kind, find_gpu, read_rates, unlisted
+from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, Gpu, choose_kind, find_gpu, unlisted
 from harness.base.hub import answer_from_cache_without_network
+from harness.base.labels import IGNORE_INDEX
 from harness.base.ranks import from_main_process, of_all_ranks, on_main_rank, with_all_ranks
 from harness.base.saved import (
     FORMAT,
@@ -40,10 +41,10 @@ __all__ = [
     "CONTEXT_GIB",
     "FORMAT",
     "GIB",
+    "IGNORE_INDEX",
     "MANIFEST",
     "NCCL_GIB",
     "OLDEST_TORCHAO",
-    "RATES",
     "ROOT",
     "Gpu",
     "NoSplitError",
@@ -74,7 +75,6 @@ __all__ = [
     "read_config",
     "read_json",
     "read_manifest",
-    "read_rates",
     "read_template",
     "record_error",
     "refuse_missing_packages",

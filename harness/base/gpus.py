@@ -4,26 +4,10 @@ drivers call them. Imports no torch, so that a wrong --plan-gpu is answered at o
 from __future__ import annotations  # older interpreters read this far, to be told so
 
 import csv
-import json
-import pathlib
 import re
 from typing import Any, NamedTuple, get_type_hints
 
-from harness.base.errors import UserError
-from harness.base.text import first_line
 from harness.base.versions import ROOT
-
-# The rates that describe a kind that is not in the table, with an example: about what programs reach on an L40S.
-DESCRIBED = {
-    "memory_gib": 44.4,
-    "matmul_tflops": 217,
-    "attention_tflops": 217,
-    "memory_gb_per_s": 778,
-    "intra_node_gb_per_s": 26,
-    "inter_node_gb_per_s": 12,
-}
-RATES = (*DESCRIBED, "fp8_tflops", "peak_tflops", "host_us", "kernel_us")
-ABOUT = ("device", "date", "torch")  # what --measure says beside its rates: text
 
 # What a process holds of the card beyond what its tensors need, in GiB; assumed, not measured.
 CONTEXT_GIB = 0.6  # CUDA context, cuBLAS and cuDNN with their workspaces
@@ -96,35 +80,7 @@ def beginnings(kind: str) -> set[str]:
     return names | {joined(kind.removeprefix("RTX "))}
 
 
-def unlisted(gpu: str, given: dict[str, Any]) -> str:
-    """What is wrong with a kind of GPU that is not in the table; empty where the rates in `given` describe it."""
-    lacking = [name for name in DESCRIBED if name not in given]
-    if not lacking:
-        return ""
-    if given:
-        advice = f"the file has to give {', '.join(lacking)} too"
-        return f"--plan-rates: {gpu!r} is not a kind that plans know, so {advice}"
-    own = f"describe another by --plan-rates FILE, JSON with what programs reach on it, such as {json.dumps(DESCRIBED)}"
-    return f"--plan-gpu {gpu!r}: not a kind that plans know. They know {', '.join(PLANNED)}; {own}"
-
-
-def read_rates(path: pathlib.Path) -> dict[str, Any]:
-    """The contents of a file of rates: of `RATES`, and of `ABOUT` where --measure wrote it.
-
-    Raises:
-        UserError: it cannot be read, or holds something else.
-    """
-    try:
-        contents = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or f"it is no JSON ({first_line(error)})"
-        raise UserError(f"--plan-rates {path}: {why}") from error
-    rates = contents.items() if isinstance(contents, dict) else ()
-    if unknown := {name for name, _ in rates} - {*RATES, *ABOUT}:
-        problem = f"no such rate: {', '.join(sorted(unknown))}; there are {', '.join(RATES)}"
-        raise UserError(f"--plan-rates {path}: {problem}")
-    numbers = [rate for name, rate in rates if name in RATES]
-    if not rates or not all(type(rate) in (int, float) and 1e-6 < rate < 1e12 for rate in numbers):
-        problem = f"needs a JSON object of positive numbers, such as {json.dumps(DESCRIBED)}"
-        raise UserError(f"--plan-rates {path}: {problem}")
-    return contents
+def unlisted(gpu: str) -> str:
+    """That plans do not know a kind of GPU, as an error."""
+    known = f"They know {', '.join(PLANNED)}; a row in assets/gpus.csv adds another"
+    return f"--plan-gpu {gpu!r}: not a kind that plans know. {known}"

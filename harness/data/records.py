@@ -25,7 +25,6 @@ DEFAULT_FIELD = ("input_ids", "text")
 CHAT_FIELD = "messages"  # of a conversation
 LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # 1 for each token that is trained on
 BESIDE_IDS = ("labels", "attention_mask", "position_ids", *LOSS_MASKS)  # fields of token ids, a number for each of them
-NOT_TRAINED_ON = -100  # the label that transformers leaves out of the loss
 
 
 class BadRecord(NamedTuple):
@@ -137,12 +136,12 @@ def check_ids(ids: np.ndarray, fields: dict[str, Any]) -> np.ndarray | LabelledI
     if beside.keys().isdisjoint(("labels", *LOSS_MASKS)):
         return ids
     labels = beside.get("labels", ids)
-    wrong = (labels != NOT_TRAINED_ON) & (labels != ids)
+    wrong = (labels != base.IGNORE_INDEX) & (labels != ids)
     if wrong.any():
         at = int(wrong.argmax())
         problem = f"labels[{at + kept.start}] is {labels[at]}, where -100 and the token there, {ids[at]}, can be"
         return BadRecord(f"{problem} (labels are not shifted)")
-    trained = labels != NOT_TRAINED_ON
+    trained = labels != base.IGNORE_INDEX
     for name in LOSS_MASKS:
         trained &= beside.get(name, np.ones(len(ids))).astype(bool)
     return LabelledIds(ids, trained)

@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import Dataset
 
 from harness import base
+from harness.base import IGNORE_INDEX
 from harness.data.token_files import TokenFile
 
-IGNORE_INDEX = -100  # label of a position that the loss leaves out; that of harness/model/loss.py
 CHUNK = 2**24  # tokens that are looked at together where all are
 EVERY = 20  # one of so many documents is held out
 

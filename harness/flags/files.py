@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from harness.flags.commands import as_words
-from harness.flags.names import suggest
+from harness.flags.names import no_such_flag
 from harness.flags.settings import as_flag, flags_where
 
 
@@ -60,7 +60,7 @@ def words_of(key: str, flag: str, value: Any, actions: Mapping[str, argparse.Act
     elsewhere = ("--config", "--help", "--version")
     settable = {name for name in actions if name not in elsewhere and not name.startswith("--no-")}
     if flag not in settable:
-        raise ValueError(f"{key}: no such flag{suggest(flag, settable)}")
+        raise ValueError(f"{key}: {no_such_flag(flag, settable)}")
     is_switch = actions[flag].nargs == 0
     if is_switch != isinstance(value, bool):
         wanted = "true or false" if is_switch else "a value"

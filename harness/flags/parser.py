@@ -14,7 +14,7 @@ from harness import base
 from harness.flags.checkpoints import flags_of_checkpoint
 from harness.flags.files import read_flags
 from harness.flags.flag_types import number, text
-from harness.flags.names import INSTEAD, suggest
+from harness.flags.names import no_such_flag
 from harness.flags.rules import contradiction
 from harness.flags.settings import ASSETS, FLAGS, LENGTHS, Settings, as_flag, default_split, default_warmup
 
@@ -46,9 +46,7 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
                 self.error(f"{unknown[0]}: it stands behind no flag; --help lists them")
-            if name in INSTEAD:
-                self.error(f"{name}: no such flag any more; {INSTEAD[name]}")
-            self.error(f"{name}: no such flag{suggest(name, self.flags())}")
+            self.error(f"{name}: {no_such_flag(name, self.flags())}")
         return vars(args)
 
     def flags(self) -> dict[str, argparse.Action]:

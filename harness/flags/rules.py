@@ -104,15 +104,12 @@ def contradictions(s: Settings) -> Iterator[str]:
         yield f"--num-steps: {problem}; give --resume PATH, or --model DIR --init pretrained"
     if s.average_checkpoints and (s.num_steps or s.resume in ("none", "auto") or s.plan):
         yield "--average-checkpoints: goes with --num-steps 0 and --resume RUN, the folder of a run"
-    if s.batch_size == "auto" and (s.num_steps == 0 or s.measure):
+    if s.batch_size == "auto" and s.num_steps == 0:
         yield "--batch-size: auto is for a run that trains, or its plan; give a number"
     if s.json and not s.plan and (s.num_steps or not s.eval_interval):
         yield "--json: only with --plan, or with --num-steps 0 and --eval-interval"
-    if s.measure and s.plan:
-        yield "--measure: it trains nothing and plans nothing; run --plan after it"
-    gpu, has_file = s.plan_gpu or "cpu", s.plan_rates not in (None, "none")  # of a file a plan finds out what it says
-    if gpu.lower() != "cpu" and not has_file and not base.choose_kind(gpu)[0]:
-        yield base.unlisted(gpu, {})
+    if s.plan_gpu and not base.choose_kind(s.plan_gpu)[0]:
+        yield base.unlisted(s.plan_gpu)
 
     # Files that are not there, then what can have no effect
     if os.environ.get("RANK", "0") == "0":  # the others' disks, which may differ, are looked at later
@@ -157,7 +154,7 @@ def without_effect(s: Settings) -> Iterator[str]:
     of_others = {name for rules in OPTIMIZER_RULES.values() for name in rules.get("OWN_FLAGS", ()) if name not in own}
     yield from idle(" ".join(sorted(of_others)), f"--optimizer {s.optimizer} takes no such number or choice")
     if not s.own_plan and s.given.get("batch_size") != "auto":
-        yield from idle("plan_gpu plan_rates gpus_per_node", "nothing is planned with --no-own-plan")
+        yield from idle("plan_gpu gpus_per_node", "nothing is planned with --no-own-plan")
 
 
 def is_met(s: Settings, condition: str) -> bool:

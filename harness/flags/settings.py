@@ -181,12 +181,10 @@ class Settings:
     plan_gpus: tuple[int, ...] | None = flag(None, "number of GPUs to plan for, whole nodes where it is more than one; of several the first in full and all in a table [--gpus-per-node]", type=gpu_counts, metavar="N[,N...]", only_with="plan")
     plan_gpu: str | None = flag(None, "kind of GPU to plan for, such as 'H100 SXM' or B200; training prints that plan beside its own figures [this machine's, else H100 SXM]", metavar="NAME")
     gpus_per_node: int = flag(8, "GPUs between which a plan has the fast links of one node [8]")
-    plan_rates: str | None = flag(None, "flat JSON of rates in the place of those of the table: what --measure wrote, or matmul_tflops, attention_tflops, memory_gb_per_s, ...; none: the table's alone [what --measure wrote for this GPU, where it did]", metavar="FILE", type=path)
     plan_seconds: float = flag(30.0, "how long planning takes, from when torch is loaded, to within one configuration; 0 plans only what is asked for [30]", least=0, only_with="plan")
     gpu_hour_usd: float | None = flag(None, "price of one GPU for an hour; the plan says what a billion tokens cost, and with --num-steps the run", below=1_000_000, only_with="plan")
     json: bool = flag(False, "the plan, or with --num-steps 0 the evaluation, as one JSON object on stdout")
     plan_details: bool = flag(False, "the plan with memory, time and traffic of a step, and all that it takes for granted", only_with="plan")
-    measure: bool = flag(False, "no training: times products, attention, memory, launches and, under torchrun, links of this device for plans, in some seconds; names a slow rank or link")
     own_plan: bool = flag(True, "a run on a GPU is planned by a process beside it, and ends with that plan beside its own figures [on]")
 
     # no flags:
@@ -203,8 +201,8 @@ class Settings:
         return base.one_or_more(self.dataset)
 
     def trains(self) -> bool:
-        """Whether this process is to train, and does not plan, measure, print samples or only evaluate."""
-        return not (self.plan or self.measure or self.show_samples) and self.num_steps > 0
+        """Whether this process is to train, and does not plan, print samples or only evaluate."""
+        return not (self.plan or self.show_samples) and self.num_steps > 0
 
     def keeps_last(self) -> bool:
         """Whether the state after the last step is to be saved."""

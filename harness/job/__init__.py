@@ -14,7 +14,7 @@ Each name of the list has a docstring in its file.
 
 from harness.job.endings import STOPPED, at_exit, state_of
 from harness.job.folders import replace_file, take_folder
-from harness.job.heartbeats import HERE, RANKS, end_part, enter_phase, rank_name
+from harness.job.heartbeats import HERE, end_part, enter_phase
 from harness.job.preflight import check_disk, check_machine
 from harness.job.schedule import Due, count_steps, due
 from harness.job.signals import LISTENING, Stopped, ignore_signals
@@ -38,7 +38,6 @@ from harness.job.world import World, limit_waiting, start_processes, stop_proces
 __all__ = [
     "HERE",
     "LISTENING",
-    "RANKS",
     "STOPPED",
     "Due",
     "Stopped",
@@ -61,7 +60,6 @@ __all__ = [
     "limit_waiting",
     "print_error",
     "progress",
-    "rank_name",
     "replace_file",
     "say",
     "say_story",

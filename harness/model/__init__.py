@@ -4,13 +4,13 @@ on any number of ranks, and nothing in it knows of runs, checkpoints' files or r
 Elsewhere: `from harness import model as models`, as a model is called `model` there.
 """
 
-from harness.model.attention import any_attention_kernel, choose_attention, describe_attention
+from harness.model.attention import choose_attention, describe_attention
 from harness.model.collectives import finish_sharding, fsdp_group, sharded_modules
 from harness.model.configs import choose_sequence_length, find_source, load_config, read_generation_config
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
 from harness.model.flops import MENDED, computes_every_score, count_flops, eager_on_meta, known_flops
-from harness.model.loss import IGNORE_INDEX, adapt_forward, choose_loss, full_loss
+from harness.model.loss import adapt_forward, choose_loss, full_loss
 from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer, local, memory_saving_optimizers
 from harness.model.precision import choose_precision
 from harness.model.pretrained import PretrainedWeights
@@ -23,11 +23,9 @@ from harness.model.verify import verify_sharding
 from harness.model.weights import as_in_checkpoint, decoder_layers, layer_period, materialize, on_meta
 
 __all__ = [
-    "IGNORE_INDEX",
     "MENDED",
     "PretrainedWeights",
     "adapt_forward",
-    "any_attention_kernel",
     "as_in_checkpoint",
     "build_optimizer",
     "check_float8",

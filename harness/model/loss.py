@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness import base, flags
+from harness.base import IGNORE_INDEX
 from harness.model.attention import skip_packing_detection
 from harness.model.routing import watch_routers
 from harness.model.weights import on_meta
 
 # Of logits that exist at one time. Their gradient takes as much again, and without compilation so do two fp32 copies.
 LOGITS_BYTES = 2**30
-IGNORE_INDEX = -100  # label of a position that the loss leaves out, as in torch.nn.functional.cross_entropy
 
 
 def tokens_at_once(weight: torch.Tensor) -> int:

@@ -1,5 +1,5 @@
-"""Whole matrices: deals sharded weights out among all ranks, brings each whole to its owner, and brings what the owner
-made of it back. Called by the optimizers' files. Independent of what is done to a weight.
+"""Whole matrices: deals sharded weights out among all ranks, brings the gradient of each whole to its owner, and brings
+the update that the owner made of it back.
 
 Weights of one kind travel together: an all-to-all over the shard group sends every rank its weights whole, another
 brings the results back, and with replicas, each of which takes its own part, an all-gather over the replicas follows.
@@ -135,6 +135,77 @@ class Ranks:
                 weights.append(weight)
                 updates.append(of_all[replica, shard, slot, :rows])
         return weights, updates
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeUpdate:
+    """An update of weights that takes their matrices whole, each once in the world.
+
+    `compute` makes updates of gradients: of matrices (count, rows, columns) in `dtype`, on the rank that owns them.
+    `add(matrices, updates, size)` adds updates to this rank's rows of matrices of one size, (outputs, inputs).
+    """
+
+    ranks: Ranks
+    dtype: torch.dtype
+    compute: Callable[[torch.Tensor], torch.Tensor]
+    add: Callable[[list[torch.Tensor], list[torch.Tensor], tuple[int, int]], None]
+
+    def run(self, weights: list[MatrixWeight]) -> None:
+        """Updates all weights. Ranks have the same ones, so they deal alike."""
+        divided = [weight for weight in weights if not weight.is_of_experts]
+        tasks = [self.update_batch(batch) for batch in deal(divided, self.ranks.replicas * self.ranks.shards)]
+        for weight in weights:
+            if weight.is_of_experts:
+                tasks += self.expert_tasks(weight)
+        interleave(tasks)
+
+    def update_batch(self, batch: Batch) -> Iterator[None]:
+        """Updates the weights of a batch; each yield is a place to wait, at which another batch may go on."""
+        ranks = self.ranks
+        coming = ranks.gather(batch, self.dtype)
+        yield
+        whole = ranks.whole(batch, coming())
+        self.compute_in_place(batch.weight, whole)
+        coming = ranks.give_back(batch, whole)
+        yield
+        coming = ranks.share(coming())
+        yield
+        weights, updates = ranks.results(batch, coming())
+        self.receive([(weight, ...) for weight in weights], updates, ranks.rows(batch.weight).start)
+
+    def expert_tasks(self, weight: MatrixWeight) -> Iterator[Iterator[None]]:
+        """The tasks that update the experts that this rank holds, some at a time, divided among replicas."""
+        size = max(1, MAX_BATCH_BYTES // (2 * weight.shape[1:].numel())) * self.ranks.replicas
+        experts = range(len(local(weight.parameter)))
+        for first in experts[::size]:
+            yield self.update_experts(weight, experts[first : first + size])
+
+    def update_experts(self, weight: MatrixWeight, experts: range) -> Iterator[None]:
+        ranks = self.ranks
+        share = -(-len(experts) // ranks.replicas)
+        own = local(weight.parameter.grad)[experts.start : experts.stop][ranks.replica * share :][:share]
+        whole = torch.zeros(share, *weight.shape[1:], dtype=self.dtype, device=ranks.device)
+        whole[: len(own)] = own
+        self.compute_in_place(weight, whole)
+        coming = ranks.share(whole)
+        yield
+        updates = coming().flatten(0, 1)[: len(experts)]
+        self.receive([(weight, expert) for expert in experts], list(updates))
+
+    def compute_in_place(self, weight: MatrixWeight, whole: torch.Tensor) -> None:
+        """Puts updates in the place of the gradients of weights, (count, rows, columns)."""
+        for matrices in weight.split(whole) if len(whole) else ():
+            matrices.copy_(self.compute(matrices))
+
+    def receive(self, places: list[tuple], updates: list[torch.Tensor], first_row: int = 0) -> None:
+        """Adds updates to weights of one kind: of each this rank's rows, those from `first_row` on. `places` are a
+        weight and which of its experts, or `...`."""
+        weight, _ = places[0]
+        targets = [weight.split(local(one.parameter)[expert], first_row) for one, expert in places]
+        sources = [weight.split(update.to(targets[0][0].device), first_row) for update in updates]
+        for number, size in enumerate(weight.sizes):
+            of_weights, of_updates = ([parts[number] for parts in tensors] for tensors in (targets, sources))
+            self.add(of_weights, of_updates, size)
 
 
 def after(work, sent: torch.Tensor, received: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -1,8 +1,7 @@
 """Plan: what a configuration will need and give, without a GPU: one step on fake tensors, a GPU's rates, time, memory,
-cost, and what fits or is faster. `print_plan` is --plan, `measure_device` --measure; `choose_batch_size` and
-`planning_in_background` plan a run that trains."""
+cost, and what fits or is faster. `print_plan` is --plan; `choose_batch_size` and `planning_in_background` plan a run
+that trains."""
 
-from harness.plan.measure import measure_device
 from harness.plan.own_plan import choose_batch_size, planning_in_background, predicted_figures
 from harness.plan.planning import make_plan, print_plan
 from harness.plan.predict import Recipe
@@ -12,7 +11,6 @@ __all__ = [
     "Recipe",
     "choose_batch_size",
     "make_plan",
-    "measure_device",
     "memory_advice",
     "planning_in_background",
     "predicted_figures",

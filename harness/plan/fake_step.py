@@ -85,7 +85,7 @@ def built(
     try:
         with mock.patch.object(torch.distributed.device_mesh, "new_group", new_group_of_rank_0):
             mesh = recipe.build_mesh(settings, torch.device("cpu"))  # before the tensors are fake
-        with on_fake_tensors(recorder, rates.on_gpu):
+        with on_fake_tensors(recorder):
             recorder.kind = "parameters"
             model = recipe.build_model(settings, config, mesh)
             recorder.kind = "optimizer"
@@ -135,7 +135,7 @@ def watch(recorder: StepRecorder, layer: nn.Module, key: int) -> None:
 
 
 @contextlib.contextmanager
-def on_fake_tensors(recorder: StepRecorder, on_gpu: bool = True) -> Iterator[None]:
+def on_fake_tensors(recorder: StepRecorder) -> Iterator[None]:
     """Fake tensors under `recorder`. Replaces what is no operator, does not run on fake tensors, or runs otherwise on a
     GPU."""
     resize = torch.UntypedStorage.resize_
@@ -154,7 +154,7 @@ def on_fake_tensors(recorder: StepRecorder, on_gpu: bool = True) -> Iterator[Non
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
         dtensor_shapes_unrecorded(),
-        models.without_data(three_chunks, on_gpu),
+        models.without_data(three_chunks),
         # private: a GPU multiplies fp32 too, fake tensors bf16 only
         mock.patch.object(moe, "_can_use_grouped_mm", lambda tokens, weight, offs: weight.dtype == torch.bfloat16),
         # private: there is no option for it

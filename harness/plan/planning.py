@@ -38,7 +38,7 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
     began = time.monotonic()
     ends = began + (asked.plan_seconds or math.inf)
     rates = choose_rates(asked)
-    if asked.precision == "fp8" and not (rates.values.get("fp8_tflops", 1) or asked.fp8_emulate):
+    if asked.precision == "fp8" and not (rates.values["fp8_tflops"] or asked.fp8_emulate):
         why = f"needs a GPU with float8 (Ada, Hopper or newer), {rates.device} has none"
         raise base.UserError(f"--precision fp8: {why}; use bf16")
     worlds = asked.plan_gpus or (asked.gpus_per_node,)
@@ -49,7 +49,7 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
     flops, counted = models.known_flops(model, settings.sequence_length, recipe.flops_per_token)
     plan = functools.cache(lambda settings, world: predict(settings, recipe, config, world, rates, flops))
 
-    has_float8 = bool(rates.values.get("fp8_tflops")) and importlib.util.find_spec("torchao") is not None
+    has_float8 = bool(rates.values["fp8_tflops"]) and importlib.util.find_spec("torchao") is not None
     search = Search(settings, config, worlds, plan, rates.memory_gib, ends, has_float8)
     search.run()
     settings = dataclasses.replace(settings, **search.asked)
@@ -63,7 +63,7 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
     result["search"] |= {"seconds": time.monotonic() - began, "plan_seconds": settings.plan_seconds}
     if settings.num_steps and settings.given.keys() & {"num_steps", "num_tokens"}:
         result["run"] = price_of_run(settings, result)
-    result["rates"] = {name: {"value": value, "source": rates.sources[name]} for name, value in rates.values.items()}
+    result["rates"] = rates.values
     result["own_runs"] = own_runs()
     result["own_share"] = own_share(rates, worlds[0])
     result["published_share"] = published_share(rates, config)

@@ -36,7 +36,7 @@ def predict(settings: flags.Resolved, recipe: Recipe, config, world: int, rates:
     where they are not known.
 
     Raises:
-        UserError: the model reads its data to decide what it computes, or a link was not measured.
+        UserError: the model reads its data to decide what it computes.
     """
     model, period = models.layer_period(config)
     peaks, counts = record_whole_step(settings, recipe, config, world, period, rates)
@@ -54,7 +54,7 @@ def predict(settings: flags.Resolved, recipe: Recipe, config, world: int, rates:
         "flops_executed": sum(count for (name, *_), count in counts.items() if name == "flops"),
         "step_time_ms": 1000 * seconds["step"],
         "time_ms": {name: 1000 * value for name, value in seconds.items() if name != "step"},
-        "bound_by": "host" if rates.on_gpu and seconds["launches"] else "device",
+        "bound_by": "host" if seconds["launches"] else "device",
         "exposed_communication_percent": 100 * seconds["exposed"] / seconds["step"],
         "tokens_per_sec": speed["tokens_per_sec"],
         "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / world,

@@ -1,13 +1,8 @@
-"""Rates: how fast a GPU computes, reads its memory and reaches other GPUs, and what a recorded step takes so. Called by
-`planning`, `recorder` and `predict`. The datasheets' figures stand in assets/gpus.csv, where an MFU needs them too.
-
-A file of rates is flat JSON of RATES, as --measure writes it or a user does. Where it is silent a GPU of the table has
-the shares of its datasheet below; of a processor nothing is assumed.
-"""
+"""Rates: how fast a GPU computes, reads its memory and reaches other GPUs, as shares of its datasheet, and what a
+recorded step takes so. The datasheets' figures stand in assets/gpus.csv, where an MFU needs them too."""
 
 import dataclasses
 import math
-import pathlib
 
 import torch
 
@@ -61,22 +56,19 @@ DIVIDES_WORK = ("all_to_all", "all_gather")  # what an optimizer moves while it 
 
 @dataclasses.dataclass
 class Rates:
-    """What a plan computes with: TFLOPS, GB/s and microseconds by the names in a file of rates."""
+    """What a plan computes with: TFLOPS, GB/s and microseconds by the names of `assumed_rates`."""
 
     device: str
     memory_gib: float
     peak_tflops: float | None
     values: dict[str, float]
-    sources: dict[str, str]  # of each value: assumed, given or measured
-    on_gpu: bool = True  # where collectives and launches run beside the computation
-    file: pathlib.Path | None = None  # that was read
     taken: str = ""  # what a name that fits several kinds was taken for
 
     def seconds_of(self, unit: str, flops: float, nbytes: float) -> float:
         """Of one operator: by its FLOPs or by the bytes that it moves, whichever takes longer, and at least a kernel's
         launch. `unit` is one of `operators.unit_of`."""
         seconds = nbytes / self.values["memory_gb_per_s"] / 1e9
-        if unit == "chunk_cat" and self.on_gpu:
+        if unit == "chunk_cat":
             seconds /= CHUNK_CAT_SHARE
         if flops:
             seconds = max(seconds, flops / self.tflops(unit) / 1e12)
@@ -91,20 +83,12 @@ class Rates:
         self, kind: str, ranks: int, nodes: int, of_node: int, calls: float, sent: float
     ) -> float:
         """Of `calls` of one kind among `ranks` on `nodes`, at least `of_node` of them on each. In all of them together
-        each rank sends `sent` bytes.
-
-        Raises:
-            UserError: the link was not measured, on a processor, of which nothing is assumed.
-        """
+        each rank sends `sent` bytes."""
         if ranks == 1 or not calls:
             return 0.0
-        try:
-            rate = self.values["intra_node_gb_per_s"]
-            if nodes > 1:  # every GPU of a node lends the ring its network card
-                rate = min(rate, of_node * self.values["inter_node_gb_per_s"])
-        except KeyError as error:
-            advice = f"measure with torchrun --nproc_per_node={of_node} train_fsdp.py --measure and the same flags"
-            raise base.UserError(f"--plan-gpus: {error.args[0]} of {self.device} is not known; {advice}") from None
+        rate = self.values["intra_node_gb_per_s"]
+        if nodes > 1:  # every GPU of a node lends the ring its network card
+            rate = min(rate, of_node * self.values["inter_node_gb_per_s"])
         steps = 2 * math.log2(ranks) / ranks if kind == "all_reduce" else 1  # a tree, not a ring
         latency = (ranks - nodes) * LINK_HOP + (nodes - 1) * NETWORK_HOP
         return sent / rate / 1e9 + calls * latency * steps
@@ -113,11 +97,11 @@ class Rates:
 def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
     """Seconds of one optimizer step, from the counts of a `StepRecorder`: its operators one after the other.
 
-    On a GPU collectives run beside the computation of their pass, which they slow down. Exposed is what does not fit
+    Collectives run beside the computation of their pass, which they slow down. Exposed is what does not fit
     beside it, and the ends: the first gathers of a step before there is anything to compute, the last reductions after
     everything is computed. An optimizer's are exposed, but those by which it divides its work. The host launches ahead
     of the GPU: the step takes what the GPU or what the host takes, whichever is more, and `launches` is what it waits
-    for the host. On a CPU nothing runs beside anything, and the host's work for an operator comes before it.
+    for the host.
     """
     units = dict.fromkeys(("matmul", "attention", "memory", "optimizer"), 0.0)
     kernels = 0.0
@@ -148,14 +132,11 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
             communication += seconds
             exposed += at_the_ends
             beside[phase] += seconds - at_the_ends
-    gaps = kernels * GAP_US / 1e6 if rates.on_gpu else 0.0
+    gaps = kernels * GAP_US / 1e6
     in_all = sum(compute.values()) + gaps
-    if rates.on_gpu:
-        exposed += sum(max(0.0, beside[phase] - compute[phase]) for phase in PHASES)
-        contention = CONTENTION * (communication - exposed)
-        launches = max(0.0, host - in_all - exposed - contention)
-    else:
-        exposed, contention, launches = communication, 0.0, host
+    exposed += sum(max(0.0, beside[phase] - compute[phase]) for phase in PHASES)
+    contention = CONTENTION * (communication - exposed)
+    launches = max(0.0, host - in_all - exposed - contention)
     return units | {
         "gaps": gaps,
         "host": host,
@@ -189,51 +170,21 @@ def assumed_rates(kind: base.Gpu, flash: bool) -> dict[str, float]:
     }
 
 
-def file_of(gpu: str, cache_dir: str | None) -> pathlib.Path:
-    """Where --measure writes the rates of a kind of GPU, or of this processor: `cpu`."""
-    kind = base.find_gpu(gpu)
-    name = kind.plan_name if kind and kind.plan_name else gpu
-    folder = pathlib.Path(cache_dir or "~/.cache/train_fsdp").expanduser() / "rates"
-    return folder / f"{name.lower().replace(' ', '-').replace('/', '-')}.json"
-
-
 def choose_rates(settings: flags.Settings) -> Rates:
-    """The rates of a plan: what --plan-rates names, else what --measure wrote for this kind of GPU, over what is
-    assumed of it.
+    """The rates of a plan, assumed of the kind of GPU that it is for.
 
     Raises:
-        UserError: the kind of GPU is not in the table and not described, or the processor was not measured.
+        UserError: the kind is not in the table.
     """
     typed = settings.plan_gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "")
     name, others = base.choose_kind(typed or "H100 SXM")
-    gpu = name or typed
-    is_cpu, kind = gpu.lower() == "cpu", base.find_gpu(gpu)
-
-    file: pathlib.Path | None = file_of(gpu, settings.cache_dir)
-    if settings.plan_rates:
-        file = None if settings.plan_rates == "none" else pathlib.Path(settings.plan_rates).expanduser()
-    elif not file.exists():
-        file = None
-    contents = base.read_rates(file) if file else {}
-    if is_cpu and not file:
-        advice = "measure this one first, with --measure and otherwise the same flags"
-        raise base.UserError(f"--plan-gpu cpu: of a processor nothing is assumed; {advice}")
-
-    values: dict[str, float] = {}
-    if kind and kind.memory_gib:
-        values = assumed_rates(kind, flash=settings.attention in ("flash", "flash_attention_2"))
-    elif not is_cpu:
-        if problem := base.unlisted(gpu, contents):
-            raise base.UserError(problem)
-        values = {"host_us": HOST_US, "launch_us": LAUNCH_US, "kernel_us": KERNEL_US}
-    found = {name: value for name, value in contents.items() if name in base.RATES}
-    sources = dict.fromkeys(values, "assumed") | dict.fromkeys(found, "measured" if "device" in contents else "given")
-    values |= found
-    peak = settings.peak_tflops or values.pop("peak_tflops", None) or (kind.peak_tflops if kind else None)
-    device = contents.get("device", gpu) if is_cpu else gpu
-    rates = Rates(device, values.pop("memory_gib"), peak, values, sources, not is_cpu, file)
+    kind = base.find_gpu(name)
+    if kind is None:
+        raise base.UserError(base.unlisted(typed))
+    values = assumed_rates(kind, flash=settings.attention in ("flash", "flash_attention_2"))
+    rates = Rates(name, values.pop("memory_gib"), settings.peak_tflops or kind.peak_tflops, values)
     if not typed:
-        rates.taken = f"{gpu}, as there is none here and no --plan-gpu"
+        rates.taken = f"{name}, as there is none here and no --plan-gpu"
     elif others:
-        rates.taken = f"{gpu}; --plan-gpu {' or '.join(map(repr, others))} names another"
+        rates.taken = f"{name}; --plan-gpu {' or '.join(map(repr, others))} names another"
     return rates

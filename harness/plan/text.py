@@ -57,8 +57,8 @@ def describe_speed(result: dict) -> dict[str, str]:
         elif share:
             lines["expect"] += "; no run of this program was measured on several GPUs or another kind"
             lines["expect"] += f"; rates are assumed, {PUBLISHED_RUNS} ({PUBLISHED_KINDS}) reached {percents(share)}"
-        elif "assumed" in {rate["source"] for rate in result["rates"].values()}:
-            lines["expect"] += f"; some rates are assumed, and the published runs compared are of {PUBLISHED_KINDS}"
+        else:
+            lines["expect"] += f"; rates are assumed, and the published runs compared are of {PUBLISHED_KINDS}"
     if result["bound_by"] == "host":
         lines["host"] = describe_host(result)
     if "run" in result:
@@ -183,9 +183,8 @@ ASSUMED = {
     "matrix in memory",
     "layers": "compiled ones are partitioned as inductor does, and each tensor that their kernels have to write is "
     "written and read once; eager ones run operator by operator; shallow models, extrapolated to the full depth",
-    "time": "one operator after the other, with a gap between two kernels; on a GPU collectives beside their pass, but "
-    "for the first gathers and the last reductions, and launches ahead; on a processor nothing beside anything; data "
-    "always there",
+    "time": "one operator after the other, with a gap between two kernels; collectives beside their pass, but for the "
+    "first gathers and the last reductions, and launches ahead; data always there",
 }
 
 
@@ -222,18 +221,13 @@ def table(title: str, values: dict[str, float]) -> list[str]:
 def assumptions(rates: Rates) -> dict[str, str]:
     """What the plan takes for granted, in words."""
     lines = {"gpu": rates.taken} if rates.taken else {}
-    for source in ("measured", "given", "assumed"):
-        of_source = [f"{name} {value:,.4g}" for name, value in rates.values.items() if rates.sources[name] == source]
-        if of_source:
-            where = f", in {rates.file}" if source != "assumed" else ": shares of datasheets, docs/PLAN.md"
-            lines[source] = f"{', '.join(of_source)}{where}"
-    return lines | ASSUMED
+    values = ", ".join(f"{name} {value:,.4g}" for name, value in rates.values.items())
+    return lines | {"assumed": f"{values}: shares of datasheets, docs/PLAN.md"} | ASSUMED
 
 
 def own_share(rates: Rates, world: int) -> tuple[float, float] | None:
     """What this program's own runs reached of such plans; None where none was measured."""
-    assumed = "measured" not in rates.sources.values()
-    return OWN_SHARE if world == 1 and rates.device in OWN_GPUS and assumed else None
+    return OWN_SHARE if world == 1 and rates.device in OWN_GPUS else None
 
 
 def published_share(rates: Rates, config) -> tuple[float, float, float] | None:
@@ -242,7 +236,7 @@ def published_share(rates: Rates, config) -> tuple[float, float, float] | None:
     experts = [getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
     kind = base.find_gpu(rates.device)
     is_of_their_kind = kind is not None and kind.plan_name.startswith(PUBLISHED_GPUS) and not any(experts)
-    return PUBLISHED_SHARE if is_of_their_kind and "measured" not in rates.sources.values() else None
+    return PUBLISHED_SHARE if is_of_their_kind else None
 
 
 # ---- Figures ---------------------------------------------------------------------------------------------------------

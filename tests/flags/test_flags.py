@@ -38,7 +38,7 @@ def test_help_comes_at_once_without_torch_and_names_every_flag_with_its_default(
         if described:
             described[list(described)[-1]] += line.strip() + " "
     off_unless_given = words("demo config sample_prompt peak_tflops defer_grad_sync cpu_offload export")
-    off_unless_given += words("fp8_emulate plan plan_details measure plan_rates gpu_hour_usd json")
+    off_unless_given += words("fp8_emulate plan plan_details gpu_hour_usd json")
     for field in FLAGS.values():
         text = described["--" + field.name.replace("_", "-")].replace("[:5%]", "")
         assert field.name in off_unless_given or re.search(r"\[[^\]]+\]", text), field.name

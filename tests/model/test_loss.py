@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch._dynamo
 
+from harness.base import IGNORE_INDEX
 from harness.model import loss
-from harness.model.loss import IGNORE_INDEX, LinearCrossEntropy, loss_and_gradient, tokens_at_once
+from harness.model.loss import LinearCrossEntropy, loss_and_gradient, tokens_at_once
 
 
 @pytest.fixture(autouse=True)

@@ -46,8 +46,16 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--learning-rate 1e-3": "--learning-rate: no such flag; did you mean --lr?",
     "--per_device_train_batch_size 4": "--per_device_train_batch_size: no such flag; did you mean --batch-size?",
     "--zyx": "--zyx: no such flag",
-    # one that is no more
+    # those that are no more, and what takes their place
+    "--ema 0.999": "--ema: no such flag any more; --average-checkpoints K",
+    "--skip-spikes 4": "--skip-spikes: no such flag any more; steps that are not finite are skipped by themselves",
+    "--muon-iteration polar-express": "--muon-iteration: no such flag any more; muon has one iteration",
+    "--muon-scale original": "--muon-scale: no such flag any more; muon scales as match_rms_adamw",
+    "--momentum-dtype bf16": "--momentum-dtype: no such flag any more; muon's momentum is in fp32",
     "--activation-memory-budget 0.5": "--activation-memory-budget: no such flag any more; --activation-checkpointing",
+    "--export-weights ema": "--export-weights: no such flag any more; an export has the trained weights; --average-",
+    "--measure": "--measure: no such flag any more; plans go by assumed rates; docs/PLAN.md",
+    "--plan --plan-rates none": "--plan-rates: no such flag any more; plans go by assumed rates; --plan-gpu",
     "--model smolm3-3b": "--model smolm3-3b: no preset, folder or hub id; did you mean smollm3-3b?",
     "positional": "positional: it stands behind no flag; --help lists them",
     # files that are not there
@@ -84,8 +92,8 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--num-steps 0": "--num-steps: 0 trains nothing; it goes with",
     "--num-steps 0 --sample-prompt Once": "--num-steps: 0 trains nothing, and random weights have nothing to show",
     "--resume auto --num-steps 0 --export e": "--resume: --num-steps 0 takes one checkpoint",
-    "--measure --plan": "",
     "--plan-gpu Voodoo": "--plan-gpu 'Voodoo': not a kind that plans know",
+    "--plan --plan-gpu cpu": "--plan-gpu 'cpu': not a kind that plans know",
     "--json": "--json: only with --plan, or with --num-steps 0 and --eval-interval",
     "--fp8-recipe rowwise": "--fp8-recipe/--fp8-emulate: only with --precision fp8",
 }
@@ -100,6 +108,7 @@ def test_a_mistake_in_the_flags(argv, said, tmp_path, monkeypatch):
 FILES = {  # a file of flags: how its error goes on after the file's name
     "batch_siz = 3": "batch_siz: no such flag; did you mean --batch-size?",
     "config = 'more.toml'": "config: no such flag",
+    "[plan]\nplan_rates = 'rates.json'": "plan_rates: no such flag any more; plans go by assumed rates",
     "num_steps = 5.0": "--num-steps: invalid int value: '5.0'",
     "dataset = ''": "--dataset: ",
     "lr = true": "lr: true where a value belongs",

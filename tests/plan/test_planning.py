@@ -2,10 +2,11 @@
 
 import concurrent.futures
 import json
+import sys
 
 import planranks
 import pytest
-from conftest import forked, metrics_of, parse, python, slow_case, words, write_model
+from conftest import copy_with_gpu, forked, metrics_of, parse, python, slow_case, start, words, write_model
 from multirank import MODELS, SIZES
 
 import train_fsdp
@@ -104,12 +105,11 @@ def test_shallow_models_extrapolate_to_what_the_whole_model_gives(tmp_path):
 @pytest.mark.slow
 def test_a_plan_as_json_is_one_object_and_writes_nothing(tmp_path):
     flags = (
-        "--demo --plan --json --plan-gpus 16 --plan-gpu B200 --gpu-hour-usd 4 --batch-size auto --sequence-length 512"
+        "--demo --plan --json --plan-gpus 16 --plan-gpu Voodoo --gpu-hour-usd 4 --batch-size auto --sequence-length 512"
         " --plan-seconds 120"  # enough on a busy machine too
     )
-    capacity = tmp_path / "rates.json"
-    capacity.write_text(json.dumps({"memory_gib": 2.2}))
-    process = python(*words(flags), "--output-dir", tmp_path / "runs", "--plan-rates", capacity)
+    script = copy_with_gpu(tmp_path / "program", "Voodoo", 2.2)
+    process = start([sys.executable, script, *words(flags), "--output-dir", tmp_path / "runs"])
     assert process.returncode == 0, process.stderr
     plan = json.loads(process.stdout)
     memory = plan["memory_gib"]
@@ -124,19 +124,17 @@ def test_a_plan_as_json_is_one_object_and_writes_nothing(tmp_path):
     between = sum(entry["gib_between_nodes"] for entry in plan["collectives"])
     assert between == pytest.approx(plan["communication_gib_per_step"] / 8)  # a ring leaves each node once
     assert plan["assumptions"]
-    assert list(tmp_path.iterdir()) == [capacity]
+    assert list(tmp_path.iterdir()) == [script.parent]
 
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_told_what_makes_it_fit(tmp_path):
-    capacity = tmp_path / "rates.json"
-    capacity.write_text(json.dumps({"memory_gib": 1.5}))
-    flags = words("--demo --plan --json --no-compile --plan-gpus 1 --plan-gpu H200 --batch-size 64 --no-fused-loss")
-    flags += ["--plan-rates", capacity, "--plan-seconds"]
-    plan = json.loads(python(*flags, 30).stdout)
+    flags = words("--demo --plan --json --no-compile --plan-gpus 1 --plan-gpu Voodoo --batch-size 64 --no-fused-loss")
+    command = [sys.executable, copy_with_gpu(tmp_path, "Voodoo", 1.5), *flags, "--plan-seconds"]
+    plan = json.loads(start([*command, 30]).stdout)
     assert not plan["fits"]
     assert "--fused-loss" in plan["fits_with"]["flags"]
-    changed = json.loads(python(*flags, 0, *words(plan["fits_with"]["flags"])).stdout)
+    changed = json.loads(start([*command, 0, *words(plan["fits_with"]["flags"])]).stdout)
     assert changed["fits"]
     assert changed["memory_gib"]["reserved"] == pytest.approx(plan["fits_with"]["reserved_gib"])
 
@@ -160,11 +158,10 @@ def test_a_mistake_in_a_plan_is_one_line(flags, said):
 
 @pytest.mark.slow
 def test_a_run_ends_with_its_plan_beside_its_figures(tmp_path):
-    flags = "--demo --num-steps 2 --batch-size auto --sequence-length 512 --plan-gpu B200 --perf-warmup-steps 0"
-    rates = tmp_path / "small.json"
-    rates.write_text(json.dumps({"memory_gib": 0.7}))
-    options = ["--output-dir", tmp_path, "--run-name", "run", "--plan-rates", rates, "--cache-dir", tmp_path / "cache"]
-    process = python(*words(flags), "--no-compile", *options)
+    flags = "--demo --num-steps 2 --batch-size auto --sequence-length 512 --plan-gpu Voodoo --perf-warmup-steps 0"
+    options = ["--output-dir", tmp_path, "--run-name", "run", "--cache-dir", tmp_path / "cache", "--no-compile"]
+    script = copy_with_gpu(tmp_path / "program", "Voodoo", 0.7)
+    process = start([sys.executable, script, *words(flags), *options])
     assert process.returncode == 0, process.stderr
     assert "planned    --batch-size" in process.stdout
     final = metrics_of(tmp_path / "run")[-1]
@@ -191,7 +188,7 @@ def test_a_loss_in_many_chunks_is_planned_by_three_of_them():
 
 def plan_many_chunks() -> None:
     """In a process of its own: a plan makes a process group."""
-    flags = "--plan --demo --no-compile --plan-gpus 2 --plan-rates none --plan-seconds 0 --sequence-length 112"
+    flags = "--plan --demo --no-compile --plan-gpus 2 --plan-seconds 0 --sequence-length 112"
     settings = parse(words(f"{flags} --batch-size 1"))
     flops = []
     for tokens in (112, 56, 4):  # 1, 2 and 28 chunks
@@ -208,7 +205,7 @@ def test_a_step_that_the_host_bounds_has_one_figure_however_often_it_is_planned(
 
 
 def plan_twice(model: str) -> None:
-    flags = "--plan --plan-gpus 1 --plan-rates none --plan-seconds 0 --sequence-length 64 --batch-size 1 --model"
+    flags = "--plan --plan-gpus 1 --plan-seconds 0 --sequence-length 64 --batch-size 1 --model"
     settings = parse([*words(flags), model])
     plans = [planning.make_plan(settings, train_fsdp.RECIPE)[1] for _ in range(2)]
     assert [plan["bound_by"] for plan in plans] == ["host", "host"]
@@ -222,7 +219,7 @@ def test_experts_in_fp32_are_planned_with_their_flops(tmp_path):
     sizes |= {"head_dim": 32, "vocab_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
     config = {"model_type": "qwen3_moe", "moe_intermediate_size": 64, "intermediate_size": 64} | sizes
     (tmp_path / "config.json").write_text(json.dumps(config))
-    flags = "--plan --json --plan-seconds 0 --plan-rates none --plan-gpus 1 --sequence-length 256"
+    flags = "--plan --json --plan-seconds 0 --plan-gpus 1 --sequence-length 256"
     executed = set()
     for precision, compiled in (("bf16", "--no-compile"), ("fp32", "--no-compile"), ("fp32", "--compile")):
         process = python(*words(flags), "--model", tmp_path, "--precision", precision, compiled)
@@ -237,7 +234,7 @@ def test_selective_checkpointing_recomputes_the_products_of_experts(tmp_path):
     sizes |= {"head_dim": 32, "vocab_size": 128, "num_experts": 8, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
     config = {"model_type": "qwen3_moe", "moe_intermediate_size": 64, "intermediate_size": 64} | sizes
     (tmp_path / "config.json").write_text(json.dumps(config))
-    flags = "--plan --json --plan-seconds 0 --plan-rates none --plan-gpus 1 --batch-size 4 --sequence-length 2048"
+    flags = "--plan --json --plan-seconds 0 --plan-gpus 1 --batch-size 4 --sequence-length 2048"
     held = {}
     for level in ("none", "selective", "full"):
         process = python(*words(flags), "--model", tmp_path, "--activation-checkpointing", level)

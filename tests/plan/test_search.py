@@ -6,9 +6,10 @@ Most tests search among plans of a formula, which can be compared with all there
 import dataclasses
 import itertools
 import json
+import sys
 
 import pytest
-from conftest import ROOT, parse, python, words
+from conftest import ROOT, copy_with_gpu, parse, python, start, words
 
 from harness.plan import evidence, predict, search, text
 
@@ -196,24 +197,23 @@ def test_a_command_trains_what_was_asked_with_the_changes_and_without_the_flags_
 # ----------------------------------------------------------------------------------------------------------------------
 # Real plans, of the embedded model
 
-DEMO = "--plan --demo --no-compile --plan-rates none --plan-gpu H200 --sequence-length 512 --gpu-hour-usd 3"
+DEMO = "--plan --demo --no-compile --plan-gpu H200 --sequence-length 512 --gpu-hour-usd 3"
 
 
 @pytest.mark.slow
 def test_a_plan_opens_with_the_answer_and_the_advised_command_does_what_it_says(tmp_path):
     """On a card on which the demo does not fit as asked."""
-    rates = tmp_path / "small.json"
-    rates.write_text(json.dumps({"memory_gib": 1.3}))
-    flags = [*words(DEMO), "--plan-rates", rates, *words("--plan-gpus 2 --batch-size 8 --num-tokens 10000000")]
-    flags += ["--plan-seconds", "600"]  # enough to compare all three, on a busy machine too
-    short, details = (python(*flags, *more).stdout.partition("\n")[2] for more in ((), ("--plan-details",)))
-    best = json.loads(python(*flags, "--json").stdout)["fastest"]
+    program = [sys.executable, copy_with_gpu(tmp_path, "Voodoo", 1.3)]
+    command = [*program, *words(DEMO), *words("--plan-gpu Voodoo --plan-gpus 2 --batch-size 8 --num-tokens 10000000")]
+    command += ["--plan-seconds", "600"]  # enough to compare all three, on a busy machine too
+    short, details = (start([*command, *more]).stdout.partition("\n")[2] for more in ((), ("--plan-details",)))
+    best = json.loads(start([*command, "--json"]).stdout)["fastest"]
     assert short.startswith("verdict    does not fit: ") and details.startswith("verdict")
     assert f"\ncommand    {best['command']}\n" in short.split("\n\n")[0] + "\n"
     assert "assumptions" in details and "assumptions" not in short
     argv = best["command"].split("train_fsdp.py ")[1].split()
-    asked = words("--plan --json --plan-seconds 0 --plan-gpu H200 --plan-gpus 2")
-    again = json.loads(python(*argv, *asked, "--plan-rates", rates).stdout)
+    asked = words("--plan --json --plan-seconds 0 --plan-gpu Voodoo --plan-gpus 2")
+    again = json.loads(start([*program, *argv, *asked]).stdout)
     assert again["fits"] and best["fits"]
     assert again["memory_gib"]["reserved"] == pytest.approx(best["reserved_gib"])
     assert again["tokens_per_sec"] == pytest.approx(best["tokens_per_sec"])

@@ -8,7 +8,6 @@ installed. Bash blocks run in a copy of the project's folder in which the run `o
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -26,7 +25,6 @@ from checkpoints import write_checkpoint
 from conftest import ROOT, parse, start
 from torch.distributed.run import get_args_parser
 
-from harness.base import gpus
 from harness.flags import rules
 from tools import figure_table, flag_table
 
@@ -230,8 +228,6 @@ def test_a_command_is_one_that_launcher_and_program_take(command, monkeypatch, t
     for flag, value in itertools.pairwise(flags):  # what it goes on from is
         if flag == "--resume" and value != "auto":
             write_checkpoint(tmp_path / value, 1)
-        if flag == "--plan-rates":
-            (tmp_path / value).write_text(json.dumps(gpus.DESCRIBED))
         if flag == "--config":
             (tmp_path / value).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / value).write_text('{"given": {}}' if value.endswith(".json") else "")

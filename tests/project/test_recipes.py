@@ -100,6 +100,6 @@ def test_a_recipe_is_taken_as_its_head_says(recipe, monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_fits(recipe):
-    planned = python(*command_of(recipe, "plan"), "--plan-seconds", "0", "--json", "--plan-rates", "none")
+    planned = python(*command_of(recipe, "plan"), "--plan-seconds", "0", "--json")
     assert planned.returncode == 0, planned.stderr
     assert json.loads(planned.stdout)["verdict"] == "fits"
