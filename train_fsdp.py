@@ -285,12 +285,11 @@ class Run:
 
     settings: flags.Resolved
     device: torch.device
+    checkpoint: state.Checkpoint | None  # that it goes on from
     state: state.TrainState  # everything that must survive a restart
     tokenizer: Any
     prompts: list[str]
     data: Any  # a data.TrainingData; None where nothing is trained or evaluated
-    checkpoint: pathlib.Path | None  # that it goes on from
-    manifest: dict | None  # of that checkpoint
     # from here on these are the defaults where num_steps is 0
     folder: pathlib.Path | None = None
     trackers: list = dataclasses.field(default_factory=list)  # open, on rank 0
@@ -303,7 +302,7 @@ class Run:
     def stories(self) -> list[dict[str, str]]:
         """A continuation of each prompt, in a run on conversations an answer to it."""
         job.enter_phase("sampling")
-        record = data.read_record(self.manifest) if self.manifest else None
+        record = data.read_record(self.checkpoint.manifest) if self.checkpoint else None
         if self.data is not None:
             record = self.data.record
         texts = [data.story_beginning(self.settings, record, self.tokenizer, prompt) for prompt in self.prompts]
@@ -322,8 +321,9 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
     corpora = data.find(given)
     config, tokenizer, prompts = models.load_files(given, data.needs_tokenizer(given, corpora))
     mesh = build_mesh(given, device)
-    found, manifest = state.find_checkpoint(given.resume, folder)
-    goes_on = base.on_main_rank(lambda: found is not None and state.is_of_run(folder, found))
+    checkpoint = state.find_checkpoint(given.resume, folder)
+    manifest = checkpoint.manifest if checkpoint else None
+    goes_on = state.goes_on(checkpoint, folder)
     if given.export:
         base.on_main_rank(lambda: state.check_export(given, manifest["run_id"] if goes_on else None))
     settings = resolving.resolve(given, config, plan.choose_batch_size, corpora, manifest)
@@ -334,7 +334,7 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
     identity = state.describe_identity(config, tokenizer, dataset)
     changed = state.check_resume(settings, config, tokenizer, dataset, manifest) if manifest else ""
 
-    model = build_model(settings, config, mesh, read_weights=not found)
+    model = build_model(settings, config, mesh, read_weights=not checkpoint)
     optimizer = models.build_optimizer(settings, model)
     scheduler = build_scheduler(settings, optimizer)
     verified = models.verify_sharding(settings, model, optimizer, mesh)
@@ -345,14 +345,22 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
         raise base.UserError(f"--min-mfu: {flops_in_words}")
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
     train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
-    if found:
-        train_state.load(found, manifest, of_another_run=not goes_on)
+    if checkpoint:
+        train_state.load(checkpoint, of_another_run=not goes_on)
         changed = ", ".join(filter(None, [changed, train_state.describe_jump()]))
-    state.refuse_broken(settings, train_state, found)
+    state.refuse_broken(settings, train_state, checkpoint)
     has_room = train_state.step == settings.num_steps or job.check_disk(settings, *train_state.saved_bytes(), folder)
     job.say(
         report.describe_setup(
-            settings, train_state, mesh, dataset, flops_in_words, peak, verified, checkpoint=found, changed=changed
+            settings,
+            train_state,
+            mesh,
+            dataset,
+            flops_in_words,
+            peak,
+            verified,
+            checkpoint=checkpoint.path if checkpoint else None,
+            changed=changed,
         )
     )
     return Run(
@@ -362,8 +370,7 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
         tokenizer=tokenizer,
         prompts=prompts,
         data=dataset,
-        checkpoint=found,
-        manifest=manifest,
+        checkpoint=checkpoint,
         folder=folder,
         trackers=trackers,
         identity=identity,
@@ -378,8 +385,8 @@ def prepare_without_steps(given: flags.Settings, device: torch.device) -> Run:
     corpora = data.find(given) if given.eval_interval else []
     config, tokenizer, prompts = models.load_files(given, data.needs_tokenizer(given, corpora))
     mesh = build_mesh(given, device)
-    no_folder = pathlib.Path()  # a run of no step has none
-    found, manifest = state.find_checkpoint(given.resume, no_folder)
+    checkpoint = state.find_checkpoint(given.resume, None)
+    manifest = checkpoint.manifest if checkpoint else None
     if given.export:
         base.on_main_rank(lambda: state.check_export(given, (manifest or {}).get("run_id")))
     settings = resolving.resolve(given, config, plan.choose_batch_size, corpora)
@@ -390,16 +397,16 @@ def prepare_without_steps(given: flags.Settings, device: torch.device) -> Run:
         dataset = data.load(settings, corpora, tokenizer, config, of_run, whole)
         if own_data and settings.dataset != "synthetic":
             state.check_same_corpus(settings, dataset.record, manifest)
-    if found:
-        state.check_same_model(config, manifest)
-    train_state = state.TrainState(build_model(settings, config, mesh, read_weights=not found))
-    if found:
-        found, manifest = state.load_to_read(settings.resume, train_state, found, manifest)
-        job.say(f"loaded     {found}, step {manifest['step']:,}")
+    if checkpoint:
+        state.check_same_model(config, checkpoint.manifest)
+    train_state = state.TrainState(build_model(settings, config, mesh, read_weights=not checkpoint))
+    if checkpoint:
+        checkpoint = state.load_to_read(settings.resume, train_state, checkpoint)
+        job.say(f"loaded     {checkpoint.path}, step {checkpoint.manifest['step']:,}")
     if settings.average_checkpoints:
-        job.say(f"averaged   {state.load_mean(settings, train_state, config, found)}")
-    state.refuse_broken(settings, train_state, found)
-    return Run(settings, device, train_state, tokenizer, prompts, dataset, found, manifest)
+        job.say(f"averaged   {state.load_mean(settings, train_state, config, checkpoint.path)}")
+    state.refuse_broken(settings, train_state, checkpoint)
+    return Run(settings, device, checkpoint, train_state, tokenizer, prompts, dataset)
 
 
 # ---- Loop and end ----------------------------------------------------------------------------------------------------
@@ -415,7 +422,7 @@ def train(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> No
     if due.evaluate and base.on_main_rank(log.lacks_evaluation):  # a stop came before it
         evaluation = {"step": run.state.step, "tokens_seen": run.state.tokens}
         if problem := evaluate_and_log(run, log, due, evaluation, "", stop):
-            raise report.diverged(run.folder, problem, run.checkpoint)
+            raise report.diverged(run.folder, problem, run.checkpoint.path if run.checkpoint else None)
     tracker.open_window()  # until here a run is set up, which is no part of a step
     while run.state.step < settings.num_steps:
         due = job.due(settings, run.state.step + 1, first_step, run.has_room)
@@ -435,7 +442,7 @@ def train(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> No
                 problem = evaluate_and_log(run, log, due, metrics, problem, stop)
             if problem:
                 checkpoints.finish()
-                raise report.diverged(run.folder, problem, run.checkpoint)
+                raise report.diverged(run.folder, problem, run.checkpoint.path if run.checkpoint else None)
         if due.save:
             checkpoints.save(run.state, wait=due.last)
             if not due.last:
@@ -471,7 +478,7 @@ def save_and_leave(run: Run, log: report.Log, checkpoints: state.Checkpoints, st
         if not problem:
             problem = report.check_updated_weights(run, run.batches.last_good(metrics), log.first_step)
         if problem:
-            raise report.diverged(run.folder, problem, run.checkpoint)
+            raise report.diverged(run.folder, problem, run.checkpoint.path if run.checkpoint else None)
         checkpoints.save(run.state, wait=True)
     return report.leave_early(run, log, checkpoints, stop)
 
@@ -527,7 +534,7 @@ def show_samples(given: flags.Settings) -> int:
     """--show-samples: what a step of this run trains on, by the order that the run recorded, if there is one."""
     corpora = data.find(given)
     config, tokenizer, _ = models.load_files(given, data.needs_tokenizer(given, corpora))
-    recorded = state.find_recorded_data(given)
+    recorded = state.find_recorded_data(given, state.find_checkpoint(given.resume, None))
     settings = resolving.resolve(given, config, plan.choose_batch_size, corpora)
     dataset = data.load(settings, corpora, tokenizer, config, recorded)
     if recorded:

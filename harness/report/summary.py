@@ -61,7 +61,7 @@ class Answer(contextlib.ExitStack):
             UserError: a loss is NaN or infinite.
         """
         settings, data = run.settings, run.settings.describe_dataset()
-        step = run.manifest["step"] if run.manifest else None
+        step = run.checkpoint.manifest["step"] if run.checkpoint else None
         weights = f"step {step:,} of {settings.resume}" if step is not None else settings.model
         for name, loss in losses.items():
             if not math.isfinite(loss):

@@ -4,10 +4,10 @@ shards, everything else is one dataclass of counters in the manifest.
     TrainState                everything that must survive a restart; `advance` counts a step, `load` restores it
     Checkpoints               saves it: `save` publishes a checkpoint or nothing, `finish` waits for it
     remove_leftovers          removes what a kill left of a save
-    find_checkpoint           the checkpoint to go on from and its manifest, checked; (None, None) for a fresh start
+    find_checkpoint           the `Checkpoint` to go on from, its path and manifest, checked; None for a fresh start
     load_mean                 the mean of a run's newest checkpoints
     find_recorded_data        what a run recorded of its data, for --show-samples
-    is_of_run                 whether a checkpoint is of the run in a folder, which goes on; else that is a new run
+    goes_on                   whether a checkpoint is of the run in a folder; else that is a new run
     describe_identity         what no flag says and a resumed run must have again
     check_resume              what changed and may change, in words; an error names what makes it another run
     check_data, check_same_model, check_same_corpus     the same for what trains nothing
@@ -18,7 +18,7 @@ A figure that survives a restart is one line of `Counters` in train_state.py.
 """
 
 from harness.state.exports import check_export, export
-from harness.state.find import find_checkpoint, find_recorded_data, is_of_run, load_mean, load_to_read, refuse_broken
+from harness.state.find import find_checkpoint, find_recorded_data, goes_on, load_mean, load_to_read, refuse_broken
 from harness.state.identity import (
     Batch,
     check_data,
@@ -30,10 +30,11 @@ from harness.state.identity import (
     keep_global_batch,
 )
 from harness.state.store import Checkpoints
-from harness.state.train_state import TrainState
+from harness.state.train_state import Checkpoint, TrainState
 
 __all__ = [
     "Batch",
+    "Checkpoint",
     "Checkpoints",
     "TrainState",
     "check_data",
@@ -46,7 +47,7 @@ __all__ = [
     "export",
     "find_checkpoint",
     "find_recorded_data",
-    "is_of_run",
+    "goes_on",
     "keep_global_batch",
     "load_mean",
     "load_to_read",

@@ -8,35 +8,34 @@ import torch.distributed as dist
 from harness import base, flags, job
 from harness.state.identity import check_same_model
 from harness.state.shards import sha256
-from harness.state.train_state import TrainState, local_part, persistent_tensors
-
-Found = tuple[pathlib.Path, dict] | tuple[None, None]  # a checkpoint and its manifest
+from harness.state.train_state import Checkpoint, TrainState, local_part, persistent_tensors
 
 
-def find_checkpoint(resume: str, folder: pathlib.Path) -> Found:
-    """The checkpoint to resume from and its manifest, checked; (None, None) to start fresh. Every rank calls this.
+def find_checkpoint(resume: str, folder: pathlib.Path | None) -> Checkpoint | None:
+    """The checkpoint that --resume names, checked, or that auto finds in a run's `folder`; None to start fresh. Every
+    rank calls this.
 
     Raises:
         UserError: the path that --resume names is no complete checkpoint, or auto finds checkpoints of the run and can
             use none of them: a fresh start would train over them.
     """
     if resume == "none":
-        return None, None
+        return None
     if resume == "auto":
-        return find_own(folder)
+        return find_own(folder) if folder else None
     absent = base.on_main_rank(lambda: flags.no_checkpoint(resume))
     if absent:
         raise base.UserError(f"--resume {resume}: {absent}")
     path = base.on_main_rank(lambda: flags.checkpoint_folder(resume))
     manifest, problem = verify_checkpoint(path)
     if not problem:
-        return path, manifest
+        return Checkpoint(path, manifest)
     if base.on_main_rank(lambda: not path.exists()):  # removed by a run that goes on: take the next one
         return find_checkpoint(resume, folder)
     raise base.UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
 
 
-def load_to_read(resume: str, state: TrainState, checkpoint: pathlib.Path, manifest: dict) -> Found:
+def load_to_read(resume: str, state: TrainState, checkpoint: Checkpoint) -> Checkpoint:
     """Loads a checkpoint for what trains nothing; returns the one that was. A run that goes on may remove it meanwhile:
     then the next newest one of that run is loaded. Every rank calls this.
 
@@ -44,12 +43,12 @@ def load_to_read(resume: str, state: TrainState, checkpoint: pathlib.Path, manif
         UserError: it cannot be loaded.
     """
     try:
-        state.load(checkpoint, manifest)
-        return checkpoint, manifest
+        state.load(checkpoint)
+        return checkpoint
     except base.UserError:
-        if base.on_main_rank(checkpoint.exists):
+        if base.on_main_rank(checkpoint.path.exists):
             raise
-    return load_to_read(resume, state, *find_checkpoint(resume, pathlib.Path()))
+    return load_to_read(resume, state, find_checkpoint(resume, None))
 
 
 def load_mean(settings: flags.Resolved, state: TrainState, config, newest: pathlib.Path) -> str:
@@ -95,13 +94,13 @@ def weights_of(state: TrainState) -> dict[str, torch.Tensor]:
     return {name: part for name, part in parts.items() if part.is_floating_point()}
 
 
-def find_own(folder: pathlib.Path) -> Found:
-    """The newest checkpoint of the run in `folder` that is not damaged; (None, None) where it has saved none."""
+def find_own(folder: pathlib.Path) -> Checkpoint | None:
+    """The newest checkpoint of the run in `folder` that is not damaged; None where it has saved none."""
     paths = base.on_main_rank(lambda: base.named_checkpoints(folder))
     for path in reversed(paths):
         manifest, problem = verify_checkpoint(path)
         if not problem:
-            return path, manifest
+            return Checkpoint(path, manifest)
         job.say(f"skipped    {path.name} is damaged: {problem}")
     if paths:
         advice = "repair or copy back one of them, or choose another --run-name to start fresh"
@@ -110,7 +109,7 @@ def find_own(folder: pathlib.Path) -> Found:
     if before not in (None, "none", "auto"):
         again = f"remove that folder and give --resume {before} again"
         raise base.UserError(f"--resume auto: {folder} began with --resume {before} and has saved nothing; {again}")
-    return None, None
+    return None
 
 
 def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
@@ -140,11 +139,11 @@ def damage_of_file(checkpoint: pathlib.Path, name: str, size: int, checksum: str
     return "" if sha256(checkpoint / name) == checksum else f"{name} has changed"
 
 
-def find_recorded_data(settings: flags.Settings) -> dict | None:
-    """What a run recorded of its data, as a checkpoint's manifest has it: of --resume, or of the config.json of
-    --run-name or --config. None where they name no run."""
-    if settings.resume not in ("none", "auto"):
-        return find_checkpoint(settings.resume, pathlib.Path())[1]
+def find_recorded_data(settings: flags.Settings, checkpoint: Checkpoint | None) -> dict | None:
+    """What a run recorded of its data, as a checkpoint's manifest has it: in the `checkpoint` of --resume, or in the
+    config.json of --run-name or --config. None where they name no run."""
+    if checkpoint:
+        return checkpoint.manifest
     if not (settings.run_name or settings.config):
         return None
     folder = pathlib.Path(settings.config or "").expanduser().parent
@@ -156,12 +155,15 @@ def find_recorded_data(settings: flags.Settings) -> dict | None:
     return None
 
 
-def is_of_run(folder: pathlib.Path, checkpoint: pathlib.Path) -> bool:
-    """Whether a checkpoint lies in a run's folder: that run goes on, and the run of any other folder is a new one."""
-    return folder.resolve() in checkpoint.resolve().parents[:2]
+def goes_on(checkpoint: Checkpoint | None, folder: pathlib.Path) -> bool:
+    """Whether the run in `folder` goes on from a checkpoint of its own; the run of any other folder is a new one. Every
+    rank calls this."""
+    return base.on_main_rank(
+        lambda: checkpoint is not None and folder.resolve() in checkpoint.path.resolve().parents[:2]
+    )
 
 
-def refuse_broken(settings: flags.Resolved, state: TrainState, checkpoint: pathlib.Path | None) -> None:
+def refuse_broken(settings: flags.Resolved, state: TrainState, checkpoint: Checkpoint | None) -> None:
     """Every rank calls this before anything is done with weights that may have been loaded.
 
     Raises:
@@ -172,7 +174,7 @@ def refuse_broken(settings: flags.Resolved, state: TrainState, checkpoint: pathl
     problem = state.what_is_broken()
     if problem and checkpoint:
         advice = "remove that folder, and --resume auto goes on from the one before"
-        raise base.UserError(f"--resume {checkpoint}: it {problem}; {advice}", exit_code=1)
+        raise base.UserError(f"--resume {checkpoint.path}: it {problem}; {advice}", exit_code=1)
     if problem:
         advice = "try other weights or --precision fp32"
         raise base.UserError(f"--model {settings.model}: it {problem}; {advice}", exit_code=1)

@@ -8,7 +8,7 @@ import statistics
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -24,6 +24,13 @@ from harness.state.shards import SafeReader, checkpoint_error
 PROCESS_STARTED = psutil.Process().create_time()
 CLOCK = time.time() - time.monotonic()
 OF_ONE_LAYOUT = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # ends the names of what one sharding or world size has
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint."""
+
+    path: pathlib.Path
+    manifest: dict  # what it records of the run, `Counters` among it
 
 
 def new_run_id() -> str:
@@ -184,18 +191,19 @@ class TrainState(Counters):
             for key, state in self.optimizer.state.get(parameter, {}).items():
                 yield f"optimizer.{name}.{key}", state, local_part(state)
 
-    def load(self, path: pathlib.Path, manifest: dict, of_another_run: bool = False) -> None:
+    def load(self, checkpoint: Checkpoint, of_another_run: bool = False) -> None:
         """Restores a checkpoint that was saved on any number of ranks, in any stage. Of another run's, the id and the
         clock stay this one's own.
 
         Raises:
             UserError: the shards cannot be read.
         """
-        self.load_tensors(path)
-        self.take(manifest, of_another_run)
+        self.load_tensors(checkpoint.path)
+        self.take(checkpoint.manifest, of_another_run)
         if not of_another_run:  # by clocks that may have been set, or be another machine's
             self.elapsed_before = max(PROCESS_STARTED - self.started, self.elapsed_before)
-            if self.tracker and manifest["world_size"] == dist.get_world_size():  # a speed is that of so many ranks
+            # a speed is that of so many ranks
+            if self.tracker and checkpoint.manifest["world_size"] == dist.get_world_size():
                 self.tracker.total |= self.totals
         if self.scheduler:
             self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step
