@@ -4,38 +4,28 @@
     torchrun --nproc_per_node=4 train_fsdp.py --model smollm3-3b --zero-stage 2
     accelerate launch --num_processes=4 train_fsdp.py --model smollm3-3b
 
-Read it from the top: the model and how it is sharded, a step, an evaluation, what a run prepares, its loop, its end;
-run() and main() put them in order. utils.py has the FLOP and MFU math and the clock. Everything else is behind the
-doors of harness/, whose `__init__.py` files list what there is:
+Read it from the top: the model and how it is sharded, a step, an evaluation, what may be saved, what a run prepares,
+its loop, its end; run() and main() put them in order. utils.py has the FLOP and MFU math and the clock. Everything else
+is behind the doors of harness/, whose `__init__.py` files list what there is:
 
     base     errors, text, GPUs                        models   weights, loss, optimizers (harness/model)
     flags    every flag, and the rules between them    state    checkpoints, resume, export
-    job      processes, signals, the run's folder      report   log lines, trackers, the HTML page, gates
-    data     from files to batches                     plan     what a configuration will need and give
+    job      processes, signals, the run's folder      opening  what every run begins with: data, checkpoint, settings
+    data     from files to batches                     report   log lines, trackers, the HTML page, gates
+                                                       plan     what a configuration will need and give
 """
 
-from harness import base
+from harness import before_torch
 
 if __name__ == "__main__":
-    base.never_fail()  # a closed stdout ends no run
-base.refuse_old_python()  # an older one cannot read the next import
+    SETTINGS = before_torch.begin()  # flags and signals come before the imports below, which take seconds
 
-from harness import flags
-
-if __name__ == "__main__":
-    SETTINGS = flags.parse_args()  # a mistake in them is answered at once, with no package installed too
-    base.refuse_missing_packages()
-
-from harness import job
-
-if __name__ == "__main__":
-    job.begin(SETTINGS)  # before the heavy imports, which take seconds, warn, and can be interrupted too
-
-import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import re
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,11 +34,11 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import utils
-from harness import data, plan, report, resolving, state
+from harness import base, data, flags, job, opening, plan, report, state
 from harness import model as models
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -91,7 +81,7 @@ def build_model(settings: flags.Resolved, config, mesh: DeviceMesh, read_weights
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
     dtype = torch.bfloat16 if settings.precision == "bf16-pure" else torch.float32
     model = models.on_meta(config, settings.attention, dtype)
-    models.adapt_forward(model, settings)
+    models.adapt_forward(model, settings)  # its loss, and labels that are shifted already
     layers, weights, convert_to_fp8 = models.decoder_layers(model), None, None
     if settings.init == "pretrained" and read_weights:
         weights = models.PretrainedWeights(model, layers, models.find_source(settings.model)[1], dtype)
@@ -115,7 +105,9 @@ def build_model(settings: flags.Resolved, config, mesh: DeviceMesh, read_weights
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
-    models.finish_sharding(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
+    # on a rank that shares its parameters with nobody FSDP2 would copy them and their gradients for nothing
+    models.alias_reduce_scatter_buffers(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
+    models.make_replicas_equal(model, mesh)
     base.give_back_freed_memory()  # whole layers
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
     return model
@@ -179,17 +171,24 @@ def build_scheduler(settings: flags.Resolved, optimizer: torch.optim.Optimizer):
 # ---- Step ------------------------------------------------------------------------------------------------------------
 
 
-def train_step(settings, model, optimizer, batches, tracker) -> report.StepResult:
+def train_step(
+    settings: flags.Resolved,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[dict[str, Any]],
+    tracker: utils.PerformanceTracker,
+) -> report.StepResult:
     """One optimizer step. Returns this rank's loss, whose mean over ranks is that of the global batch, the global
-    gradient norm, and 1 where the step was skipped, else 0: all still on the device. Skipped is a step whose norm is
-    not finite.
+    gradient norm, and 1 where the step was skipped, else 0: all still on the device, for which nothing here waits.
+    Skipped is a step whose norm is not finite. Each `job.enter_phase` is for the line that names a rank which hangs.
 
     The loss counts every trained token of the global batch alike. The router loss of a mixture of experts is that of
     each microbatch by itself, and every microbatch of every rank counts alike: it is the same on any number of ranks
     where the microbatches are the same. It is added, times its coefficient, to what is differentiated, not to the loss.
     """
+    assert isinstance(model, FSDPModule)  # `build_model` has sharded it
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
-    routing = getattr(model, "routing", None)
+    routing = getattr(model, "routing", None)  # of a mixture of experts
     total: torch.Tensor | None = None
     router_total: torch.Tensor | None = None
     expert_load: torch.Tensor | None = None
@@ -227,31 +226,11 @@ def train_step(settings, model, optimizer, batches, tracker) -> report.StepResul
     return report.StepResult(total, norm, skip, router_total, expert_load)
 
 
-@contextlib.contextmanager
-def discarded_if_stopped(model, optimizer) -> Iterator[None]:
-    """A step that a stop cuts off between two microbatches leaves no trace: what is saved then is the step before, with
-    its random state, and a resumed run begins the unfinished one anew."""
-    on_gpu = torch.cuda.is_available()
-    random_state, of_gpu = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
-    try:
-        yield
-    except job.Stopped:
-        torch.set_rng_state(random_state)
-        if of_gpu is not None:
-            torch.cuda.set_rng_state(of_gpu)
-        model.set_requires_gradient_sync(True)
-        model.set_requires_all_reduce(True)
-        model.set_reshard_after_backward(True)
-        models.reshard(model)  # below stage 3 parameters stay gathered between microbatches
-        optimizer.zero_grad()
-        raise
-
-
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
 def evaluate(
-    settings: flags.Resolved, model, held_out: dict[str, Any], device: torch.device
+    settings: flags.Resolved, model: nn.Module, held_out: dict[str, Any], device: torch.device
 ) -> tuple[dict[str, float], int]:
     """Returns the mean loss over every token of the held-out windows as `eval_loss`, of several sources also that of
     each as `eval_loss/NAME`; and how many tokens these are."""
@@ -276,33 +255,69 @@ def evaluate(
     return (losses | of_each if len(of_each) > 1 else losses), int(tokens)
 
 
+# ---- What may be saved -----------------------------------------------------------------------------------------------
+
+
+class Batches:
+    """The batches that a run trains on, for `next`; the last one, and the last that gave a finite loss."""
+
+    def __init__(self, batches: Iterator[dict[str, Any]]):
+        self.batches = batches
+        self.last: dict[str, Any] = {}
+        self.finite: dict[str, Any] = {}
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        self.last = next(self.batches)
+        return dict(self.last)  # a step takes out what the model does not get
+
+    def last_finite(self, was_skipped: bool) -> dict[str, Any]:
+        """The last batch; where its step was skipped an earlier one that this returned, if there is one."""
+        if not (was_skipped and self.finite):
+            self.finite = {name: value for name, value in self.last.items() if name != "loss_divisor"}
+        return self.finite
+
+
+def why_not_to_save(run: "Run", metrics: dict, first_step: int) -> str:
+    """Why the state after the last step, whose figures are `metrics`, is neither saved nor called done: weights or
+    optimizer states are NaN or infinite, or the loss or the gradient norm that they give. Empty where all are finite.
+    The loss in `metrics` is of before the update. `first_step` is the first one since this start."""
+    batch = run.batches.last_finite(was_skipped="loss" not in metrics)
+    with run.state.tracker.excluded():
+        if problem := run.state.broken_by_update():
+            return problem
+        loss, norm = models.loss_and_norm(run.state.model, run.state.optimizer, batch)
+    for name, value in (("loss", loss), ("gradient norm", norm)):
+        if not math.isfinite(value):
+            # where steps were skipped, the last update; of weights that were broken from the start, the first step
+            step = max(first_step, run.state.step - run.state.skipped_in_a_row)
+            return f"the {name} of the weights became {value} at step {step}"
+    return ""
+
+
 # ---- Before the first step -------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Run:
+@dataclasses.dataclass(kw_only=True)
+class Run(opening.Opened):
     """A run that is ready for its first step, or for what is done without one."""
 
-    settings: flags.Resolved
     device: torch.device
-    checkpoint: state.Checkpoint | None  # that it goes on from
-    state: state.TrainState  # everything that must survive a restart
-    tokenizer: Any
-    prompts: list[str]
     data: Any  # a data.TrainingData; None where nothing is trained or evaluated
-    # from here on these are the defaults where num_steps is 0
+    # of a run that trains
     folder: pathlib.Path | None = None
-    trackers: list = dataclasses.field(default_factory=list)  # open, on rank 0
-    identity: dict = dataclasses.field(default_factory=dict)  # what a resumed run must have in common with it
-    flops_per_token: int = 0
-    batches: Any = None  # that it trains on, a report.Remembered
-    changed: str = ""  # which flags are not those of the checkpoint, in words
+    batches: Batches | None = None
+    log: report.Log | None = None
+    checkpoints: state.Checkpoints | None = None
     has_room: bool = True  # on the disk, for a checkpoint
+    state: state.TrainState  # everything that must survive a restart
 
     def stories(self) -> list[dict[str, str]]:
         """A continuation of each prompt, in a run on conversations an answer to it."""
         job.enter_phase("sampling")
-        record = data.read_record(self.checkpoint.manifest) if self.checkpoint else None
+        record = data.read_record(self.manifest) if self.manifest else None
         if self.data is not None:
             record = self.data.record
         texts = [data.story_beginning(self.settings, record, self.tokenizer, prompt) for prompt in self.prompts]
@@ -318,139 +333,86 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
     trackers = report.open_trackers(given, folder)
     if given.memory_snapshot:
         report.record_memory(folder)
-    corpora = data.find(given)
-    config, tokenizer, prompts = models.load_files(given, data.needs_tokenizer(given, corpora))
     mesh = build_mesh(given, device)
-    checkpoint = state.find_checkpoint(given.resume, folder)
-    manifest = checkpoint.manifest if checkpoint else None
-    goes_on = state.goes_on(checkpoint, folder)
-    if given.export:
-        base.on_main_rank(lambda: state.check_export(given, manifest["run_id"] if goes_on else None))
-    settings = resolving.resolve(given, config, plan.choose_batch_size, corpora, manifest)
+    opened = opening.open_run(given, plan.choose_batch_size, folder)
+    settings, config, checkpoint = opened.settings, opened.config, opened.checkpoint
     job.check_machine(settings, mesh, device)
-    dataset = data.load(settings, corpora, tokenizer, config, manifest)
-    if settings.demo and settings.dataset != "demo" and not prompts and dataset.beginning:
-        prompts = [dataset.beginning]  # the demo's prompt is for the demo's stories
-    identity = state.describe_identity(config, tokenizer, dataset)
-    changed = state.check_resume(settings, config, tokenizer, dataset, manifest) if manifest else ""
+    dataset = data.load(settings, opened.corpora, opened.tokenizer, config, opened.manifest)
+    if settings.demo and settings.dataset != "demo" and not opened.prompts and dataset.beginning:
+        opened.prompts = [dataset.beginning]  # the demo's prompt is for the demo's stories
+    identity = state.describe_identity(config, opened.tokenizer, dataset)
+    changed = state.check_resume(settings, config, opened.tokenizer, dataset, checkpoint)
 
     model = build_model(settings, config, mesh, read_weights=not checkpoint)
     optimizer = models.build_optimizer(settings, model)
     scheduler = build_scheduler(settings, optimizer)
     verified = models.verify_sharding(settings, model, optimizer, mesh)
-    flops_per_token, flops_in_words = models.known_flops(
-        model, settings.sequence_length, utils.get_model_flops_per_token
-    )
+    flops_per_token, flops = models.known_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
     if settings.min_mfu and not flops_per_token:
-        raise base.UserError(f"--min-mfu: {flops_in_words}")
+        raise base.UserError(f"--min-mfu: {flops}")
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
     train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
     if checkpoint:
-        train_state.load(checkpoint, of_another_run=not goes_on)
+        train_state.load(checkpoint, of_another_run=not state.goes_on(checkpoint, folder))
         changed = ", ".join(filter(None, [changed, train_state.describe_jump()]))
     state.refuse_broken(settings, train_state, checkpoint)
     has_room = train_state.step == settings.num_steps or job.check_disk(settings, *train_state.saved_bytes(), folder)
-    job.say(
-        report.describe_setup(
-            settings,
-            train_state,
-            mesh,
-            dataset,
-            flops_in_words,
-            peak,
-            verified,
-            checkpoint=checkpoint.path if checkpoint else None,
-            changed=changed,
-        )
-    )
+    job.say(report.describe_setup(settings, train_state, mesh, dataset, flops, peak, verified, checkpoint, changed))
+    log = report.Log(settings, train_state, dataset, folder, device, trackers, flops_per_token, changed)
     return Run(
-        settings=settings,
+        **vars(opened),
         device=device,
-        state=train_state,
-        tokenizer=tokenizer,
-        prompts=prompts,
         data=dataset,
-        checkpoint=checkpoint,
+        state=train_state,
         folder=folder,
-        trackers=trackers,
-        identity=identity,
-        flops_per_token=flops_per_token,
-        changed=changed,
+        batches=Batches(data.training_batches(settings, dataset, train_state, device)),
+        log=log,
+        checkpoints=state.Checkpoints(settings, folder, identity, device, log.sync),
         has_room=has_room,
     )
-
-
-def prepare_without_steps(given: flags.Settings, device: torch.device) -> Run:
-    """--num-steps 0: a checkpoint or pretrained weights, and the data that an evaluation of them reads."""
-    corpora = data.find(given) if given.eval_interval else []
-    config, tokenizer, prompts = models.load_files(given, data.needs_tokenizer(given, corpora))
-    mesh = build_mesh(given, device)
-    checkpoint = state.find_checkpoint(given.resume, None)
-    manifest = checkpoint.manifest if checkpoint else None
-    if given.export:
-        base.on_main_rank(lambda: state.check_export(given, (manifest or {}).get("run_id")))
-    settings = resolving.resolve(given, config, plan.choose_batch_size, corpora)
-    dataset = None
-    if settings.eval_interval:
-        own_data = manifest is not None and base.on_main_rank(lambda: data.evaluates_own_data(settings, manifest))
-        of_run, whole = (manifest, False) if own_data else (None, manifest is not None)
-        dataset = data.load(settings, corpora, tokenizer, config, of_run, whole)
-        if own_data and settings.dataset != "synthetic":
-            state.check_same_corpus(settings, dataset.record, manifest)
-    if checkpoint:
-        state.check_same_model(config, checkpoint.manifest)
-    train_state = state.TrainState(build_model(settings, config, mesh, read_weights=not checkpoint))
-    if checkpoint:
-        checkpoint = state.load_to_read(settings.resume, train_state, checkpoint)
-        job.say(f"loaded     {checkpoint.path}, step {checkpoint.manifest['step']:,}")
-    if settings.average_checkpoints:
-        job.say(f"averaged   {state.load_mean(settings, train_state, config, checkpoint.path)}")
-    state.refuse_broken(settings, train_state, checkpoint)
-    return Run(settings, device, checkpoint, train_state, tokenizer, prompts, dataset)
 
 
 # ---- Loop and end ----------------------------------------------------------------------------------------------------
 
 
-def train(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> None:
-    """The loop. A job.Stopped leaves it where all ranks agreed to stop, after the last complete step."""
-    settings, tracker = run.settings, run.state.tracker
+def train(run: Run, stop: job.StopRequest) -> None:
+    """The loop. `stop` is a request to save and leave, by a signal to any rank: all ranks ask for it before the same
+    forward pass, which then raises job.Stopped, and the last complete step is what is saved."""
+    settings, log, tracker = run.settings, run.log, run.state.tracker
     model, optimizer = run.state.model, run.state.optimizer
-    run.batches = report.Remembered(data.training_batches(settings, run.data, run.state, run.device))
     first_step, stop.resumed_step = run.state.step + 1, run.state.step
-    due = job.due(settings, run.state.step, first_step)
+    due = job.due(settings, run.state.step, first_step)  # at the step that this start goes on from
     if due.evaluate and base.on_main_rank(log.lacks_evaluation):  # a stop came before it
         evaluation = {"step": run.state.step, "tokens_seen": run.state.tokens}
-        if problem := evaluate_and_log(run, log, due, evaluation, "", stop):
-            raise report.diverged(run.folder, problem, run.checkpoint.path if run.checkpoint else None)
+        if problem := evaluate_and_log(run, due, evaluation, "", stop):
+            raise report.divergence_error(problem, run.folder, run.checkpoint)
     tracker.open_window()  # until here a run is set up, which is no part of a step
     while run.state.step < settings.num_steps:
         due = job.due(settings, run.state.step + 1, first_step, run.has_room)
         job.enter_phase("data", due.step)
         with log.step(due):
-            with stop.before_each_forward(model), discarded_if_stopped(model, optimizer):
+            with stop.before_each_forward(model), run.state.step_undone_if_stopped():
                 result = train_step(settings, model, optimizer, run.batches, tracker)
             log.count(result)
             run.state.advance(run.data)  # steps, samples, the schedule
         stop.can_save = True  # from here on a signal is answered by a checkpoint
         if due.log or due.save:
-            metrics, problem = log.metrics()
+            metrics, problem = log.metrics()  # the problem: what of them is NaN or infinite, in words
             if (due.save or due.last) and not problem:
-                # the loss in `metrics` is of before the update; what is saved or called done has given one since
-                problem = report.check_updated_weights(run, run.batches.last_good(metrics), first_step)
+                problem = why_not_to_save(run, metrics, first_step)
             if due.log or problem:
-                problem = evaluate_and_log(run, log, due, metrics, problem, stop)
+                problem = evaluate_and_log(run, due, metrics, problem, stop)
             if problem:
-                checkpoints.finish()
-                raise report.diverged(run.folder, problem, run.checkpoint.path if run.checkpoint else None)
+                run.checkpoints.finish()
+                raise report.divergence_error(problem, run.folder, run.checkpoint)
         if due.save:
-            checkpoints.save(run.state, wait=due.last)
+            run.checkpoints.save(run.state, wait=due.last)
             if not due.last:
                 stop.raise_if_asked()  # while what is saved is the last complete step
-    checkpoints.finish()
+    run.checkpoints.finish()
 
 
-def evaluate_and_log(run: Run, log: report.Log, due: job.Due, metrics: dict, problem, stop):
+def evaluate_and_log(run: Run, due: job.Due, metrics: dict, problem: str, stop: job.StopRequest) -> str:
     """An evaluation where one is due, which adds `eval_loss` to `metrics`, and then a log line. Returns what is NaN or
     infinite: `problem`, or the evaluation's loss."""
     stories = []
@@ -462,84 +424,96 @@ def evaluate_and_log(run: Run, log: report.Log, due: job.Due, metrics: dict, pro
                 if not due.last:  # after the last step the end of the run writes them
                     stories = run.stories()
         except job.Stopped:
-            log.write(metrics)  # without the evaluation, which the next start makes
+            run.log.write(metrics)  # without the evaluation, which the next start makes
             raise
         problem = report.first_not_finite(metrics, [])
-    log.write(metrics, stories)
+    run.log.write(metrics, stories)
     return problem
 
 
-def save_and_leave(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> int:
-    """Answers a stop: saves the last complete step, if that is not done, and then says so. Returns the exit code."""
-    checkpoints.finish()
-    newest = base.on_main_rank(lambda: base.newest_checkpoint(run.folder))
-    if not newest or base.step_in_name(newest) != run.state.step:
-        metrics, problem = log.metrics() if log.results else (log.last, "")
-        if not problem:
-            problem = report.check_updated_weights(run, run.batches.last_good(metrics), log.first_step)
-        if problem:
-            raise report.diverged(run.folder, problem, run.checkpoint.path if run.checkpoint else None)
-        checkpoints.save(run.state, wait=True)
-    return report.leave_early(run, log, checkpoints, stop)
-
-
-def finish(run: Run, log, stop, checkpoints: state.Checkpoints | None = None, planned=None) -> int:
-    """The end of a run that has no step left, whether it took the last one now, before, or has none at all: figures,
-    stories, an export, gates, what to do next. Returns the exit code."""
+def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) -> int:
+    """The end of a run that has no step left, whether it took the last one now or before: figures, stories, an export,
+    gates, what to do next. `planned` is the process that plans this run. Returns the exit code."""
     settings = run.settings
-    if not run.folder and settings.eval_interval:  # in training the last step was evaluated
-        log.say_evaluation(run, *evaluate(settings, run.state.model, run.data.held_out, run.device))
     with stop.before_each_forward(run.state.model):
         stories = run.stories()
     if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long
         stop.raise_if_asked()
     stop.can_save = False
-    metrics = log.finish(stories, plan.predicted_figures(planned))
+    metrics = run.log.finish(stories, plan.predicted_figures(planned))
     if settings.export:
         state.export(settings, run.state, run.tokenizer)
-    if run.folder:
-        job.say(report.next_commands(settings, run.folder, run.state.step))
-        checkpoints.check_saved()
-        log.check_written()
-        base.on_main_rank(lambda: report.check_gates(settings, metrics))
+    job.say(report.next_commands(settings, run.folder, run.state.step))
+    run.checkpoints.check_saved()
+    run.log.check_written()
+    base.on_main_rank(lambda: report.check_gates(settings, metrics))
     return 0
+
+
+def save_and_leave(run: Run, stop: job.StopRequest) -> int:
+    """Answers a stop: saves the last complete step, if that is not done, and then says so. Returns the exit code."""
+    log, checkpoints = run.log, run.checkpoints
+    checkpoints.finish()
+    newest = base.on_main_rank(lambda: base.newest_checkpoint(run.folder))
+    if not newest or base.step_in_name(newest) != run.state.step:
+        metrics, problem = log.metrics() if log.results else (log.last, "")
+        problem = problem or why_not_to_save(run, metrics, log.first_step)
+        if problem:
+            raise report.divergence_error(problem, run.folder, run.checkpoint)
+        checkpoints.save(run.state, wait=True)
+    saved_in = None if checkpoints.failures else checkpoints.folder
+    job.say(report.describe_stop(run.settings, run.folder, run.state.step, stop.name, saved_in))
+    return 1 if checkpoints.failures or log.lacks_lines() else job.STOPPED
 
 
 # ---- A run -----------------------------------------------------------------------------------------------------------
 
 
-def run(settings: flags.Settings, device: torch.device, stop) -> int:
+def run(given: flags.Settings, device: torch.device, stop: job.StopRequest) -> int:
     """One run, from its flags to its last line; returns the exit code."""
-    if settings.show_samples is not None:
-        return show_samples(settings)
-    if settings.num_steps == 0:
-        with report.Answer(settings) as answer:
-            return finish(prepare_without_steps(settings, device), answer, stop)
-    ready = prepare(settings, device)
+    if given.show_samples:
+        return opening.show_samples(given, plan.choose_batch_size)
+    if given.num_steps == 0:
+        return answer_without_training(given, device)
+    ready = prepare(given, device)
     steps_left = ready.settings.num_steps - ready.state.step
-    # on a GPU a plan of this very run is made beside it: its last line shows both
     with (
-        report.Log(ready) as log,
+        ready.log,
+        ready.checkpoints,
+        # on a GPU a plan of this very run is made beside it: its last line shows both
         plan.planning_in_background(ready.settings, device, steps_left) as planned,
-        state.Checkpoints(ready.settings, ready.folder, ready.identity, device, log.sync) as checkpoints,
     ):
         try:
-            train(ready, log, checkpoints, stop)
-            return finish(ready, log, stop, checkpoints, planned)
+            train(ready, stop)
+            return finish(ready, stop, planned)
         except job.Stopped:
-            return save_and_leave(ready, log, checkpoints, stop)
+            return save_and_leave(ready, stop)
 
 
-def show_samples(given: flags.Settings) -> int:
-    """--show-samples: what a step of this run trains on, by the order that the run recorded, if there is one."""
-    corpora = data.find(given)
-    config, tokenizer, _ = models.load_files(given, data.needs_tokenizer(given, corpora))
-    recorded = state.find_recorded_data(given, state.find_checkpoint(given.resume, None))
-    settings = resolving.resolve(given, config, plan.choose_batch_size, corpora)
-    dataset = data.load(settings, corpora, tokenizer, config, recorded)
-    if recorded:
-        state.check_data(settings, dataset.record, recorded)
-    data.show_samples(settings, dataset, tokenizer, recorded)
+def answer_without_training(given: flags.Settings, device: torch.device) -> int:
+    """--num-steps 0: evaluates a checkpoint or pretrained weights, writes stories with them, exports them."""
+    with report.json_alone(given) as stdout:
+        mesh = build_mesh(given, device)
+        opened = opening.open_run(given, plan.choose_batch_size)
+        settings, checkpoint = opened.settings, opened.checkpoint
+        dataset = opening.load_to_evaluate(opened) if settings.eval_interval else None
+        if checkpoint:
+            state.check_same_model(opened.config, checkpoint.manifest)
+        model = build_model(settings, opened.config, mesh, read_weights=not checkpoint)
+        weights = state.TrainState(model)
+        if checkpoint:
+            opened.checkpoint = checkpoint = state.load_to_read(settings.resume, weights, checkpoint)
+            job.say(f"loaded     {checkpoint.path}, step {weights.step:,}")
+        if settings.average_checkpoints:
+            job.say(f"averaged   {state.load_mean(settings, weights, opened.config, checkpoint.path)}")
+        state.refuse_broken(settings, weights, checkpoint)
+        ready = Run(**vars(opened), device=device, data=dataset, state=weights)
+        if settings.eval_interval:
+            losses, tokens = evaluate(settings, model, dataset.held_out, device)
+            report.say_evaluation(settings, dataset, checkpoint, losses, tokens, stdout)
+        report.say_stories(ready.stories())
+        if settings.export:
+            state.export(settings, weights, opened.tokenizer)
     return 0
 
 

@@ -13,15 +13,15 @@ import train_fsdp
 from harness import flags
 from harness import model as models
 
-finish_sharding = models.finish_sharding
+make_replicas_equal = models.make_replicas_equal  # the last that is done to a model that is sharded
 
 
-def finish_with_symmetric_memory(model, mesh, accumulates: bool) -> None:
+def use_symmetric_memory(model, mesh) -> None:
     for module in models.sharded_modules(model):
         module.set_force_sum_reduction_for_comms(True)
         module.set_symm_mem_for_comm()
-    finish_sharding(model, mesh, accumulates)
+    make_replicas_equal(model, mesh)
 
 
-models.finish_sharding = finish_with_symmetric_memory
+models.make_replicas_equal = use_symmetric_memory
 train_fsdp.main(flags.parse_args())

@@ -17,7 +17,7 @@ from harness.job.folders import replace_file, take_folder
 from harness.job.heartbeats import HERE, end_part, enter_phase
 from harness.job.preflight import check_disk, check_machine
 from harness.job.schedule import Due, count_steps, due
-from harness.job.signals import LISTENING, Stopped, ignore_signals
+from harness.job.signals import LISTENING, Stopped, StopRequest, ignore_signals
 from harness.job.startup import begin
 from harness.job.terminal import (
     columns,
@@ -40,6 +40,7 @@ __all__ = [
     "LISTENING",
     "STOPPED",
     "Due",
+    "StopRequest",
     "Stopped",
     "World",
     "at_exit",

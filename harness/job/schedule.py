@@ -1,4 +1,4 @@
-"""Schedule: what is due at which optimizer step. Called by the training loop."""
+"""Schedule: what is due at which optimizer step."""
 
 from dataclasses import dataclass
 

@@ -5,7 +5,7 @@ Elsewhere: `from harness import model as models`, as a model is called `model` t
 """
 
 from harness.model.attention import choose_attention, describe_attention
-from harness.model.collectives import finish_sharding, fsdp_group, sharded_modules
+from harness.model.collectives import alias_reduce_scatter_buffers, fsdp_group, make_replicas_equal, sharded_modules
 from harness.model.configs import choose_sequence_length, find_source, load_config, read_generation_config
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
@@ -26,6 +26,7 @@ __all__ = [
     "MENDED",
     "PretrainedWeights",
     "adapt_forward",
+    "alias_reduce_scatter_buffers",
     "as_in_checkpoint",
     "build_optimizer",
     "check_float8",
@@ -46,7 +47,6 @@ __all__ = [
     "evaluating",
     "find_optimizer",
     "find_source",
-    "finish_sharding",
     "fp8_converter",
     "fsdp_group",
     "full_loss",
@@ -57,6 +57,7 @@ __all__ = [
     "local",
     "loss_and_norm",
     "loss_without_data",
+    "make_replicas_equal",
     "materialize",
     "memory_saving_optimizers",
     "on_meta",

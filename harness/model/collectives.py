@@ -90,12 +90,6 @@ class WholeParameter(FSDPParam):
             super().free_unsharded_param()
 
 
-def finish_sharding(model: nn.Module, mesh: DeviceMesh, accumulates: bool) -> None:
-    """What comes after the last `fully_shard`. `accumulates`: a step has several microbatches."""
-    alias_reduce_scatter_buffers(model, mesh, accumulates)
-    make_replicas_equal(model, mesh)
-
-
 def alias_reduce_scatter_buffers(model: nn.Module, mesh: DeviceMesh, accumulates: bool) -> None:
     """Where each rank holds all of every parameter, neither parameters nor reduced gradients are copied. Everywhere
     else FSDP2 does as it does by itself, and so it does with parameters on the host and with float8 weights.

@@ -1,34 +1,34 @@
 """Report: what a run shows of itself, and what it is judged by.
 
 Before anything is loaded: `check_measurable`, `open_trackers`, `record_memory`; then `describe_setup`, the header.
-The log (`Log`) of its steps, lines and end; `StepResult` is what a step gives it.
-What ends a run is found by `first_not_finite` and `check_updated_weights`; the error is `diverged`. Gates are
-`check_gates`. The last lines: `next_commands`, `leave_early`; without training an `Answer`. `FIGURES`, the table of all
-figures, and `time_shares` are for tools and benchmarks.
+The log (`Log`) of its steps, lines and end; `StepResult` is what a step gives it. `first_not_finite` finds what ends a
+run, `divergence_error` is how. Gates are `check_gates`. The last lines: `next_commands`, `describe_stop`. Without
+training `say_evaluation` and `say_stories`, with `json_alone`. `FIGURES`, the table of all figures, and `time_shares`
+are for tools and benchmarks.
 """
 
 from harness.report.figures import FIGURES, check_gates, check_measurable
 from harness.report.header import describe_setup
-from harness.report.health import Remembered, StepResult, check_updated_weights, diverged, first_not_finite
+from harness.report.health import StepResult, divergence_error, first_not_finite
 from harness.report.log import Log, open_trackers
 from harness.report.profiling import record_memory, time_shares
-from harness.report.summary import Answer, leave_early, next_commands
+from harness.report.summary import describe_stop, json_alone, next_commands, say_evaluation, say_stories
 
 __all__ = [
     "FIGURES",
-    "Answer",
     "Log",
-    "Remembered",
     "StepResult",
     "check_gates",
     "check_measurable",
-    "check_updated_weights",
     "describe_setup",
-    "diverged",
+    "describe_stop",
+    "divergence_error",
     "first_not_finite",
-    "leave_early",
+    "json_alone",
     "next_commands",
     "open_trackers",
     "record_memory",
+    "say_evaluation",
+    "say_stories",
     "time_shares",
 ]

@@ -1,7 +1,5 @@
 """The header: what will run, in figures that can be checked by hand."""
 
-import pathlib
-
 import torch
 import torch.distributed as dist
 
@@ -18,7 +16,7 @@ def describe_setup(
     flops: str,
     peak: float | None,
     verified: str,
-    checkpoint: pathlib.Path | None = None,
+    checkpoint: states.Checkpoint | None = None,
     changed: str = "",
 ) -> str:
     """The header's lines.
@@ -52,7 +50,7 @@ def describe_setup(
         "skipping": "" if models.skips_on_device(state.optimizer) else waits,
         "batch": f"{settings.describe_batch(world_size)}{padded}, {settings.num_steps:,} steps",
         **train_set.header,
-        "resumed": f"{checkpoint} at step {state.step:,}" if checkpoint else "",
+        "resumed": f"{checkpoint.path} at step {state.step:,}" if checkpoint else "",
         "changed": changed,
     }
     return job.columns({name: words for name, words in lines.items() if words})
@@ -73,7 +71,7 @@ def describe_peak(peak: float | None, device_type: str) -> str:
     return "no MFU on a CPU"
 
 
-def describe_precision(settings: flags.Resolved, device_type: str, checkpoint: pathlib.Path | None) -> str:
+def describe_precision(settings: flags.Resolved, device_type: str, checkpoint: states.Checkpoint | None) -> str:
     """What is computed in which precision, and why in that one."""
     words = {
         "bf16": "bf16 compute and all-gather, fp32 master weights and gradient reduction",

@@ -1,20 +1,16 @@
-"""Health: the numbers of the steps so far, which of them were skipped and why, and how a run ends whose loss or weights
-are NaN or infinite, or that skipped too many steps. Independent of how a step is skipped.
-
-What ends a run is found here as words that name the step, such as "the loss became nan at step 7"; empty words mean
-that nothing is wrong.
+"""Health: the numbers of the steps so far, which of them were skipped and why, and which of their figures are NaN or
+infinite: words that name the step, such as "the loss became nan at step 7", empty where nothing is wrong; and the error
+that ends a run for them.
 """
 
 import math
 import pathlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from harness import base
-from harness import model as models
 from harness import state as states
 
 ADVICE = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
@@ -99,31 +95,7 @@ def first_not_finite(metrics: dict, steps: list[StepNumbers]) -> str:
     return ""
 
 
-def broken_update(state: states.TrainState) -> str:
-    """Names the last update where weights or optimizer states are NaN or infinite after it; every rank calls this."""
-    if state.finite():
-        return ""
-    return f"the update made weights or optimizer states infinite or NaN at step {state.step - state.skipped_in_a_row}"
-
-
-def check_updated_weights(run: Any, batch: dict, first_step: int) -> str:
-    """Why the state of `run` must not be saved or called done: weights and optimizer states are finite, and so are the
-    loss and the gradient norm of `batch`. Every rank calls this; it is outside the measured time. `first_step` is the
-    first one since this start."""
-    state = run.state
-    with state.tracker.excluded():
-        problem = broken_update(state)
-        if problem:
-            return problem
-        loss, norm = models.loss_and_norm(state.model, state.optimizer, batch)
-    for name, value in (("loss", loss), ("gradient norm", norm)):
-        if not math.isfinite(value):
-            when = max(first_step, state.step - state.skipped_in_a_row)  # the weights may be broken since the start
-            return f"the {name} of the weights became {value} at step {when}"
-    return ""
-
-
-def diverged(folder: pathlib.Path, problem: str, resumed: pathlib.Path | None) -> base.UserError:
+def divergence_error(problem: str, folder: pathlib.Path, resumed: states.Checkpoint | None) -> base.UserError:
     """The error that ends the run in `folder` because of `problem`; what was saved before stays. `resumed` is the
     checkpoint that it went on from. Each checkpoint has given a finite loss before it was saved."""
     newest = base.newest_checkpoint(folder)
@@ -131,24 +103,5 @@ def diverged(folder: pathlib.Path, problem: str, resumed: pathlib.Path | None) -
     if newest:
         kept = f"the last good checkpoint is {newest.name}"
     elif resumed:
-        kept = f"the last good checkpoint is {resumed}"
+        kept = f"the last good checkpoint is {resumed.path}"
     return base.UserError(f"{problem}; {kept}; {ADVICE}", exit_code=1)
-
-
-class Remembered:
-    """The batches that a run trains on, for `next`. It remembers the last one, and the last that gave a finite loss."""
-
-    def __init__(self, batches: Iterator[dict]):
-        self.batches = batches
-        self.last: dict = {}
-        self.finite: dict = {}
-
-    def __next__(self) -> dict:
-        self.last = next(self.batches)
-        return dict(self.last)  # a step takes out what the model does not get
-
-    def last_good(self, metrics: dict) -> dict:
-        """The batch of the step that `metrics` are of; where that was skipped an earlier one, if there is one."""
-        if "loss" in metrics or not self.finite:
-            self.finite = {name: value for name, value in self.last.items() if name != "loss_divisor"}
-        return self.finite

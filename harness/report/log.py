@@ -1,7 +1,7 @@
 """The log of a run: what every step, log line and ending leaves in config.json, metrics.jsonl, the trackers, on the
 console and on the page.
 
-    with report.Log(ready) as log:
+    with report.Log(settings, state, data, folder, device, trackers, flops_per_token, changed) as log:
         with log.step(due):
             ...                                 # the optimizer step, counted in the state
             log.count(result)
@@ -21,14 +21,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 from harness import base, flags, job
+from harness import state as states
 from harness.report import page
 from harness.report.figures import NOTES, of_all_ranks
 from harness.report.files import MetricsFile, describe_run, write_config
-from harness.report.health import StepResult, broken_update, count_skipped, first_not_finite, read_results, read_routing
+from harness.report.health import StepResult, count_skipped, first_not_finite, read_results, read_routing
 from harness.report.profiling import dump_memory, profiling
 from harness.report.prometheus import Prometheus
 from harness.report.summary import describe_held_out, describe_skipped, say_stories, summarize
@@ -63,11 +65,23 @@ def open_trackers(settings: flags.Settings, folder: pathlib.Path) -> list[Tracke
 
 class Log(contextlib.AbstractContextManager):
     """The log of one start of a run. Inside it garbage is collected at log lines only: in the middle of a step one rank
-    stops and all wait for it. `run` is a `Run` of train_fsdp.py that is ready for its first step, its trackers open."""
+    stops and all wait for it."""
 
-    def __init__(self, run: Any):
-        self.settings, self.state, self.data, self.device = run.settings, run.state, run.data, run.device
-        self.folder, self.trackers, self.flops_per_token = run.folder, run.trackers, run.flops_per_token
+    def __init__(
+        self,
+        settings: flags.Resolved,
+        state: states.TrainState,
+        data: Any,
+        folder: pathlib.Path,
+        device: torch.device,
+        trackers: list[Tracker],
+        flops_per_token: int,
+        changed: str,
+    ):
+        """`data` is what the run trains on, a `data.TrainingData`; `trackers` are open; `flops_per_token` is 0 where it
+        is not known; `changed` names the flags that are not those of the checkpoint that the run goes on from."""
+        self.settings, self.state, self.data, self.device = settings, state, data, device
+        self.folder, self.trackers, self.flops_per_token = folder, trackers, flops_per_token
         self.first_step = self.state.step + 1
         self.results: list[StepResult] = []  # of the steps since the last `metrics`
         self.skipped: dict[int, str] = {}  # why, by step, since the last line
@@ -77,7 +91,7 @@ class Log(contextlib.AbstractContextManager):
         self.profile = contextlib.ExitStack()
         self.file: MetricsFile | None = None  # on rank 0
         if dist.get_rank() == 0:
-            self._open(run.changed)
+            self._open(changed)
         shown = self.file is not None and job.is_terminal(sys.stderr)
         self.bar = job.step_bar(self.settings.num_steps, self.state.step, shown=shown)
         self.began = time.monotonic()
@@ -161,7 +175,7 @@ class Log(contextlib.AbstractContextManager):
         metrics["skipped_steps"] = state.skipped_steps
         problem = first_not_finite(metrics, steps)
         if too_many and not problem:
-            problem = broken_update(state) or too_many
+            problem = state.broken_by_update() or too_many
         figures = of_all_ranks(self.speed, state, self.device)
         return metrics | figures | self.data.figures(state.samples, state.tokens), problem
 
@@ -261,6 +275,10 @@ class Log(contextlib.AbstractContextManager):
             job.say(f"done       nothing to train: step {self.state.step:,} of {self.settings.num_steps:,}")
         say_stories(stories)
         return metrics
+
+    def lacks_lines(self) -> bool:
+        """On rank 0: whether lines wait in memory, which the disk refused."""
+        return self.file is not None and bool(self.file.waiting)
 
     def check_written(self) -> None:
         """Raises UserError where metrics.jsonl lacks lines at the end of the run."""

@@ -60,7 +60,7 @@ def record_memory(folder: pathlib.Path) -> None:
 def dump_memory(folder: pathlib.Path) -> None:
     """Writes memory-rank-N.pickle, which https://docs.pytorch.org/memory_viz shows."""
     folder.mkdir(parents=True, exist_ok=True)
-    # private: as in `record_memory`
+    # private: the name that torch's guide to CUDA memory documents
     torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
 
 

@@ -5,7 +5,8 @@ import contextlib
 import math
 import pathlib
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 import torch.distributed as dist
 from tqdm import tqdm
@@ -45,45 +46,53 @@ def say_stories(stories: list[dict[str, str]]) -> None:
         job.say_story("\n" + "\n\n".join(story["text"] for story in stories))
 
 
-class Answer(contextlib.ExitStack):
-    """What a run of no step prints, in the place of a log. With --json one object on stdout, and all else on stderr."""
+@contextlib.contextmanager
+def json_alone(settings: flags.Settings) -> Iterator[TextIO]:
+    """Yields stdout. Inside, with --json, all that is printed goes to stderr: one object is alone on stdout."""
+    stdout = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr) if settings.json else contextlib.nullcontext():
+        yield stdout
 
-    def __init__(self, settings: flags.Settings):
-        super().__init__()
-        self.stdout = sys.stdout
-        if settings.json:
-            self.enter_context(contextlib.redirect_stdout(sys.stderr))
 
-    def say_evaluation(self, run: Any, losses: dict[str, float], tokens: int) -> None:
-        """The line of an evaluation, and with --json the object. `tokens` is how many the losses are over.
+def say_evaluation(
+    settings: flags.Resolved,
+    data: Any,
+    checkpoint: states.Checkpoint | None,
+    losses: dict[str, float],
+    tokens: int,
+    stdout: TextIO,
+) -> None:
+    """The line of an evaluation without training, and with --json its object, on `stdout`.
 
-        Raises:
-            UserError: a loss is NaN or infinite.
-        """
-        settings, data = run.settings, run.settings.describe_dataset()
-        step = run.checkpoint.manifest["step"] if run.checkpoint else None
-        weights = f"step {step:,} of {settings.resume}" if step is not None else settings.model
-        for name, loss in losses.items():
-            if not math.isfinite(loss):
-                raise base.UserError(f"--eval-interval: {name.replace('_', ' ')} became {loss} by {weights}", 1)
-        size = f"{tokens:,} tokens"
-        if any(windows.has_mask for windows in run.data.held_out.values()):
-            size += ", those that count in the loss"
-        if left_out := sum(windows.left_out for windows in run.data.held_out.values()):
-            size += f"; left out {base.counted(left_out, 'window')} without one"
-        lines = {"evaluated": f"{weights} on {data}: {describe_held_out(losses)}, {size}"}
-        if "held out" in run.data.header:
-            lines["held out"] = run.data.header["held out"]
-        job.say(job.columns(lines))
-        if settings.json and dist.get_rank() == 0:
-            figures = {"model": settings.model, "step": step, "dataset": data, "tokens": tokens} | losses
-            figures["perplexity"] = perplexity(losses["eval_loss"])
-            print(as_json(figures), file=self.stdout, flush=True)
+    Args:
+        data: what was evaluated on, a `data.TrainingData`.
+        checkpoint: that was evaluated, None for pretrained weights.
+        tokens: how many the losses are over.
 
-    def finish(self, stories: list[dict[str, str]], predicted: dict[str, float]) -> dict:
-        """Prints the stories; there are no figures."""
-        say_stories(stories)
-        return {}
+    Raises:
+        UserError: a loss is NaN or infinite.
+    """
+    dataset, step = settings.describe_dataset(), None
+    weights = settings.model
+    if checkpoint:
+        step = checkpoint.manifest["step"]
+        weights = f"step {step:,} of {settings.resume}"
+    for name, loss in losses.items():
+        if not math.isfinite(loss):
+            raise base.UserError(f"--eval-interval: {name.replace('_', ' ')} became {loss} by {weights}", 1)
+    size = f"{tokens:,} tokens"
+    if any(windows.has_mask for windows in data.held_out.values()):
+        size += ", those that count in the loss"
+    if left_out := sum(windows.left_out for windows in data.held_out.values()):
+        size += f"; left out {base.counted(left_out, 'window')} without one"
+    lines = {"evaluated": f"{weights} on {dataset}: {describe_held_out(losses)}, {size}"}
+    if "held out" in data.header:
+        lines["held out"] = data.header["held out"]
+    job.say(job.columns(lines))
+    if settings.json and dist.get_rank() == 0:
+        figures = {"model": settings.model, "step": step, "dataset": dataset, "tokens": tokens} | losses
+        figures["perplexity"] = perplexity(losses["eval_loss"])
+        print(as_json(figures), file=stdout, flush=True)
 
 
 # ---- Skipped steps ---------------------------------------------------------------------------------------------------
@@ -159,13 +168,14 @@ def next_commands(settings: flags.Resolved, folder: pathlib.Path, step: int) -> 
     return "\n" + job.columns(lines | {"report": str(folder / "report.html")})
 
 
-def leave_early(run: Any, log: Any, checkpoints: Any, stop: Any) -> int:
-    """The last lines of a run that a signal ended, and its exit code."""
-    lines = {"stopped": f"by {stop.name or 'a signal to another rank'} after step {run.state.step}"}
-    if not checkpoints.failures:
-        lines["stopped"] += f", saved in {checkpoints.folder}"
-        lines["go on"] = job.command(run.settings, run.folder)
-    lines["report"] = str(run.folder / "report.html")
-    job.say(job.last_lines(lines))
-    lost_lines = log.file and log.file.waiting
-    return 1 if checkpoints.failures or lost_lines else job.STOPPED
+def describe_stop(
+    settings: flags.Resolved, folder: pathlib.Path, step: int, signal: str, saved_in: pathlib.Path | None
+) -> str:
+    """The last lines of a run that a signal ended after `step`. `signal` is empty where another rank got it, `saved_in`
+    the folder of its checkpoints, None where the step could not be saved."""
+    lines = {"stopped": f"by {signal or 'a signal to another rank'} after step {step}"}
+    if saved_in:
+        lines["stopped"] += f", saved in {saved_in}"
+        lines["go on"] = job.command(settings, folder)
+    lines["report"] = str(folder / "report.html")
+    return job.last_lines(lines)

@@ -1,5 +1,4 @@
-"""Export: a folder that transformers loads, written from a sharded model that no rank can hold whole. The script calls
-it at the end of a run. Independent of optimizer and data."""
+"""Export: a folder that transformers loads, written from a sharded model that no rank can hold whole."""
 
 import contextlib
 import copy
@@ -21,7 +20,8 @@ from transformers import GenerationConfig
 
 from harness import base, flags, job
 from harness import model as models
-from harness.state.train_state import TrainState, persistent_tensors
+from harness.state.find import goes_on
+from harness.state.train_state import Checkpoint, TrainState, persistent_tensors
 from harness.state.transformers4 import old_tokenizer_config, with_old_names
 
 ONE_FILE = 5e9  # bytes up to which weights are one file, the limit of older transformers' save_pretrained
@@ -33,10 +33,24 @@ OTHER_WEIGHTS = ("quantization_config", "transformers_weights")  # say how the s
 # ---- The folder ------------------------------------------------------------------------------------------------------
 
 
-def check_export(settings: flags.Settings, run_id: str | None) -> None:
-    """Raises a UserError where --export could not be written later, or would write over something else than an earlier
-    export of the run `run_id`, which is None for a new run, or of the same command. Called on rank 0, before anything
-    is trained."""
+def check_export(settings: flags.Settings, checkpoint: Checkpoint | None, folder: pathlib.Path | None) -> None:
+    """Every rank calls this before anything is trained.
+
+    Args:
+        checkpoint: that the run goes on from, or that is exported.
+        folder: of the run; None where nothing is trained.
+
+    Raises:
+        UserError: --export could not be written later, or would write over something else than an earlier export of
+            this run or of the same command.
+    """
+    is_same_run = checkpoint is not None and (folder is None or goes_on(checkpoint, folder))
+    run_id = checkpoint.manifest["run_id"] if is_same_run else None
+    base.on_main_rank(lambda: check_place(settings, run_id))
+
+
+def check_place(settings: flags.Settings, run_id: str | None) -> None:
+    """`check_export` of the run `run_id`, which is None for a new one."""
     final = folder_of(settings)
     try:
         existing = next(parent for parent in final.parents if parent.exists())

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from harness import base
 from harness import data as corpora
 from harness import flags as flag_rules
+from harness.state.train_state import Checkpoint
 
 # Fields of a model's config that do not make it another model.
 NOT_COMPARED = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
@@ -40,12 +41,15 @@ def as_json(values: dict) -> dict:
     return json.loads(json.dumps(values, default=str))
 
 
-def check_resume(settings: flag_rules.Resolved, config, tokenizer, data, manifest: dict) -> str:
-    """What changed since the checkpoint and may change, in words; every rank calls this.
+def check_resume(settings: flag_rules.Resolved, config, tokenizer, data, checkpoint: Checkpoint | None) -> str:
+    """What changed since the checkpoint and may change, in words; empty for a fresh start. Every rank calls this.
 
     Raises:
         UserError: something else changed, which makes it another run.
     """
+    if checkpoint is None:
+        return ""
+    manifest = checkpoint.manifest
     before, now = manifest["flags"], as_json(dataclasses.asdict(settings))
     refuse_changed(settings, manifest, flag_rules.must_match(settings))
     check_same_model(config, manifest)

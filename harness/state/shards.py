@@ -1,4 +1,4 @@
-"""Shards: DCP's reader, which unpickles nothing that runs, and its writer. Independent of what the tensors are."""
+"""Shards: DCP's reader, which unpickles nothing that runs, and its writer."""
 
 import hashlib
 import pathlib

@@ -1,5 +1,6 @@
 """The state of a training run: everything that must survive a restart."""
 
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from harness import base
+from harness import base, job
 from harness import model as models
 from harness.state.shards import SafeReader, checkpoint_error
 
@@ -108,6 +109,26 @@ class TrainState(Counters):
         self.scheduler.step()
         self.learning_rate = float(self.scheduler.get_last_lr()[0])
         return tokens
+
+    @contextlib.contextmanager
+    def step_undone_if_stopped(self) -> Iterator[None]:
+        """A step that a stop cuts off between two microbatches leaves no trace: what is saved then is the step before,
+        with its random state, and a resumed run begins the unfinished one anew."""
+        model: Any = self.model
+        on_gpu = torch.cuda.is_available()
+        random_state, of_gpu = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
+        try:
+            yield
+        except job.Stopped:
+            torch.set_rng_state(random_state)
+            if of_gpu is not None:
+                torch.cuda.set_rng_state(of_gpu)
+            model.set_requires_gradient_sync(True)
+            model.set_requires_all_reduce(True)
+            model.set_reshard_after_backward(True)
+            models.reshard(model)  # below stage 3 parameters stay gathered between microbatches
+            self.optimizer.zero_grad()
+            raise
 
     def move_positions(self, positions: dict[str, dict[int, tuple]]) -> None:
         """Takes over the positions that came with a batch, when its step is done."""
@@ -249,6 +270,14 @@ class TrainState(Counters):
         broken = largest.isfinite().logical_not().int().to(tensors[0].device)
         dist.all_reduce(broken)
         return not broken.item()
+
+    def broken_by_update(self) -> str:
+        """Names the last update where weights or optimizer states are NaN or infinite after it; empty where all are
+        finite. Every rank calls this."""
+        if self.finite():
+            return ""
+        step = self.step - self.skipped_in_a_row
+        return f"the update made weights or optimizer states infinite or NaN at step {step}"
 
     def what_is_broken(self) -> str:
         """What is wrong with a state that was loaded, or is to be exported, in words that follow its name; empty where

@@ -1,0 +1,25 @@
+"""Before torch: what the script does before its heavy imports. They take seconds, warn, and can be interrupted: by then
+mistakes in flags have been answered and signals are read."""
+
+from __future__ import annotations  # older interpreters read this far, to be told so
+
+from typing import TYPE_CHECKING
+
+from harness import base
+
+if TYPE_CHECKING:
+    from harness import flags
+
+
+def begin() -> flags.Settings:
+    """The settings of the command line. A mistake in them ends the process at once, with no package installed too."""
+    base.never_fail()  # a closed stdout ends no run
+    base.refuse_old_python()  # an older one cannot read the next import
+    from harness import flags
+
+    settings = flags.parse_args()
+    base.refuse_missing_packages()
+    from harness import job
+
+    job.begin(settings)
+    return settings

@@ -1,0 +1,83 @@
+"""Opening: what every run begins with, whether it trains, evaluates or shows samples. It finds the data, the model's
+files and the checkpoint, and decides what the flags leave open; nothing is built yet."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+
+from harness import base, data, flags, resolving, state
+from harness import model as models
+
+
+@dataclasses.dataclass(kw_only=True)
+class Opened:
+    settings: flags.Resolved
+    corpora: list[data.Corpus]
+    config: transformers.PretrainedConfig
+    tokenizer: Any
+    prompts: list[str]  # of stories
+    checkpoint: state.Checkpoint | None  # that the run goes on from, or reads
+
+    @property
+    def manifest(self) -> dict | None:
+        return self.checkpoint.manifest if self.checkpoint else None
+
+
+def open_run(
+    given: flags.Settings, choose_batch_size: Callable[[flags.Settings], int], folder: pathlib.Path | None = None
+) -> Opened:
+    """Every rank calls this.
+
+    Args:
+        choose_batch_size: as `resolving.resolve` calls it.
+        folder: of the run; None where nothing is trained.
+
+    Raises:
+        UserError: something is not there, damaged, or does not go together.
+    """
+    corpora = data.find(given) if given.num_steps or given.eval_interval or given.show_samples else []
+    config, tokenizer, prompts = models.load_files(given, data.needs_tokenizer(given, corpora))
+    checkpoint = state.find_checkpoint(given.resume, folder)
+    if given.export:
+        state.check_export(given, checkpoint, folder)
+    # what is trained keeps the batch and the warmup of its checkpoint; what only reads one has none
+    manifest = checkpoint.manifest if checkpoint and given.trains() else None
+    return Opened(
+        settings=resolving.resolve(given, config, choose_batch_size, corpora, manifest),
+        corpora=corpora,
+        config=config,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        checkpoint=checkpoint,
+    )
+
+
+def load_to_evaluate(opened: Opened) -> Any:
+    """The data that an evaluation without training reads, a `data.TrainingData`: of the data of the checkpoint's run
+    what that run held out; of other data all documents, where it has no held-out split. Every rank calls this.
+
+    Raises:
+        UserError: it is a part of what the run trained on, or no longer what the run read.
+    """
+    settings, manifest = opened.settings, opened.manifest
+    own_data = manifest is not None and base.on_main_rank(lambda: data.evaluates_own_data(settings, manifest))
+    of_run, whole = (manifest, False) if own_data else (None, manifest is not None)
+    dataset = data.load(settings, opened.corpora, opened.tokenizer, opened.config, of_run, whole)
+    if own_data and settings.dataset != "synthetic":
+        state.check_same_corpus(settings, dataset.record, manifest)
+    return dataset
+
+
+def show_samples(given: flags.Settings, choose_batch_size: Callable[[flags.Settings], int]) -> int:
+    """--show-samples: prints what a step of this run trains on, by the order that the run recorded, if there is one.
+    Returns the exit code; every rank calls this."""
+    opened = open_run(given, choose_batch_size)
+    recorded = state.find_recorded_data(given, opened.checkpoint)
+    dataset = data.load(opened.settings, opened.corpora, opened.tokenizer, opened.config, recorded)
+    if recorded:
+        state.check_data(opened.settings, dataset.record, recorded)
+    data.show_samples(opened.settings, dataset, opened.tokenizer, recorded)
+    return 0
