@@ -4,7 +4,6 @@ trained on."""
 import json
 import math
 import re
-import shlex
 
 import multirank
 import pytest
@@ -188,17 +187,17 @@ def test_a_corpus_that_changed_is_refused_by_an_evaluation(start, device, refuse
 
 
 @pytest.mark.parametrize("flags", ["", "--eval-steps 3", "--streaming --eval-steps 3 --streams 4"])
-def test_the_command_that_a_run_prints_evaluates_what_the_run_held_out(start, device, capfd, evaluate, flags):
+def test_an_evaluation_of_a_run_takes_what_the_run_held_out(start, device, capfd, evaluate, flags):
     name = f"printed{'-'.join(flags.split())}"
     assert train(start(name, "--eval-interval", 2, *words(flags)), device) == 0
-    (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("evaluate"))
-    printed = shlex.split(line)
-    found = evaluate(*printed[printed.index("--num-steps") :])
+    command = ["--num-steps", 0, "--resume", start.folder / name, "--eval-interval", 1]
+    capfd.readouterr()
+    found = evaluate(*command)
     assert found["eval_loss"] == pytest.approx(held_out_loss(start.folder / name), rel=1e-6)
     if "--eval-steps" in flags:
         assert found["tokens"] == 3 * 2 * 32
-        on_two_ranks = [*printed[printed.index("--num-steps") :], "--cache-dir", str(start.folder / "cache")]
-        said = forked(2, multirank.program, *on_two_ranks)  # the same windows
+        on_two_ranks = [*command, "--cache-dir", start.folder / "cache"]
+        said = forked(2, multirank.program, *map(str, on_two_ranks))  # the same windows
         assert f"held-out loss {found['eval_loss']:.4f} " in said and f", {found['tokens']:,} tokens" in said
 
 

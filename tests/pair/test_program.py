@@ -55,7 +55,7 @@ def test_the_demo_learns_says_so_and_ends_with_a_story_and_no_warning(demo):
     assert process.stdout.count(f"\n{PROMPT}") == 2  # after the evaluation at step 6, and at the end
     *_, stories, after = process.stdout.split("\n\n")
     assert stories.startswith(PROMPT)
-    assert re.match("sample +.*\nevaluate +.*\nexport +.*\ngo on +.*\nreport +.*/first/report.html$", after)
+    assert re.match("export +.*\ngo on +.*\nreport +.*/first/report.html$", after)
 
 
 def test_each_logged_step_is_a_line_of_metrics_and_the_last_one_holds_the_averages(demo):
@@ -98,7 +98,7 @@ def test_config_json_says_what_it_takes_to_repeat_the_run(demo):
     config = json.loads((folder / "config.json").read_text())
     assert config["flags"]["num_steps"] == 12
     assert config["flags"]["model"] == "demo"
-    assert set(config["flags"]) == set(FLAGS)
+    assert set(config["flags"]) == {*FLAGS, "eval_windows"}  # the last is decided by the ranks that began
     assert torch.__version__.startswith(config["versions"]["torch"])  # which may lack +cu130
     assert {"python", "transformers", "accelerate", "datasets"} <= set(config["versions"])
     if (ROOT / ".git").exists():
