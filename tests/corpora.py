@@ -9,6 +9,8 @@ from conftest import words, write_model
 from transformers import AutoTokenizer
 
 import utils
+from harness.data import corpora
+from harness.flags import sources_of
 
 DEMO = pathlib.Path(__file__).parent.parent / "assets" / "demo"
 END = 0  # end-of-text of the demo tokenizer
@@ -40,6 +42,18 @@ def load(tokenizer, tmp_path):
         return utils.get_dataset(with_tokenizer, seq_len, dataset=str(source), **options)
 
     return load
+
+
+@pytest.fixture
+def line_of(tokenizer, tmp_path):
+    """`line_of(source, ...)`: what a run says of where the tokens of a source come from."""
+
+    def line_of(source, with_tokenizer=tokenizer, **options) -> str:
+        reading = corpora.Reading(with_tokenizer, 4, **{"vocab_size": 1536, "cache_dir": tmp_path / "cache"} | options)
+        corpus = corpora.look_into(sources_of(str(source))[0], "train", corpora.DEFAULT_FIELD, None)
+        return reading.open(corpus, "train")[1]
+
+    return line_of
 
 
 @pytest.fixture

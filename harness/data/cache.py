@@ -17,7 +17,6 @@ import numpy as np
 from harness import base, job
 from harness.data.encode import Encoded
 from harness.data.token_files import TokenFile
-from harness.data.windows import Tokens
 
 VERSION = 4  # of the files; another one makes them anew
 LEFT_OUT = (
@@ -96,25 +95,28 @@ def counts_of(path: pathlib.Path) -> dict | None:
         return None
 
 
-def open_cache(path: pathlib.Path, vocab_size: int, end_of_text: int | None, counts: dict) -> Tokens:
+def open_cache(path: pathlib.Path, vocab_size: int) -> TokenFile:
     """The tokens of a cache, mapped."""
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     mask = path.with_suffix(".mask")
-    file = TokenFile(
+    return TokenFile(
         tokens=np.memmap(path, dtype, "r").view(np.ndarray),
         is_checked=True,
         find_ends=lambda: np.memmap(path.with_suffix(".ends"), np.int64, "r").view(np.ndarray),
         trained=np.memmap(mask, np.uint8, "r").view(np.ndarray) if mask.stat().st_size else None,
     )
-    tokens = Tokens([file], vocab_size, end_of_text)
-    tokens.counts, tokens.line = counts, f"cached in {path}"
+
+
+def describe(path: pathlib.Path, counts: dict) -> str:
+    """Where a cache is, and what was counted when it was made, in words; both as `tokenize_once` returns them."""
+    line = f"cached in {path}"
     if "seconds" in counts:
         tokenized = f"tokenized {base.counted(counts['documents'], 'document')}"
-        tokens.line = f"{tokenized} in {counts['seconds']:.1f} s, cached in {path}"
+        line = f"{tokenized} in {counts['seconds']:.1f} s, {line}"
     left_out = [f"{kind} {counts[kind]:,}" for kind in LEFT_OUT if counts.get(kind)]
     if left_out:
-        tokens.line += f", left out: {', '.join(left_out)}"
-    return tokens
+        line += f", left out: {', '.join(left_out)}"
+    return line
 
 
 def with_progress(batches: Iterator[Encoded], counts: Counter) -> Iterator[Encoded]:

@@ -1,6 +1,7 @@
 """Corpora: what a source of --dataset is, and its tokens as windows: from the token cache, where it is tokenized once,
 or from token files. The way in for a library (`open_windows`)."""
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -202,15 +203,15 @@ class Reading:
         chat.check(corpus.source.dataset)
         return chat
 
-    def tokens(self, corpus: Corpus, split: str) -> Tokens:
-        """The tokens of a split, mapped; text is tokenized where it was not. A slice is cut at ends of documents."""
+    def open(self, corpus: Corpus, split: str) -> tuple[Tokens, str]:
+        """(the tokens of a split, mapped; where they come from, in words). Text is tokenized where it was not. A slice
+        is cut at ends of documents."""
         name, bounds = parse_split(split)
         of_split = corpus.listing.of_split(name)
         if corpus.is_mapped and are_mapped(of_split):
             open_all = functools.partial(open_token_files, of_split, self.vocab_size)
             opened = base.with_all_ranks(open_all)  # on one node alone a file may be missing
-            tokens = Tokens(opened, self.vocab_size, self.end_of_text)
-            tokens.line = token_files.describe(opened)
+            line = token_files.describe(opened)
         else:
             rows = None
             if corpus.listing.is_hub and bounds:
@@ -218,10 +219,12 @@ class Reading:
             if rows:
                 bounds = []
             found = base.from_main_process(functools.partial(self._tokenize, corpus, of_split, rows), self.is_main)
-            tokens = cache.open_cache(found[0], self.vocab_size, self.end_of_text, found[1])
+            opened, line = [cache.open_cache(found[0], self.vocab_size)], cache.describe(*found)
+        tokens = Tokens(opened, self.vocab_size, self.end_of_text)
         if bounds:
-            tokens = tokens.between(*cut_positions(bounds, self.with_ends(tokens).ends, len(tokens)))
-        return tokens
+            tokens = self.with_ends(tokens)
+            tokens = tokens.between(*cut_positions(bounds, tokens.ends, len(tokens)))
+        return tokens, line
 
     def _tokenize(self, corpus: Corpus, of_split: list[DataFile], rows: tuple[int, int] | None) -> tuple:
         """What `cache.tokenize_once` returns, of these files, or of some of their rows."""
@@ -252,17 +255,18 @@ class Reading:
         return cache.tokenize_once(identity, tokenize, self.cache_dir, self.skip_bad_records)
 
     def with_ends(self, tokens: Tokens) -> Tokens:
-        """The tokens once it is known where their documents end: one process of a node reads all tokens for it where
-        the files do not say it. A UserError where nothing tells."""
-        if not tokens.knows_ends:
-            if self.end_of_text is None:
-                name = getattr(self.tokenizer, "name_or_path", "the tokenizer")
-                problem = f"{name} has no end-of-text token (eos_token)"
-                raise base.UserError(
-                    f"--dataset {tokens.files[0].name}: it does not say where its documents end, and {problem}"
-                )
-            tokens.whole_ends = base.from_main_process(lambda: tokens.whole_ends, self.is_main)
-        return tokens
+        """The tokens, and where their documents end: one process of a node reads all tokens for it where the files do
+        not say it. A UserError where nothing tells."""
+        if tokens.knows_ends or tokens.found_ends is not None:
+            return tokens
+        if self.end_of_text is None:
+            name = getattr(self.tokenizer, "name_or_path", "the tokenizer")
+            problem = f"{name} has no end-of-text token (eos_token)"
+            raise base.UserError(
+                f"--dataset {tokens.files[0].name}: it does not say where its documents end, and {problem}"
+            )
+        found = base.from_main_process(lambda: tokens.whole_ends, self.is_main)
+        return dataclasses.replace(tokens, found_ends=found)
 
     def windows(self, tokens: Tokens, place: str) -> PackedDataset:
         """The tokens as windows; too few for one window are a UserError."""
@@ -364,7 +368,8 @@ def open_windows(
     windows = {}
     for source, corpus in zip(sources, corpora, strict=True):
         place = f"{source.dataset}, split {corpus.split!r}"
-        windows[source.name] = reading.windows(reading.tokens(corpus, corpus.split), place)
+        tokens, _ = reading.open(corpus, corpus.split)
+        windows[source.name] = reading.windows(tokens, place)
     if isinstance(dataset, str):
         packed = windows[sources[0].name]
         if not shuffle:

@@ -166,15 +166,16 @@ def open_cached(
     """A source from the token cache or from token files."""
     split, rule = choose_held_out(settings, corpus, rules, HELD_OUT, whole)
     place = f"{corpus.source.dataset}, split {corpus.split!r}"
-    tokens = reading.tokens(corpus, corpus.split)
+    tokens, line = reading.open(corpus, corpus.split)
     of_source = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
-    job.say("data      ", of_source + tokens.line)
+    job.say("data      ", of_source + line)
     warning = token_files.differing_tokenizer(tokens.files, reading.tokenizer)
     if warning and dist.get_rank() == 0:
         job.print_error(f"train_fsdp.py: warning: {warning}")
     held_out, name = None, split or ""
     if rule:
-        documents = len(reading.with_ends(tokens).ends)
+        tokens = reading.with_ends(tokens)
+        documents = len(tokens.ends)
         divided = tokens.divide()
         tokens = divided[0]
         held_out = reading.windows(divided[1], f"{place}, {rule}")
@@ -184,8 +185,8 @@ def open_cached(
     if split:
         of_split = tokens
         if split != corpus.split:
-            of_split = reading.tokens(corpus, split)
-            job.say("data      ", of_source + of_split.line)
+            of_split, line = reading.open(corpus, split)
+            job.say("data      ", of_source + line)
         held_out, name = reading.windows(of_split, f"{corpus.source.dataset}, split {split!r}"), split
         if of_split is tokens and tokens.knows_ends:  # elsewhere all tokens would be read to count them
             name = f"all of it, {base.counted(len(tokens.ends), 'document')}"

@@ -1,7 +1,7 @@
 """Windows: the tokens of a corpus end to end, and the samples that are cut from them: `seq_len + 1` tokens each, cut
 anywhere or, best-fit, of whole documents with padding at their end."""
 
-import copy
+import dataclasses
 import functools
 import hashlib
 import zlib
@@ -24,33 +24,51 @@ EVERY = 20  # one of so many documents is held out
 # Tokens
 
 
+@dataclass(frozen=True, eq=False)
 class Tokens:
     """Token files, or one array, end to end, or some stretches of them. Only the tokens of a slice are read, and
     checked against the vocabulary there."""
 
-    def __init__(self, files: list[TokenFile], vocab_size: int | None = None, end_of_text: int | None = None):
-        """`end_of_text` ends a document where no file says where its documents end."""
-        self.files, self.vocab_size, self.end_of_text = files, vocab_size, end_of_text
-        self.before_files = np.concatenate([[0], np.cumsum([len(file.tokens) for file in files], dtype=np.int64)])
-        self.starts, self.stops = np.array([0]), self.before_files[-1:]  # of the stretches
-        self.before = np.array([0, self.before_files[-1]])  # tokens before each stretch, and all
-        self.size = int(self.before_files[-1])
-        self.dtype = np.dtype(np.uint16 if (vocab_size or 2**32) <= 2**16 else np.uint32)
-        self.line = ""  # of the console, about where they come from
-        self.counts: dict = {}  # what was counted when they were tokenized
+    files: list[TokenFile]
+    vocab_size: int | None = None
+    end_of_text: int | None = None  # ends a document where no file says where its documents end
+    stretches: tuple[np.ndarray, np.ndarray] | None = None  # (starts, stops) of each in the files' tokens; None: all
+    found_ends: np.ndarray | None = None  # `whole_ends`, where they are known
 
-    def stretches(self, starts: np.ndarray, stops: np.ndarray) -> "Tokens":
+    @functools.cached_property
+    def before_files(self) -> np.ndarray:
+        """Tokens before each file, and all."""
+        return np.concatenate([[0], np.cumsum([len(file.tokens) for file in self.files], dtype=np.int64)])
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        return self.stretches[0] if self.stretches else np.array([0])
+
+    @functools.cached_property
+    def stops(self) -> np.ndarray:
+        return self.stretches[1] if self.stretches else self.before_files[-1:]
+
+    @functools.cached_property
+    def before(self) -> np.ndarray:
+        """Tokens before each stretch, and all."""
+        return np.concatenate([[0], np.cumsum(self.stops - self.starts)])
+
+    @functools.cached_property
+    def size(self) -> int:
+        return int(self.before[-1])
+
+    @functools.cached_property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.uint16 if (self.vocab_size or 2**32) <= 2**16 else np.uint32)
+
+    def cut(self, starts: np.ndarray, stops: np.ndarray) -> "Tokens":
         """The stretches from each of `starts` to before that of `stops`, counted in these tokens, which are one."""
         assert len(self.starts) == 1
-        part = copy.copy(self)
-        part.__dict__.pop("ends", None)
-        part.starts, part.stops = starts + self.starts[0], stops + self.starts[0]
-        part.before = np.concatenate([[0], np.cumsum(stops - starts)])
-        part.size = int(part.before[-1])
-        return part
+        first = self.starts[0]
+        return dataclasses.replace(self, stretches=(starts + first, stops + first), found_ends=self.whole_ends)
 
     def between(self, first: int, last: int) -> "Tokens":
-        return self.stretches(np.array([first]), np.array([last]))
+        return self.cut(np.array([first]), np.array([last]))
 
     def __len__(self) -> int:
         return self.size
@@ -116,6 +134,8 @@ class Tokens:
     def whole_ends(self) -> np.ndarray:
         """Where each document of the files ends, int64, ascending, the last one at the end. Where a file does not say
         it, all tokens are read for it."""
+        if self.found_ends is not None:
+            return self.found_ends
         ends = np.concatenate(
             [self._ends_of(file) + first for file, first in zip(self.files, self.before_files[:-1], strict=True)]
         )
@@ -165,7 +185,7 @@ class Tokens:
         starts = np.concatenate([[0], ends[:-1]])
         held_starts, held_stops = starts[held_out], ends[held_out]
         kept_starts, kept_stops = np.concatenate([[0], held_stops]), np.concatenate([held_starts, [len(self)]])
-        return self.stretches(kept_starts, kept_stops), self.stretches(held_starts, held_stops)
+        return self.cut(kept_starts, kept_stops), self.cut(held_starts, held_stops)
 
     def fingerprint(self) -> str:
         """Tells corpora apart by their number of tokens and 256 samples of 4,096, wherever they are stored."""

@@ -88,7 +88,7 @@ def test_a_bad_conversation_is_named(tokenizer, tmp_path, value, fault):
         load(tokenizer, tmp_path, file)
 
 
-def test_what_the_template_refuses_is_a_bad_record_and_the_others_go_on(tokenizer, tmp_path):
+def test_what_the_template_refuses_is_a_bad_record_and_the_others_go_on(tokenizer, line_of, tmp_path):
     strict = tmp_path / "strict.jinja"
     strict.write_text(
         "{%- if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + TEMPLATE
@@ -96,8 +96,9 @@ def test_what_the_template_refuses_is_a_bad_record_and_the_others_go_on(tokenize
     source = write(tmp_path / "chat.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
     with pytest.raises(UserError, match=r"line 2.*the chat template fails, user first"):
         load(tokenizer, tmp_path, source, chat_template=str(strict))
-    data = load(tokenizer, tmp_path, source, chat_template=str(strict), skip_bad_records=True)
-    assert (len(data.tokens.ends), data.tokens.counts["bad records"]) == (2, 1)
+    options = {"chat_template": str(strict), "skip_bad_records": True}
+    assert len(load(tokenizer, tmp_path, source, **options).tokens.ends) == 2
+    assert line_of(source, **options).endswith(", left out: bad records 1")
 
 
 @pytest.mark.parametrize("as_text", [False, True])
@@ -122,14 +123,14 @@ def test_where_no_mask_comes_the_run_is_refused_with_what_to_do(corpus, tmp_path
 
 
 def test_a_template_that_marks_nothing_is_refused_and_one_conversation_without_a_mark_is_left_out(
-    tokenizer, corpus, tmp_path
+    tokenizer, line_of, corpus, tmp_path
 ):
     nobody = [{"messages": [says("user", "Is anybody there?")]}]
     with pytest.raises(UserError, match=r"marks no token of any of the 1 conversations.*--chat-loss all"):
         load(tokenizer, tmp_path, write(tmp_path / "nobody.jsonl", nobody))
     both = write(tmp_path / "both.jsonl", [*nobody, {"messages": CONVERSATIONS[0]}])
-    data = load(tokenizer, tmp_path, both)
-    assert len(data.tokens.ends) == 1 and "conversations without a trained token 1" in data.tokens.line
+    assert len(load(tokenizer, tmp_path, both).tokens.ends) == 1
+    assert line_of(both).endswith(", left out: conversations without a trained token 1")
 
 
 @pytest.mark.parametrize(

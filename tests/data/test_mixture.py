@@ -1,5 +1,6 @@
 """Mixtures: exact shares at the end of each block, sources that are read on, an order that follows from a number."""
 
+import hashlib
 import json
 import math
 import random
@@ -79,6 +80,17 @@ def test_each_lane_has_about_its_share_of_each_source(weights, lanes):
         share = weights[name] / total
         spread = math.sqrt(1000 * share * (1 - share))  # of independent draws
         assert np.abs(np.array(of_lanes) - 1000 * share).max() < 6 * spread + 2, name
+
+
+def test_the_order_of_sources_is_the_one_that_checkpoints_go_on_in():
+    """Another one would give a resumed run windows that it has read, without a word."""
+    mixture = Mixture([segment(0, a=5, b=3, c=2)], 42)
+    names = "".join(mixture.locate(sample)[0] for sample in range(4 * BLOCK))
+    assert (
+        names[:24] == "bcaacabbacaabaabbcaabaca"
+        and hashlib.sha256(names.encode()).hexdigest()[:16] == "c7795bd108d2c53b"
+    )
+    assert mixture.locate(10**9 + 7) == ("b", 300_000_002)
 
 
 def test_a_stage_given_at_a_resume_begins_at_its_step_though_steps_before_it_had_other_sizes():

@@ -97,7 +97,7 @@ def slicing_rank(folder: str) -> None:
 
     def tokens():
         opened.clear()
-        return len(reading.tokens(corpus, corpus.split)), len(opened)
+        return len(reading.open(corpus, corpus.split)[0]), len(opened)
 
     DataFile.open = open_and_note
     report_of_ranks(tokens)
@@ -134,7 +134,7 @@ def mapping_rank(folder: str) -> None:
     contents.open_token_file = open_there
     reading = corpora.Reading(None, 16, 1536)
     corpus = corpora.look_into(Source("a", folder, None), None, "text", None)
-    report_of_ranks(lambda: len(reading.tokens(corpus, "train")))
+    report_of_ranks(lambda: len(reading.open(corpus, "train")[0]))
     stop_processes()
 
 

@@ -186,13 +186,12 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_token_cache_is_made_again_and_said(load, write_jsonl, tmp_path, damage):
+def test_a_damaged_token_cache_is_made_again_and_said(load, line_of, write_jsonl, tmp_path, damage):
     file = write_jsonl(tmp_path / "data.jsonl", TEXTS)
     first = tokens_of(load(file))
     DAMAGES[damage](caches(tmp_path)[0])
-    again = load(file)
-    assert tokens_of(again) == first and again.tokens.line.startswith("tokenized ")
-    assert load(file).tokens.line.startswith("cached in ")
+    assert line_of(file).startswith("tokenized ") and tokens_of(load(file)) == first
+    assert line_of(file).startswith("cached in ")
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named(load, write_jsonl, tmp_path):
@@ -270,15 +269,15 @@ def test_a_parquet_file_with_a_damaged_page_is_named(load, tmp_path):
 @pytest.mark.parametrize(
     "bad", [content for _, content, says in UNUSABLE if ", line 2: " in says and b"1899" not in content]
 )
-def test_bad_records_are_left_out_and_counted_if_asked(load, encoded, write_jsonl, tmp_path, bad):
+def test_bad_records_are_left_out_and_counted_if_asked(load, line_of, encoded, write_jsonl, tmp_path, bad):
     lines = bad.removeprefix(GOOD).splitlines()
     text = json.loads(GOOD)["text"]
     file = write_jsonl(tmp_path / "data.jsonl", [text, *lines, "", text])
     for begins in ("tokenized 2 documents in ", "cached in "):
-        packed = load(file, skip_bad_records=True)
-        assert tokens_of(packed) == encoded([text, text])
-        assert packed.tokens.line.startswith(begins)
-        assert packed.tokens.line.endswith(f", left out: empty documents 1, bad records {len(lines)}")
+        line = line_of(file, skip_bad_records=True)
+        assert line.startswith(begins)
+        assert line.endswith(f", left out: empty documents 1, bad records {len(lines)}")
+        assert tokens_of(load(file, skip_bad_records=True)) == encoded([text, text])
     with pytest.raises(UserError, match="line 2"):  # a cache without them is none for a run that wants all
         load(file)
 
