@@ -1,5 +1,5 @@
 """Search: configurations planned one after the other in the order of a list, until the time is over, and which of them
-to take. Called by `planning`. Independent of how a prediction is made."""
+to take."""
 
 import bisect
 import dataclasses
