@@ -1,5 +1,4 @@
-"""Running: one program with its flags in fresh processes, and what its figures are stamped with. Called by `bench`.
-Independent of what is measured."""
+"""Running: one program with its flags in fresh processes, and what its figures are stamped with."""
 
 import datetime
 import hashlib

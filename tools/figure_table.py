@@ -1,10 +1,8 @@
-"""The table of all figures, made from `harness.report.figures`. Called by hand, and by the test that compares
-docs/MONITORING.md with it:
+"""The table of all figures, made from `harness.report.figures`. A test compares docs/MONITORING.md with
+it:
 
     python -m tools.figure_table                     # prints the table
     python -m tools.figure_table docs/MONITORING.md    # puts it between the two markers of that file
-
-Independent of how a figure is computed.
 """
 
 import argparse

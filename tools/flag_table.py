@@ -1,5 +1,5 @@
-"""The table of all flags, docs/FLAGS.md: `python -m tools.flag_table > docs/FLAGS.md`. Called by hand, and by the test
-that compares that file with what this makes. It knows the parser, not what a flag does."""
+"""The table of all flags, docs/FLAGS.md: `python -m tools.flag_table > docs/FLAGS.md`. A test compares
+that file with what this makes."""
 
 import argparse
 

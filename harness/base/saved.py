@@ -1,5 +1,5 @@
-"""Saved: which checkpoints a run's folder holds and what their manifests record. Independent of what a shard holds, and
-of torch: flags, job and report ask here too."""
+"""Saved: which checkpoints a run's folder holds and what their manifests record. Without
+torch, as flags and job ask here too."""
 
 from __future__ import annotations  # older interpreters read this far, to be told so
 

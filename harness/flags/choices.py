@@ -1,5 +1,5 @@
-"""Choices: what flags take from the modules of a folder: their names, their first sentences, their constants. Called by
-`settings` and `rules`. The files are read, not imported, so that --help answers at once."""
+"""Choices: what flags take from the modules of a folder: their names, their first sentences, their constants. The
+files are read, not imported, so that --help answers at once."""
 
 import ast
 import contextlib

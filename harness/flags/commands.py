@@ -1,5 +1,4 @@
-"""Commands: flags as words of a command line, and the one place that makes a command to be pasted into a shell.
-Independent of what a flag means."""
+"""Commands: flags as words of a command line, and the one place that makes a command to be pasted into a shell."""
 
 import shlex
 from collections.abc import Mapping

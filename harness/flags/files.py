@@ -1,4 +1,4 @@
-"""Files of flags: what --config reads, as words of a command line. Called by `parser`."""
+"""Files of flags: what --config reads, as words of a command line."""
 
 import argparse
 import json

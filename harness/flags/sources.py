@@ -1,5 +1,4 @@
-"""Sources: what the words of --dataset and --mixture-stage mean: names, places and weights. Independent of what lies at
-a place."""
+"""Sources: what the words of --dataset and --mixture-stage mean: names, places and weights."""
 
 import glob
 import os

@@ -7,16 +7,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, masking_utils
 from transformers.integrations import sdpa_attention
 
 from harness import base, flags, job
+from harness.model import patches
 from harness.model.configs import text_config
 
-# private: whether torch's attention is given fewer keys than queries; there is no option for another rule
-use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
 ONE_KERNEL = ("flash", "cudnn")  # choices of --attention that are sdpa with one of its kernels and no other
 
 
@@ -57,17 +55,14 @@ def choose_attention(settings: flags.Settings, config) -> flags.Attention:
         if kernel == "cudnn" and without_cudnn:
             allowed = False
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(allowed)
-    # On a GPU no fused kernel takes fp32 and heads that share keys: torch would compute all scores of a layer at once.
-    repeats_keys = settings.precision == "fp32" and (cuda or settings.plan)
-    # private: as above
-    sdpa_attention.use_gqa_in_sdpa = (lambda *_: False) if repeats_keys else use_gqa_in_sdpa
+    patches.repeat_shared_keys(settings.precision == "fp32" and (cuda or settings.plan))
     if attention != "auto":
         return attention
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # private: in public transformers only raises where a family cannot
     if settings.document_mask and cuda and family._supports_flex_attn:
         return "flex_attention"  # it skips what is masked; the others compute it, and not by their fastest kernel
-    return "sdpa" if family._supports_sdpa else "eager"  # private: as above
+    return "sdpa" if family._supports_sdpa else "eager"  # private: no public name says what a family can
 
 
 def any_attention_kernel() -> contextlib.AbstractContextManager:
@@ -100,7 +95,7 @@ def describe_attention(settings: flags.Resolved, config, device: str) -> str:
     mask = None
     if settings.document_mask:  # torch looks at its shape and the stride of its last dimension only
         mask = torch.empty(length, dtype=torch.bool, device=device).expand(1, 1, length, length)
-    shared = query.shape != key.shape and sdpa_attention.use_gqa_in_sdpa(mask, key, key)  # private: as above
+    shared = query.shape != key.shape and sdpa_attention.use_gqa_in_sdpa(mask, key, key)
     if not shared:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     # private: torch.backends.cuda.can_use_flash_attention and its like say which could run, not which one torch prefers
@@ -121,22 +116,9 @@ def describe_attention(settings: flags.Resolved, config, device: str) -> str:
     return f"sdpa attention ({kernel})"
 
 
-def documents(position_ids: torch.Tensor) -> torch.Tensor:
-    """The number of the document that each token is in: positions begin at 0 in each."""
-    return (position_ids == 0).cumsum(-1)
-
-
-def one_document(position_ids: torch.Tensor) -> None:
-    """transformers' answer where no row is several documents."""
-
-
 def skip_packing_detection(model: nn.Module, name: str, document_mask: bool) -> None:
-    """Tells transformers where documents begin. By itself it reads positions back from the device: a sync in every
-    forward, or in every layer with flash_attention_2. A UserError where a family cannot keep documents apart."""
-    # private: a function of a mask could be registered in public, but these are called before it
-    masking_utils.find_packed_sequence_indices = documents if document_mask else one_document
-    # private: as above
-    transformers.modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
+    """Tells transformers where documents begin. A UserError where a family cannot keep documents apart."""
+    patches.say_where_documents_begin(document_mask)
     kinds = set(getattr(text_config(model), "layer_types", None) or ())
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     if document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):
@@ -145,5 +127,4 @@ def skip_packing_detection(model: nn.Module, name: str, document_mask: bool) -> 
 
 def without_packing_detection():
     """A context in which no row is taken for several documents, for tensors without data."""
-    # private: as in `skip_packing_detection`
-    return mock.patch.object(masking_utils, "find_packed_sequence_indices", one_document)
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", patches.one_document)

@@ -1,8 +1,6 @@
 """Collectives: what FSDP2 does with a group's parameters and gradients where that is not left to it: no copies on a
-rank that shards with nobody, and replicas that begin equal. Called by the script while it shards a model, and by the
-clock around collectives (report/waits.py). Independent of when they are called. Built on parts of FSDP2 that are the
-same in torch 2.11 and 2.13.
-"""
+rank that shards with nobody, and replicas that begin equal. Built on parts of FSDP2 that are the same in torch 2.11 and
+2.13."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 # private: public are the protocols only (`set_custom_all_gather`), which would have to be implemented anew
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # private: as above
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # private: no protocol covers it
 
 from harness.model.optimization import local
 
@@ -99,7 +97,8 @@ def alias_reduce_scatter_buffers(model: nn.Module, mesh: DeviceMesh, accumulates
     for module in sharded_modules(model):
         module.set_custom_reduce_scatter(OneBuffer(accumulates))
         for parameter in fsdp_group(module).fsdp_params:
-            casts_itself = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")  # private: as above
+            # private: FSDP2 asks the same of it, and has no public name for it
+            casts_itself = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
             if not (parameter.offload_to_cpu or casts_itself):
                 parameter.__class__ = WholeParameter
 

@@ -1,5 +1,5 @@
-"""Finite: passes that change nothing and show whether weights still give a finite loss. Called by the script before it
-saves or ends a run, and wherever weights were loaded. Independent of what is then done."""
+"""Finite: passes that change nothing and show whether weights still give a finite loss, for before a
+save and after a load."""
 
 import torch
 import torch.distributed as dist

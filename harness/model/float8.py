@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness import base, flags
+from harness.model import patches
 from harness.model.optimization import mesh_of
 
 
@@ -65,45 +66,6 @@ def float8_filter(recipe: str, emulate: bool) -> Callable[[nn.Module, str], bool
     return takes
 
 
-def cast_to_float8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As torchao casts. Compiled, it reads the weight and writes a byte for each element; eager it makes fp32 copies in
-    between, 21 bytes of traffic for each element."""
-    largest = torch.finfo(dtype).max
-    return (weight.float() * scale).clamp(-largest, largest).to(dtype)
-
-
-def cast_before_all_gather(compiled: bool) -> None:
-    """Replaces how torchao casts sharded weights before FSDP2's all-gather, for the whole process. The cast is one
-    kernel where it is `compiled`; a shard that is smaller than the others is padded with rows of zeros; and the scale
-    of the last step is kept when --cpu-offload moves a weight to the device."""
-    from torchao.float8.float8_utils import tensor_to_scale
-    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
-
-    cast = torch.compile(cast_to_float8) if compiled else cast_to_float8
-
-    def to(weight, *args, **options):
-        moved = torch.Tensor.to(weight, *args, **options)
-        scale = weight._precomputed_scale  # private: torchao has no public names for the parts of its weights
-        if moved is not weight and scale is not None and isinstance(moved, WeightWithDynamicFloat8CastTensor):
-            moved._precomputed_scale = scale.to(moved.device)  # private: as above
-        return moved
-
-    def fsdp_pre_all_gather(weight, mesh, outer_size, outer_stride, module, policy):
-        master, scale, dtype = weight._tensor, weight._precomputed_scale, weight._dtype  # private: as above
-        if scale is None:
-            scale = tensor_to_scale(master, dtype, reduce_amax=True, device_mesh=mesh)
-        bits = cast(master, scale, dtype)
-        rows = math.ceil(outer_size[0] / mesh.size())  # of the largest shard
-        if len(bits) < rows:
-            padded = bits.new_zeros(rows, *bits.shape[1:])
-            padded[: len(bits)] = bits
-            bits = padded
-        return (bits,), (scale,)
-
-    WeightWithDynamicFloat8CastTensor.to = to
-    WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather = fsdp_pre_all_gather
-
-
 def fp8_converter(layers: Iterable[nn.Module], recipe: str, emulate: bool, compiled: bool) -> Callable:
     """A function that swaps the linears of one of these decoder layers for torchao's float8 ones, in place. A UserError
     where none of any layer is one that float8 takes."""
@@ -118,7 +80,7 @@ def fp8_converter(layers: Iterable[nn.Module], recipe: str, emulate: bool, compi
     config = Float8LinearConfig.from_recipe_name(recipe)
     config = dataclasses.replace(config, emulate=emulate, enable_fsdp_float8_all_gather=recipe == "tensorwise")
     if recipe == "tensorwise":
-        cast_before_all_gather(compiled)
+        patches.cast_before_all_gather(compiled)
     return functools.partial(convert_to_float8_training, config=config, module_filter_fn=takes)
 
 
@@ -140,7 +102,7 @@ def float8_weights(model: nn.Module) -> list[Any]:
     parameters: Any = model.parameters()  # DTensors, whatever torch's types say
     # private: public `to_local` makes another object, which takes no scale to the next all-gather
     shards = [parameter._local_tensor for parameter in parameters]
-    return [shard for shard in shards if hasattr(shard, "_precomputed_scale")]  # private: as in the cast
+    return [shard for shard in shards if hasattr(shard, "_precomputed_scale")]  # private: torchao's own part
 
 
 @torch.no_grad()
@@ -153,7 +115,8 @@ def compute_float8_scales(model: nn.Module) -> None:
         return
     mesh = mesh_of(model)
     group = mesh.get_group("shard")
-    held = [weight._tensor for weight in weights if weight.numel()]  # a shard may be empty, and has no largest
+    # private: torchao keeps the master weight there. A shard may be empty, and has no largest.
+    held = [weight._tensor for weight in weights if weight.numel()]
     # private: one kernel for all
     norms = iter(torch._foreach_norm(held, ord=math.inf) if held else ())
     none = torch.zeros((), device=weights[0].device)
@@ -161,7 +124,8 @@ def compute_float8_scales(model: nn.Module) -> None:
     if group.size() > 1:
         largest = largest.to(mesh.device_type)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    # private: as in the cast. In fp64, as torchao has it, so that a compiled division gives the same.
-    scales = torch.finfo(weights[0]._dtype).max / largest.clamp(min=1e-12).double()
+    # In fp64, as torchao has it, so that a compiled division gives the same.
+    dtype = weights[0]._dtype  # private: torchao keeps the dtype of the cast there
+    scales = torch.finfo(dtype).max / largest.clamp(min=1e-12).double()
     for weight, scale in zip(weights, scales.float(), strict=True):
-        weight._precomputed_scale = scale  # private: as in the cast
+        weight._precomputed_scale = scale

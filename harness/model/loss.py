@@ -1,5 +1,5 @@
 """The loss: cross entropy that never holds the logits of all tokens, and how a transformers model is made to use it.
-Called by the script while it builds a model. Independent of ranks and sharding: FSDP gathers the head around it."""
+FSDP gathers the head around it."""
 
 import re
 from collections.abc import Iterable

@@ -1,5 +1,5 @@
 """Matrices: which weights of a model an optimizer may orthogonalize, and of how many matrices each is made: a fused
-projection of several, a stack of experts of one or two for each. Called by the optimizers' files."""
+projection of several, a stack of experts of one or two for each."""
 
 import dataclasses
 

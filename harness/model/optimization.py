@@ -1,6 +1,5 @@
 """Optimization: the optimizer of a sharded model by its name, with weight decay on matrices only and its states made,
-and the clipping of gradients. Called by the script, by plans too. Each
-optimizer is a file of harness/model/optimizers/. Independent of the loop, the schedule and how states are saved."""
+and the clipping of gradients. Each optimizer is a file of harness/model/optimizers/."""
 
 import dataclasses
 from collections.abc import Callable

@@ -172,7 +172,7 @@ class PretrainedWeights:
 
     def load(self, layer: int | None, modules: list[nn.Module], device: torch.device) -> None:
         """Reads the tensors of one decoder layer (None: of all else) into the model's `modules`."""
-        # private: as `from_pretrained` reads, into modules on the meta device
+        # private: what `from_pretrained` reads with, which has no public name for modules on the meta device
         config = transformers.modeling_utils.LoadStateDictConfig(
             dtype=self.dtype, weight_mapping=self.rules, device_map={"": device}, hf_quantizer=self.quantizer
         )

@@ -1,11 +1,13 @@
 """Routing: the router loss of a mixture of experts, by which its experts get equal numbers of tokens, and how unequal
-these numbers are. Called by the script while it builds a model, and in its step. Independent of ranks."""
+these numbers are, on this rank."""
 
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+
+from harness.model import patches
 
 
 class Routing:
@@ -77,19 +79,16 @@ def watch_routers(model: Any, init: str) -> None:
 
     model.register_forward_pre_hook(begin, with_kwargs=True)
     model.register_forward_hook(end)
-    # A compiled layer that is computed again in the backward pass sets no attribute there; otherwise one that sets any
-    # cannot be compiled.
-    # private: there is no public option
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    patches.compile_layers_that_set_attributes()
 
 
 def find_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
     """(module, index of the logits in its output) of each router of a mixture of experts, in the order of the layers;
-    none where a model has none, or of several kinds. In public transformers only returns their logits, by hooks that
-    the compiler cannot trace."""
+    none where a model has none, or of several kinds."""
     routers = []
     for path, part in model.named_modules():
-        recorded = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")  # private: see above
+        # private: in public transformers only returns routers' logits, by hooks that the compiler cannot trace
+        recorded = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
         if not isinstance(part, transformers.PreTrainedModel) or not hasattr(recorded, "target_class"):
             continue
         for name, module in part.named_modules(prefix=path):

@@ -1,5 +1,4 @@
-"""Stand-ins: what a plan's step has in the place of what reads data or depends on the device. Called by the plan wing.
-Independent of how a step is recorded."""
+"""Stand-ins: what a plan's step has in the place of what reads data or depends on the device."""
 
 import contextlib
 from collections.abc import Callable, Iterator

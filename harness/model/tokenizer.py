@@ -2,27 +2,11 @@
 
 import os
 
-import transformers
 from transformers import AutoTokenizer
-from transformers.models.auto import tokenization_auto
 
 from harness import base, flags
+from harness.model import patches
 from harness.model.configs import find_source, load_config, refuse_foreign_code
-
-# A folder may name any class of transformers as its tokenizer's, and that class would ask on stdin whether to run the
-# folder's code, whatever AutoTokenizer was told. private: no time to answer means that nobody is asked.
-transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
-# private: the class that a folder's tokenizer_config.json names, any class of transformers; AutoTokenizer takes no rule
-any_class_from_name = tokenization_auto.tokenizer_class_from_name
-
-
-def tokenizer_class_from_name(class_name: str) -> type | None:
-    """transformers' tokenizer of that name; a ValueError where the name is that of anything else."""
-    kind = any_class_from_name(class_name)
-    is_tokenizer = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedTokenizerBase)
-    if kind is None or is_tokenizer or getattr(kind, "is_dummy", False):  # a dummy says which package is missing
-        return kind
-    raise ValueError(f"its tokenizer_class {class_name} is no tokenizer")
 
 
 def load_tokenizer(settings: flags.Settings, config, needed: bool = True):
@@ -31,7 +15,7 @@ def load_tokenizer(settings: flags.Settings, config, needed: bool = True):
         return None
     source = settings.tokenizer or find_source(settings.model)[1]
     base.answer_from_cache_without_network(source)
-    tokenization_auto.tokenizer_class_from_name = tokenizer_class_from_name  # private: as above
+    patches.take_tokenizers_only()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds

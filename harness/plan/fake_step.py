@@ -1,5 +1,5 @@
 """A fake step: the program's own model, sharding, optimizer and step, on tensors without data, as rank 0 of any number
-of ranks, recorded. Called by `predict`. Independent of what is made of the records."""
+of ranks, recorded."""
 
 import contextlib
 import copy
@@ -11,10 +11,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._functorch.partitioners import min_cut_rematerialization_partition  # private: see `recording_backend`
+from torch._functorch.partitioners import (
+    min_cut_rematerialization_partition,
+)  # private: inductor's partitioner has no other name
 from torch._subclasses.fake_tensor import FakeTensorMode  # private: DTensor and the compiler do not run on `meta`
-from torch.distributed.fsdp._fully_shard import _fsdp_param  # private: see `first_chunk`
-from torch.distributed.tensor._sharding_prop import ShardingPropagator  # private: see `dtensor_shapes_unrecorded`
+from torch.distributed.fsdp._fully_shard import _fsdp_param  # private: FSDP2 has no option for how it chunks
+from torch.distributed.tensor._sharding_prop import ShardingPropagator  # private: it runs operators of its own
 from torch.utils import _python_dispatch  # private: no public name gives the active modes, or a context without them
 from transformers.integrations import moe
 

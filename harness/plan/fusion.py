@@ -1,5 +1,5 @@
-"""Fusion: what a compiled region allocates and moves: which tensors are materialized and what is alive at once. Called
-by `recorder`. Independent of the step that the region belongs to and of any GPU."""
+"""Fusion: what a compiled region allocates and moves: which tensors are materialized and what is alive at once,
+on any GPU."""
 
 import operator
 import re

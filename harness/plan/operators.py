@@ -1,5 +1,5 @@
-"""Operators: what a single one computes, reads, writes and allocates, by its schema and its arguments. Called by
-`recorder` and `fusion`. Independent of the step that it belongs to and of any GPU."""
+"""Operators: what a single one computes, reads, writes and allocates, by its schema and its arguments,
+on any GPU."""
 
 import re
 

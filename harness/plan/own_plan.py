@@ -1,5 +1,4 @@
-"""Own plan: a run's own plan, made by a process beside the training. Called by the script and `resolving`. Independent
-of how a plan is made."""
+"""Own plan: a run's own plan, made by a process beside the training."""
 
 import contextlib
 import json

@@ -1,5 +1,5 @@
-"""Planning: --plan: predicts the configuration as it is, searches for what fits or is faster, and prints both. Called
-by the script, which hands over the functions that a plan drives. Independent of how a prediction is made."""
+"""Planning: --plan: predicts the configuration as it is, searches for what fits or is faster, and prints both. The
+script hands over the functions that a plan drives."""
 
 import dataclasses
 import functools

@@ -1,5 +1,4 @@
-"""Predict: the memory, traffic, time and cost of one configuration, from recorded steps and a GPU's rates. Called by
-`planning`. Independent of how a step is recorded (`fake_step`) and where the rates are from (`rates`)."""
+"""Predict: the memory, traffic, time and cost of one configuration, from recorded steps and a GPU's rates."""
 
 import collections
 from collections.abc import Iterable

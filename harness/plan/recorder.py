@@ -1,5 +1,4 @@
-"""Recorder: what runs under it allocates, computes, moves and sends, and how long that takes at given rates. Called by
-`fake_step`. Independent of models, flags and of how a step on fake tensors is made."""
+"""Recorder: what runs under it allocates, computes, moves and sends, and how long that takes at given rates."""
 
 import collections
 import itertools

@@ -1,13 +1,14 @@
 """Search: configurations planned one after the other in the order of a list, until the time is over, and which of them
-to take. Called by `planning`. Independent of how a prediction is made."""
+to take."""
 
 import bisect
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
 
-from harness import flags
+from harness import base, flags
 from harness import model as models
 from harness.plan.predict import TIGHT
 
@@ -166,7 +167,8 @@ class Search:
         best = self.fastest()
         changes = best["changes"] | FLOAT8
         if self.settings.precision == "bf16" and self.has_float8 and self.allowed(changes):
-            self.row(**changes)
+            with contextlib.suppress(base.UserError):  # no linear of the model is large enough to gain from it
+                self.row(**changes)
 
     def enlarge_microbatch(self) -> None:
         """Plans the fastest so far in fewer, larger microbatches."""

@@ -1,5 +1,5 @@
 """Plan text: what --plan prints, in 80 columns but for commands, tables and paths: the answer, the table, and with
---plan-details what they are made of. Called by `planning`. Computes no figure that the JSON object does not have."""
+--plan-details what they are made of. Computes no figure that the JSON object does not have."""
 
 from collections.abc import Callable
 

@@ -29,7 +29,7 @@ from harness.data.contents import read_records
 from harness.data.files import find_files
 from harness.data.records import read_documents
 from harness.model.configs import load_config
-from harness.model.tokenizer import any_class_from_name
+from harness.model.patches import any_class_from_name
 from harness.model.weights import on_meta
 from harness.report import prometheus
 

@@ -130,7 +130,7 @@ def test_a_plan_as_json_is_one_object_and_writes_nothing(tmp_path):
 @pytest.mark.slow
 def test_what_does_not_fit_is_told_what_makes_it_fit(tmp_path):
     flags = words("--demo --plan --json --no-compile --plan-gpus 1 --plan-gpu Voodoo --batch-size 64 --no-fused-loss")
-    command = [sys.executable, copy_with_gpu(tmp_path, "Voodoo", 1.5), *flags, "--plan-seconds"]
+    command = [sys.executable, copy_with_gpu(tmp_path, "Voodoo", 1.4), *flags, "--plan-seconds"]
     plan = json.loads(start([*command, 30]).stdout)
     assert not plan["fits"]
     assert "--fused-loss" in plan["fits_with"]["flags"]

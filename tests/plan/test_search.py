@@ -11,6 +11,7 @@ import sys
 import pytest
 from conftest import ROOT, copy_with_gpu, parse, python, start, words
 
+from harness.base import UserError
 from harness.plan import evidence, predict, search, text
 
 LEVELS = {"none": 10.0, "selective": 6.0, "full": 1.0}  # GiB a sequence
@@ -181,6 +182,19 @@ def test_batches_that_float8_does_not_take_are_not_planned():
         found = search.Search(settings, None, (16,), lambda s, world: by_formula(s, world, 79), 79, float("inf"))
         found.run()
         assert {row["batch_size"] % 4 for row in found.rows.values()} == {0}
+
+
+def test_a_model_that_float8_does_not_take_is_planned_without():
+    def plan(s, world: int) -> dict:
+        if s.precision == "fp8":
+            raise UserError("--precision fp8: no linear of the decoder layers is large enough to gain from it")
+        return by_formula(s, world, 79)
+
+    settings = parse(["--plan", "--batch-size", "4"])
+    settings = dataclasses.replace(settings, precision="bf16", compile=False, fused_loss=True)
+    found = search.Search(settings, None, (16,), plan, 79, float("inf"), has_float8=True)
+    found.run()
+    assert found.result()["fastest"] and found.result()["in_float8"] is None and found.is_complete
 
 
 def test_a_command_trains_what_was_asked_with_the_changes_and_without_the_flags_of_plans():

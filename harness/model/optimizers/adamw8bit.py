@@ -4,7 +4,7 @@ float8 weights, and on weights in bf16 with an error of the compiler."""
 from typing import Any
 
 import torch
-import torch._dynamo.utils  # private: for the limit of recompiles, see below
+import torch._dynamo.utils  # private: the limit of recompiles has no public name
 
 from harness import flags
 from harness.model.optimization import OptimizerKind, local

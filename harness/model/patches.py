@@ -1,0 +1,105 @@
+"""Patches: what this program changes in libraries for the whole process, each with its reason.
+
+What is changed for a while only, in a context, stands where it is used.
+"""
+
+import math
+
+import torch
+import transformers
+from transformers import masking_utils
+from transformers.integrations import sdpa_attention
+from transformers.models.auto import tokenization_auto
+
+# A folder may name any class of transformers as its tokenizer's, and that class would ask on stdin whether to run the
+# folder's code, whatever AutoTokenizer was told. private: no time to answer means that nobody is asked.
+transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+# private: the class that a folder's tokenizer_config.json names, any class of transformers; AutoTokenizer takes no rule
+any_class_from_name = tokenization_auto.tokenizer_class_from_name
+# private: whether torch's attention is given fewer keys than queries; there is no option for another rule
+use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
+
+
+def take_tokenizers_only() -> None:
+    """A folder may name any class of transformers as its tokenizer's: one that is no tokenizer is refused."""
+    tokenization_auto.tokenizer_class_from_name = tokenizer_class_from_name
+
+
+def tokenizer_class_from_name(class_name: str) -> type | None:
+    """transformers' tokenizer of that name; a ValueError where the name is that of anything else."""
+    kind = any_class_from_name(class_name)
+    is_tokenizer = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedTokenizerBase)
+    if kind is None or is_tokenizer or getattr(kind, "is_dummy", False):  # a dummy says which package is missing
+        return kind
+    raise ValueError(f"its tokenizer_class {class_name} is no tokenizer")
+
+
+def repeat_shared_keys(repeats: bool) -> None:
+    """On a GPU no fused kernel takes fp32 and heads that share keys, and torch would compute all scores of a layer at
+    once: there transformers `repeats` the keys for each head."""
+    sdpa_attention.use_gqa_in_sdpa = (lambda *_: False) if repeats else use_gqa_in_sdpa
+
+
+def say_where_documents_begin(document_mask: bool) -> None:
+    """By itself transformers reads positions back from the device to find documents: a sync in every forward, or in
+    every layer with flash_attention_2."""
+    # private: a function of a mask could be registered in public, but these are called before it
+    masking_utils.find_packed_sequence_indices = documents if document_mask else one_document
+    # private: its caller, transformers' flash attention, has no argument for it
+    transformers.modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
+
+
+def documents(position_ids: torch.Tensor) -> torch.Tensor:
+    """The number of the document that each token is in: positions begin at 0 in each."""
+    return (position_ids == 0).cumsum(-1)
+
+
+def one_document(position_ids: torch.Tensor) -> None:
+    """transformers' answer where no row is several documents."""
+
+
+def compile_layers_that_set_attributes() -> None:
+    """A layer that sets an attribute, as a watched router does, and is computed again in the backward pass cannot be
+    compiled otherwise; with this it sets none there."""
+    # private: there is no public option
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
+def cast_before_all_gather(compiled: bool) -> None:
+    """torchao casts sharded weights before FSDP2's all-gather by eager operators, for even shards only, and loses the
+    scale of the last step when --cpu-offload moves a weight: here the cast is one kernel where it is `compiled`, a
+    shard that is smaller than the others is padded with rows of zeros, and the scale is kept."""
+    from torchao.float8.float8_utils import tensor_to_scale
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    cast = torch.compile(cast_to_float8) if compiled else cast_to_float8
+
+    def to(weight, *args, **options):
+        moved = torch.Tensor.to(weight, *args, **options)
+        scale = weight._precomputed_scale  # private: torchao has no public names for the parts of its weights
+        if moved is not weight and scale is not None and isinstance(moved, WeightWithDynamicFloat8CastTensor):
+            moved._precomputed_scale = scale.to(moved.device)
+        return moved
+
+    def fsdp_pre_all_gather(weight, mesh, outer_size, outer_stride, module, policy):
+        # private: torchao has no public names for the parts of its weights
+        master, scale, dtype = weight._tensor, weight._precomputed_scale, weight._dtype
+        if scale is None:
+            scale = tensor_to_scale(master, dtype, reduce_amax=True, device_mesh=mesh)
+        bits = cast(master, scale, dtype)
+        rows = math.ceil(outer_size[0] / mesh.size())  # of the largest shard
+        if len(bits) < rows:
+            padded = bits.new_zeros(rows, *bits.shape[1:])
+            padded[: len(bits)] = bits
+            bits = padded
+        return (bits,), (scale,)
+
+    WeightWithDynamicFloat8CastTensor.to = to
+    WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather = fsdp_pre_all_gather
+
+
+def cast_to_float8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As torchao casts. Compiled, it reads the weight and writes a byte for each element; eager it makes fp32 copies in
+    between, 21 bytes of traffic for each element."""
+    largest = torch.finfo(dtype).max
+    return (weight.float() * scale).clamp(-largest, largest).to(dtype)
