@@ -190,7 +190,7 @@ def test_a_model_that_float8_does_not_take_is_planned_without():
             raise UserError("--precision fp8: no linear of the decoder layers is large enough to gain from it")
         return by_formula(s, world, 79)
 
-    settings = parse(["--plan", "--batch-size", "4"])
+    settings = parse(words("--plan --batch-size 4 --sequence-length 8192"))
     settings = dataclasses.replace(settings, precision="bf16", compile=False, fused_loss=True)
     found = search.Search(settings, None, (16,), plan, 79, float("inf"), has_float8=True)
     found.run()
