@@ -34,7 +34,7 @@ RANKS: list[tuple[str, int]] = [(socket.gethostname(), os.getpid())]
 
 
 @dataclasses.dataclass
-class Here:
+class Progress:
     """Where this process is. Every rank enters the same phases in the same order: `moves` counts them."""
 
     phase: str = "start"
@@ -45,22 +45,22 @@ class Here:
     folder: pathlib.Path | None = None  # of the run, where a stall leaves its traces
 
 
-HERE = Here()
+PROGRESS = Progress()
 
 
 def enter_phase(phase: str, step: int | None = None) -> None:
     """Records that this rank enters a phase; every rank calls this."""
     endings.block_if_ending()
-    HERE.phase = phase
+    PROGRESS.phase = phase
     if step is not None:
-        HERE.step = step
-    HERE.since = time.monotonic()
-    HERE.moves += 1
+        PROGRESS.step = step
+    PROGRESS.since = time.monotonic()
+    PROGRESS.moves += 1
 
 
 def end_part() -> None:
     """Records that a thread of this rank has done its part of a checkpoint; every rank calls this."""
-    HERE.parts += 1
+    PROGRESS.parts += 1
 
 
 def rank_name(rank: int) -> str:
@@ -137,8 +137,8 @@ class Heartbeats(threading.Thread):
         """Writes where this rank is, and which ranks beside it the system says are stopped or gone."""
         self.beats += 1
         where = {"place": RANKS[self.rank], "beat": self.beats}
-        where |= {"phase": HERE.phase, "step": HERE.step, "moves": [HERE.moves, HERE.parts]}
-        where |= {"seconds": time.monotonic() - HERE.since, "time": time.time()}
+        where |= {"phase": PROGRESS.phase, "step": PROGRESS.step, "moves": [PROGRESS.moves, PROGRESS.parts]}
+        where |= {"seconds": time.monotonic() - PROGRESS.since, "time": time.time()}
         where |= {"beside": self.neighbours, "down": self.beside(psutil.STATUS_STOPPED, *GONE)}
         self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(where))
 
@@ -176,8 +176,8 @@ class Heartbeats(threading.Thread):
             slept, now = min(time.monotonic() - now, 2 * self.interval), time.monotonic()
             if endings.ENDING or self.stop.leaving:  # what a rank still waits for has a timeout of its own
                 return
-            if HERE.moves != moves:
-                moves, waited, before = HERE.moves, 0.0, None
+            if PROGRESS.moves != moves:
+                moves, waited, before = PROGRESS.moves, 0.0, None
             waited += slept
             try:
                 self.beat()
@@ -191,12 +191,12 @@ class Heartbeats(threading.Thread):
                     before, until = self.read(), waited + self.silence
                 elif waited >= until:
                     ranks, where = self.judge(before, self.read())
-                    if ranks and HERE.moves == moves:
+                    if ranks and PROGRESS.moves == moves:
                         self.end(f"--timeout-minutes: {self.describe(ranks)}: {where}", ranks)
                     waited, before = 0.0, None
             except RuntimeError as error:
                 if waited > self.seconds:
-                    place = f"{rank_name(self.rank)} waits in {HERE.phase} of step {HERE.step}"
+                    place = f"{rank_name(self.rank)} waits in {PROGRESS.phase} of step {PROGRESS.step}"
                     self.end(f"--timeout-minutes: {place}, and {error}")
 
     def judge(self, before: list[dict | None], now: list[dict | None]) -> tuple[list[int], str]:
@@ -269,7 +269,7 @@ class Heartbeats(threading.Thread):
         """Ends this rank after a line by one rank of the job and, in the run's folder, traces of where this one stood.
         Those of `ranks` that the system says are stopped here cannot end themselves, and are killed; a rank that is
         only silent is not."""
-        HERE.phase = "failure"  # from here on a SIGTERM is the launcher's, as another rank has ended: no line about it
+        PROGRESS.phase = "failure"  # from here on a SIGTERM is the launcher's, as another rank has ended: no line of it
         line = f"train_fsdp.py: error: {problem}"
         with open(os.devnull, "w") as nowhere:
             # a thread of C, which ends this process even where the record of NCCL holds the interpreter's lock
@@ -278,9 +278,9 @@ class Heartbeats(threading.Thread):
                 base.record_error(line)
                 # in a thread, as a pipe that nobody empties would block this one
                 threading.Thread(target=terminal.print_error, args=(line,), daemon=True).start()
-            if HERE.folder:
+            if PROGRESS.folder:
                 with contextlib.suppress(OSError):
-                    leave_traces(HERE.folder, self.rank, line)
+                    leave_traces(PROGRESS.folder, self.rank, line)
             for rank in {*ranks} & {*self.beside(psutil.STATUS_STOPPED)}:
                 with contextlib.suppress(OSError):
                     os.kill(RANKS[rank][1], signal.SIGKILL)

@@ -90,7 +90,7 @@ class World:
             message, patience = f"train_fsdp.py: error: {lost_rank}", 0
         else:
             message = "".join(traceback.format_exception(error))
-        heartbeats.HERE.phase = "failure"
+        heartbeats.PROGRESS.phase = "failure"
         if not terminal.is_first_rank():
             time.sleep(patience)  # if rank 0 has failed too, it prints meanwhile, and the launcher ends this rank
         if self.watch is None or self.watch.speaks_first():
