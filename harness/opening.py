@@ -14,6 +14,8 @@ from harness import model as models
 
 @dataclasses.dataclass(kw_only=True)
 class Opened:
+    """What a run has found and decided."""
+
     settings: flags.Resolved
     corpora: list[data.Corpus]
     config: transformers.PretrainedConfig
@@ -29,7 +31,7 @@ class Opened:
 def open_run(
     given: flags.Settings, choose_batch_size: Callable[[flags.Settings], int], folder: pathlib.Path | None = None
 ) -> Opened:
-    """Every rank calls this.
+    """Opens a run; every rank calls this.
 
     Args:
         choose_batch_size: as `resolving.resolve` calls it.

@@ -180,7 +180,7 @@ def stalled(how: str, *argv: str) -> None:
 
         def hang_there(phase: str, step: int | None = None):
             enter_phase(phase, step)
-            if (phase, heartbeats.HERE.step) == (where, 8):
+            if (phase, heartbeats.PROGRESS.step) == (where, 8):
                 hang()
 
         job.enter_phase = hang_there
@@ -210,7 +210,7 @@ def slowed(phase: str, there: str, *argv: str) -> None:
         enter_phase(name, step)
         if phase == "start" and name == "preparation":
             wait_here(60)
-        elif name == phase and heartbeats.HERE.step >= 3:
+        elif name == phase and heartbeats.PROGRESS.step >= 3:
             wait_here(3 if phase == "end" else 1)
 
     if phase == "sampling":  # every token of a story

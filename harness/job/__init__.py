@@ -14,7 +14,7 @@ Each name of the list has a docstring in its file.
 
 from harness.job.endings import STOPPED, at_exit, state_of
 from harness.job.folders import replace_file, take_folder
-from harness.job.heartbeats import HERE, end_part, enter_phase
+from harness.job.heartbeats import PROGRESS, end_part, enter_phase
 from harness.job.preflight import check_disk, check_machine
 from harness.job.schedule import Due, count_steps, due
 from harness.job.signals import LISTENING, Stopped, StopRequest, ignore_signals
@@ -36,7 +36,6 @@ from harness.job.terminal import (
 from harness.job.world import World, limit_waiting, start_processes, stop_processes
 
 __all__ = [
-    "HERE",
     "LISTENING",
     "STOPPED",
     "Due",

@@ -30,7 +30,7 @@ RANKS: list[tuple[str, int]] = [(socket.gethostname(), os.getpid())]
 
 
 @dataclasses.dataclass
-class Here:
+class Progress:
     """Where this process is. Every rank enters the same phases in the same order: `moves` counts them."""
 
     phase: str = "start"
@@ -41,22 +41,22 @@ class Here:
     folder: pathlib.Path | None = None  # of the run, where a stall leaves its traces
 
 
-HERE = Here()
+PROGRESS = Progress()
 
 
 def enter_phase(phase: str, step: int | None = None) -> None:
     """Records that this rank enters a phase; every rank calls this."""
     endings.block_if_ending()
-    HERE.phase = phase
+    PROGRESS.phase = phase
     if step is not None:
-        HERE.step = step
-    HERE.since = time.monotonic()
-    HERE.moves += 1
+        PROGRESS.step = step
+    PROGRESS.since = time.monotonic()
+    PROGRESS.moves += 1
 
 
 def end_part() -> None:
     """Records that a thread of this rank has done its part of a checkpoint; every rank calls this."""
-    HERE.parts += 1
+    PROGRESS.parts += 1
 
 
 def rank_name(rank: int) -> str:
@@ -148,8 +148,8 @@ class Heartbeats(threading.Thread):
         """Writes where this rank is."""
         self.beats += 1
         where = {"place": RANKS[self.rank], "beat": self.beats}
-        where |= {"phase": HERE.phase, "step": HERE.step, "moves": [HERE.moves, HERE.parts]}
-        where |= {"seconds": time.monotonic() - HERE.since, "time": time.time()}
+        where |= {"phase": PROGRESS.phase, "step": PROGRESS.step, "moves": [PROGRESS.moves, PROGRESS.parts]}
+        where |= {"seconds": time.monotonic() - PROGRESS.since, "time": time.time()}
         self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(where))
 
     def read(self) -> list[dict | None]:
@@ -172,8 +172,8 @@ class Heartbeats(threading.Thread):
             slept, now = min(time.monotonic() - now, 2 * self.interval), time.monotonic()
             if endings.ENDING or self.stop.leaving:  # what a rank still waits for has a timeout of its own
                 return
-            if HERE.moves != moves:
-                moves, waited, before = HERE.moves, 0.0, None
+            if PROGRESS.moves != moves:
+                moves, waited, before = PROGRESS.moves, 0.0, None
             waited += slept
             try:
                 self.beat()
@@ -183,12 +183,12 @@ class Heartbeats(threading.Thread):
                     before, until = self.read(), waited + self.silence
                 elif waited >= until:
                     ranks, where = judge(before, self.read(), self.seconds)
-                    if ranks and HERE.moves == moves:
+                    if ranks and PROGRESS.moves == moves:
                         self.end(f"--timeout-minutes: {self.describe(ranks)}: {where}")
                     waited, before = 0.0, None
             except RuntimeError as error:
                 if waited > self.seconds:
-                    place = f"{rank_name(self.rank)} waits in {HERE.phase} of step {HERE.step}"
+                    place = f"{rank_name(self.rank)} waits in {PROGRESS.phase} of step {PROGRESS.step}"
                     self.end(f"--timeout-minutes: {place}, and {error}")
 
     def describe(self, ranks: list[int]) -> str:
@@ -225,7 +225,9 @@ class Heartbeats(threading.Thread):
     def end(self, problem: str) -> NoReturn:
         """Ends this rank after a line by one rank of the job and, in the run's folder, traces of where this one
         stood."""
-        HERE.phase = "failure"  # from here on a SIGTERM is the launcher's, as another rank has ended: no line about it
+        PROGRESS.phase = (
+            "failure"  # from here on a SIGTERM is the launcher's, as another rank has ended: no line about it
+        )
         line = f"train_fsdp.py: error: {problem}"
         with open(os.devnull, "w") as nowhere:
             # a thread of C, which ends this process even where the record of NCCL holds the interpreter's lock
@@ -234,9 +236,9 @@ class Heartbeats(threading.Thread):
                 base.record_error(line)
                 # in a thread, as a pipe that nobody empties would block this one
                 threading.Thread(target=terminal.print_error, args=(line,), daemon=True).start()
-            if HERE.folder:
+            if PROGRESS.folder:
                 with contextlib.suppress(OSError):
-                    leave_traces(HERE.folder, self.rank, line)
+                    leave_traces(PROGRESS.folder, self.rank, line)
             time.sleep(0.5)  # for the line
             endings.end(1, patience=5)
 

@@ -92,7 +92,7 @@ class StopRequest:
                 os._exit(exit_code)
         elif interrupts:
             if self.settings is not None and terminal.is_first_rank():
-                here = heartbeats.HERE
+                here = heartbeats.PROGRESS
                 lines = terminal.describe_interrupt(
                     self.settings, here.step, here.phase, here.folder, self.resumed_step
                 )
@@ -112,8 +112,8 @@ class StopRequest:
             self.name = name
             return
         trains = self.settings is None or self.settings.trains()
-        if terminal.is_first_rank() and trains and heartbeats.HERE.phase != "failure":
-            terminal.print_error(terminal.describe_stop(name, heartbeats.HERE.folder))
+        if terminal.is_first_rank() and trains and heartbeats.PROGRESS.phase != "failure":
+            terminal.print_error(terminal.describe_stop(name, heartbeats.PROGRESS.folder))
         endings.end(self.EXIT_CODE, patience=3)
 
     def agreed_by_all_ranks(self) -> bool:

@@ -82,7 +82,7 @@ class World:
         import torch
 
         happened, exit_code, patience = time.time(), 1, 3
-        heartbeats.HERE.phase = "failure"  # from here on a SIGTERM is torchrun's, as another rank has ended
+        heartbeats.PROGRESS.phase = "failure"  # from here on a SIGTERM is torchrun's, as another rank has ended
         if isinstance(error, base.UserError):
             message, exit_code = f"train_fsdp.py: error: {base.one_line(str(error))}", error.exit_code
         elif isinstance(error, torch.OutOfMemoryError):

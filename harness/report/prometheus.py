@@ -80,7 +80,9 @@ class Prometheus(Tracker):
         yield from (state, *metrics.values())
         if self.running == "running":
             phase = Metric("training_phase_seconds", "time that rank 0 has been in this part of a step", "gauge")
-            phase.add_sample(phase.name, {"run": self.run, "phase": job.HERE.phase}, time.monotonic() - job.HERE.since)
+            phase.add_sample(
+                phase.name, {"run": self.run, "phase": job.PROGRESS.phase}, time.monotonic() - job.PROGRESS.since
+            )
             yield phase
 
 
