@@ -37,6 +37,7 @@ from harness.job.world import World, limit_waiting, start_processes, stop_proces
 
 __all__ = [
     "LISTENING",
+    "PROGRESS",
     "STOPPED",
     "Due",
     "StopRequest",
