@@ -51,7 +51,9 @@ def of_forked() -> int:
     child = os.fork()
     if not child:
         time.sleep(60)
-    mask = blocked_in(child)
+    deadline = time.monotonic() + 30
+    while (mask := blocked_in(child)) and time.monotonic() < deadline:  # what comes during the fork is held back
+        time.sleep(0.05)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return mask

@@ -56,4 +56,4 @@ def test_what_was_resolved_stays_as_it_is_and_nothing_else_returns_settings():
             if re.search(r"\b(Settings|Resolved)\b", returns):
                 returning.add(node.name)
     # of a command line, of flags that were given; and a plan with the batch that it found
-    assert returning == {"parse_args", "complete", "resolve", "make_plan"}
+    assert returning == {"begin", "parse_args", "complete", "resolve", "make_plan"}
