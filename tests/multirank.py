@@ -214,13 +214,14 @@ def slowed(phase: str, there: str, *argv: str) -> None:
             wait_here(3 if phase == "end" else 1)
 
     if phase == "sampling":  # every token of a story
-        heartbeats.enter_phase, multinomial = enter_slowly, torch.multinomial
+        heartbeats.enter_phase = job.enter_phase = enter_slowly
+        multinomial = torch.multinomial
         torch.multinomial = lambda *args, **options: (time.sleep(1), multinomial(*args, **options))[1]
     elif phase == "save":
         sha256 = store.sha256
         store.sha256 = lambda path: (wait_here(3), sha256(path))[1]
     else:
-        heartbeats.enter_phase = enter_slowly
+        heartbeats.enter_phase = job.enter_phase = enter_slowly
     program(*argv)
 
 
