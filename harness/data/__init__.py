@@ -7,7 +7,7 @@
 Each name of the list has a docstring in its file.
 """
 
-from harness.data.batches import held_out_batches, mix, training_batches
+from harness.data.batches import TrainingData, held_out_batches, mix, training_batches
 from harness.data.corpora import Corpus, Reading, find, masks_documents, needs_tokenizer, open_windows
 from harness.data.encode import vocabulary_of
 from harness.data.mixture import DataRecord, WindowOrder, describe_changes, read_record, renamed
@@ -20,6 +20,7 @@ __all__ = [
     "PackedDataset",
     "Reading",
     "SyntheticDataset",
+    "TrainingData",
     "WindowOrder",
     "create_collate_fn",
     "describe_changes",

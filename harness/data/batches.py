@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -18,8 +18,19 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from harness import base, flags, job
 from harness.data.mixture import DataRecord, Mixture, Segment, StepSize, WindowOrder
-from harness.data.stream import BEGINNING, LaneReader, Position, Stream
-from harness.data.windows import IGNORE_INDEX, BestFitDataset, PackedDataset, Window, create_collate_fn, tokens_of
+from harness.data.stream import BEGINNING, HeldOutWindows, LaneReader, Position, Stream
+from harness.data.windows import (
+    IGNORE_INDEX,
+    BestFitDataset,
+    PackedDataset,
+    SyntheticDataset,
+    Window,
+    create_collate_fn,
+    tokens_of,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a lane reads its next chunk
 EXCERPT = 200  # characters of a document that are printed
@@ -47,7 +58,7 @@ class TrainingData:
     header: dict[str, str] = field(default_factory=dict)  # lines of the header
     beginning: str = ""  # the first words of the text, for a story
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.mixture, self.orders = Mixture(self.record.segments, self.seed, self.record.lanes), {}
         for name, source in self.sources.items():
             if not isinstance(source, Stream):
@@ -174,8 +185,17 @@ class SampleReader:
 # Microbatches
 
 
+class DataPosition(Protocol):
+    """What is read here of a run's `TrainState`, and moved."""
+
+    samples: int
+    positions: Positions
+
+    def move_positions(self, positions: Positions) -> None: ...
+
+
 def training_batches(
-    settings: flags.Resolved, data: TrainingData, state, device: torch.device
+    settings: flags.Resolved, data: TrainingData, state: DataPosition, device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """Endless microbatches of this rank on its device, from the global sample `state.samples` on.
 
@@ -200,7 +220,9 @@ def count_labels(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[d
             yield batch | {"loss_divisor": divisor}
 
 
-def read_batches(settings: flags.Resolved, data: TrainingData, state, device: torch.device) -> Iterator[dict[str, Any]]:
+def read_batches(
+    settings: flags.Resolved, data: TrainingData, state: DataPosition, device: torch.device
+) -> Iterator[dict[str, Any]]:
     """The microbatches of `training_batches`, with the `loss_divisor` of those whose data say it."""
     loader = DataLoader(
         RankBatches(settings, data, state.samples, state.positions, dist.get_rank(), dist.get_world_size()),
@@ -231,7 +253,9 @@ def raised(item: dict[str, Any] | base.UserError) -> dict[str, Any]:
     return item
 
 
-def join_rows(items: Iterator[dict[str, Any]], workers: int, state, pins: bool) -> Iterator[dict[str, Any]]:
+def join_rows(
+    items: Iterator[dict[str, Any]], workers: int, state: DataPosition, pins: bool
+) -> Iterator[dict[str, Any]]:
     """The microbatches of which each of so many workers reads some rows; see `RankBatches.rows_of`."""
     collate = create_collate_fn(shift_labels=False)
     reported = 0
@@ -318,7 +342,9 @@ class RankBatches(IterableDataset):
         return in_step / (trained * self.world_size) if trained else math.inf
 
 
-def held_out_batches(settings: flags.Resolved, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+def held_out_batches(
+    settings: flags.Resolved, dataset: PackedDataset | SyntheticDataset | HeldOutWindows, device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's share of the held-out windows. Each window is taken once over all ranks, and every rank gets the same
     number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
     per_round = settings.batch_size * dist.get_world_size()
@@ -337,7 +363,7 @@ def held_out_batches(settings: flags.Resolved, dataset, device: torch.device) ->
 # --show-samples
 
 
-def describe_step(data: TrainingData, tokenizer, step: int) -> str:
+def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None", step: int) -> str:
     """The samples of an optimizer step: each with its source, and how each of its documents begins. A UserError where a
     source is no longer one of the run's."""
     samples = data.record.samples_of_step(step)
@@ -365,9 +391,11 @@ def describe_step(data: TrainingData, tokenizer, step: int) -> str:
     return "\n".join(lines)
 
 
-def excerpt(tokens: np.ndarray, tokenizer) -> str:
+def excerpt(tokens: np.ndarray, tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """How a stretch of tokens begins, in one line; as ids where there is no tokenizer."""
     if tokenizer is None:
         return " ".join(map(str, tokens[: EXCERPT // 8]))
-    text = " ".join(tokenizer.decode(tokens).split())
+    text = tokenizer.decode(tokens)
+    assert isinstance(text, str)  # of one list of ids
+    text = " ".join(text.split())
     return text if len(text) <= EXCERPT else f"{text[:EXCERPT]}..."

@@ -2,12 +2,13 @@
 FSDP gathers the head around it."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PretrainedConfig
 
 from harness import base, flags
 from harness.base import IGNORE_INDEX
@@ -17,6 +18,8 @@ from harness.model.weights import on_meta
 
 # Of logits that exist at one time. Their gradient takes as much again, and without compilation so do two fp32 copies.
 LOGITS_BYTES = 2**30
+
+LossAndGradient = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def tokens_at_once(weight: torch.Tensor) -> int:
@@ -62,7 +65,14 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, loss_and_gradient=loss_and_gradient):
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        loss_and_gradient: LossAndGradient = loss_and_gradient,
+    ) -> torch.Tensor:
         counted = labels != IGNORE_INDEX
         count = counted.sum().clamp(min=1)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -91,13 +101,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, grad_loss):
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         factor = grad_loss.view(1)  # fp32; without a dimension CUDA would round it to a bf16 gradient's dtype first
         grads = [None if grad is None else grad.mul_(factor) for grad in ctx.saved_tensors]
         return *grads, None, None
 
 
-def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Tensor:
+def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     """Mean cross entropy of logits (batch, seq, vocab) and labels (batch, seq), which are shifted already."""
     total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     return total / (labels != IGNORE_INDEX).sum().clamp(min=1)
@@ -116,7 +126,7 @@ def adapt_forward(model: Any, settings: flags.Resolved) -> None:
     watch_routers(model, settings.init)
 
 
-def choose_loss(fused: bool | None, config) -> bool:
+def choose_loss(fused: bool | None, config: PretrainedConfig) -> bool:
     """Whether the head is fused into the loss, for `--fused-loss`; a UserError where it was asked for and cannot be."""
     if fused is False:
         return False
@@ -135,7 +145,7 @@ def check_labels(model: Any) -> None:
     given: dict[str, torch.Tensor | None] = {}
     loss = model.loss_function
 
-    def checked(logits, labels, *args, **options):
+    def checked(logits: torch.Tensor, labels: torch.Tensor | None, *args: Any, **options: Any) -> torch.Tensor:
         if labels is None or labels.shape != given["labels"].shape:
             raise base.UserError(
                 f"--model: {type(model).__name__} shifts labels, which are shifted already, or cuts them"
@@ -172,14 +182,15 @@ def fuse_loss(model: Any, compiled: bool) -> None:
 
     inputs_of_head: list[torch.Tensor] = []  # of the last forward only
 
-    def hand_through(hidden):
+    def hand_through(hidden: torch.Tensor) -> torch.Tensor:
         inputs_of_head[:] = [hidden]
         return hidden
 
-    def choose_head(module, args, kwargs):
+    def choose_head(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         head.forward = hand_through if kwargs.get("labels") is not None else project
 
-    def loss(logits, labels, *_, **__):  # transformers calls them logits; here they are the hidden states
+    # transformers calls them logits; here they are the hidden states
+    def loss(logits: torch.Tensor, labels: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         hidden = inputs_of_head.pop()
         if logits.requires_grad and not is_multiple(logits, hidden):
             raise base.UserError(
