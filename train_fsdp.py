@@ -20,13 +20,14 @@ from harness import before_torch
 if __name__ == "__main__":
     SETTINGS = before_torch.begin()  # flags and signals come before the imports below, which take seconds
 
+import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,7 +72,9 @@ def reshards_early(settings: flags.Resolved) -> bool:
     return settings.zero_stage == 3 and (settings.cpu_offload or not alone)
 
 
-def build_model(settings: flags.Resolved, config, mesh: DeviceMesh, read_weights: bool = True) -> nn.Module:
+def build_model(
+    settings: flags.Resolved, config: transformers.PretrainedConfig, mesh: DeviceMesh, read_weights: bool = True
+) -> transformers.PreTrainedModel:
     """Builds the model sharded: on the meta device first, then one decoder layer after the other is materialized and
     sharded. The optimizer is made after it: made before, it would hold whole parameters, and states of their size.
 
@@ -113,7 +116,12 @@ def build_model(settings: flags.Resolved, config, mesh: DeviceMesh, read_weights
     return model
 
 
-def transform_layer(settings: flags.Resolved, layer: nn.Module, convert_to_fp8, shard) -> None:
+def transform_layer(
+    settings: flags.Resolved,
+    layer: nn.Module,
+    convert_to_fp8: Callable[[nn.Module], object] | None,
+    shard: Callable[..., FSDPModule],
+) -> None:
     """Does to one decoder layer what the flags ask for. The order matters:
 
     1. float8 swaps the linears, so it comes before whatever wraps them.
@@ -143,12 +151,12 @@ def sharding_policies(settings: flags.Resolved, device: torch.device) -> dict[st
     return {"mp_policy": precision, "offload_policy": offload}
 
 
-def selective_contexts():
+def selective_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
     """Keep what is expensive to compute again, the results of matmuls and attention; recompute everything else. Grouped
     matmuls of experts are recomputed too: they have a row for each expert that a token is sent to, so for their FLOPs
     they take several times the memory of the other matmuls."""
 
-    def policy(context, op, *args, **kwargs):
+    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         # str(op) is a name like aten.addmm.default or ..._flash_attention.default
         expensive = re.search(r"(?<!grouped_)mm\.|attention|attn", str(op))
         return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
@@ -156,7 +164,7 @@ def selective_contexts():
     return create_selective_checkpoint_contexts(policy)
 
 
-def build_scheduler(settings: flags.Resolved, optimizer: torch.optim.Optimizer):
+def build_scheduler(settings: flags.Resolved, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """The learning rate's schedule, one of transformers'."""
     schedule = flags.SCHEDULES[settings.lr_scheduler]
     return transformers.get_scheduler(
