@@ -252,40 +252,10 @@ def evaluate(
                 loss = model(**batch, use_cache=False).loss
                 of_source += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
-    of_each = {}
-    for name, (summed_loss, tokens) in zip(held_out, totals.tolist(), strict=True):
-        if not tokens:
-            problem = f"the held-out windows of {name} have no trained token"
-            raise base.UserError(f"--eval-interval: {problem}; use a longer --sequence-length or other data", 1)
-        of_each[f"eval_loss/{name}"] = summed_loss / tokens
-    summed_loss, tokens = totals.sum(0).tolist()
-    losses = {"eval_loss": summed_loss / tokens}
-    return (losses | of_each if len(of_each) > 1 else losses), int(tokens)
+    return data.mean_losses(held_out, totals)
 
 
 # ---- What may be saved -----------------------------------------------------------------------------------------------
-
-
-class Batches:
-    """The batches that a run trains on, for `next`; the last one, and the last that gave a finite loss."""
-
-    def __init__(self, batches: Iterator[dict[str, Any]]):
-        self.batches = batches
-        self.last: dict[str, Any] = {}
-        self.finite: dict[str, Any] = {}
-
-    def __iter__(self) -> "Batches":
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        self.last = next(self.batches)
-        return dict(self.last)  # a step takes out what the model does not get
-
-    def last_finite(self, was_skipped: bool) -> dict[str, Any]:
-        """The last batch; where its step was skipped an earlier one that this returned, if there is one."""
-        if not (was_skipped and self.finite):
-            self.finite = {name: value for name, value in self.last.items() if name != "loss_divisor"}
-        return self.finite
 
 
 def why_not_to_save(run: "Run", metrics: dict, first_step: int) -> str:
@@ -316,7 +286,7 @@ class Run(opening.Opened):
     data: Any  # a data.TrainingData; None where nothing is trained or evaluated
     # of a run that trains
     folder: pathlib.Path | None = None
-    batches: Batches | None = None
+    batches: data.Batches | None = None
     log: report.Log | None = None
     checkpoints: state.Checkpoints | None = None
     has_room: bool = True  # on the disk, for a checkpoint
@@ -373,7 +343,7 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
         data=dataset,
         state=train_state,
         folder=folder,
-        batches=Batches(data.training_batches(settings, dataset, train_state, device)),
+        batches=data.training_batches(settings, dataset, train_state, device),
         log=log,
         checkpoints=state.Checkpoints(settings, folder, identity, device, log.sync),
         has_room=has_room,

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Protocol
@@ -194,9 +194,31 @@ class DataPosition(Protocol):
     def move_positions(self, positions: Positions) -> None: ...
 
 
+class Batches:
+    """The batches that a run trains on, for `next`; the last one, and the last that gave a finite loss."""
+
+    def __init__(self, batches: Iterator[dict[str, Any]]):
+        self.batches = batches
+        self.last: dict[str, Any] = {}
+        self.finite: dict[str, Any] = {}
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        self.last = next(self.batches)
+        return dict(self.last)  # a step takes out what the model does not get
+
+    def last_finite(self, was_skipped: bool) -> dict[str, Any]:
+        """The last batch; where its step was skipped an earlier one that this returned, if there is one."""
+        if not (was_skipped and self.finite):
+            self.finite = {name: value for name, value in self.last.items() if name != "loss_divisor"}
+        return self.finite
+
+
 def training_batches(
     settings: flags.Resolved, data: TrainingData, state: DataPosition, device: torch.device
-) -> Iterator[dict[str, Any]]:
+) -> Batches:
     """Endless microbatches of this rank on its device, from the global sample `state.samples` on.
 
     `state` is the run's `TrainState`; `state.positions` moves with the batches. Where samples have other numbers of
@@ -206,7 +228,7 @@ def training_batches(
     each time they are ten times as many.
     """
     batches = read_batches(settings, data, state, device)
-    return batches if data.knows_trained else count_labels(batches, settings.gradient_accumulation_steps)
+    return Batches(batches if data.knows_trained else count_labels(batches, settings.gradient_accumulation_steps))
 
 
 def count_labels(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[dict[str, Any]]:
@@ -357,6 +379,24 @@ def held_out_batches(
         left_over = [index >= windows for index in indices]
         batch["labels"][left_over] = IGNORE_INDEX
         yield {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def mean_losses(held_out: Iterable[str], totals: torch.Tensor) -> tuple[dict[str, float], int]:
+    """`eval_loss`, the mean over every token, and of several sources also `eval_loss/NAME`; and how many tokens these
+    are. `totals` has the summed loss and the tokens of each source of `held_out`, (sources, 2), of all ranks.
+
+    Raises:
+        UserError: a source has no token that is trained on.
+    """
+    of_each = {}
+    for name, (summed_loss, tokens) in zip(held_out, totals.tolist(), strict=True):
+        if not tokens:
+            problem = f"the held-out windows of {name} have no trained token"
+            raise base.UserError(f"--eval-interval: {problem}; use a longer --sequence-length or other data", 1)
+        of_each[f"eval_loss/{name}"] = summed_loss / tokens
+    summed_loss, tokens = totals.sum(0).tolist()
+    losses = {"eval_loss": summed_loss / tokens}
+    return (losses | of_each if len(of_each) > 1 else losses), int(tokens)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
