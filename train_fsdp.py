@@ -185,7 +185,7 @@ def train_step(
     The loss counts every trained token of the global batch alike. The router loss of a mixture of experts is that of
     each microbatch by itself, and every microbatch of every rank counts alike: it is the same on any number of ranks
     where the microbatches are the same. It is added, times its coefficient, to what is differentiated, not to the loss;
-    so are the terms of `models.chosen_terms`, which count tokens as the loss does.
+    so are the terms of `chosen_terms` in harness/model/loss.py, which count tokens as the loss does.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync

@@ -47,8 +47,8 @@ def chosen_terms(settings: flags.Resolved) -> dict[str, Term]:
     """What is trained on beside the cross entropy, such as a z-loss, by the name of its figure: a function of logits,
     fp32 of shape (tokens, vocab), and targets, (tokens, 1), that gives each token's value, fp32 of shape (tokens,).
 
-    Its mean over the labels that count is added to what is differentiated, and logged under its name; `loss` and
-    `eval_loss` stay the cross entropy. autograd derives the gradient.
+    Its mean over the labels that count is added to what is differentiated, by autograd, and logged under its name;
+    `loss` and `eval_loss` stay the cross entropy. When compiled, a z-loss is in the kernel of the loss.
     """
     terms: dict[str, Term] = {}
     return terms
