@@ -192,12 +192,15 @@ def train_step(
 
     The loss counts every trained token of the global batch alike. The router loss of a mixture of experts is that of
     each microbatch by itself, and every microbatch of every rank counts alike: it is the same on any number of ranks
-    where the microbatches are the same. It is added, times its coefficient, to what is differentiated, not to the loss.
+    where the microbatches are the same. It is added, times its coefficient, to what is differentiated, not to the loss;
+    so are the terms of `chosen_terms` in harness/model/loss.py, which count tokens as the loss does.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
-    routing = getattr(model, "routing", None)  # of a mixture of experts
+    adapted: Any = model  # by `models.adapt_forward`
+    routing = adapted.routing  # of a mixture of experts
     total: torch.Tensor | None = None
+    terms: dict[str, torch.Tensor] = {}  # beside the loss
     router_total: torch.Tensor | None = None
     expert_load: torch.Tensor | None = None
     for microbatch in range(settings.gradient_accumulation_steps):
@@ -216,6 +219,8 @@ def train_step(
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
         loss = model(**batch, use_cache=False).loss / divisor
         total = loss.detach() if total is None else total + loss.detach()
+        for name, term in adapted.loss_terms.items():
+            terms[name] = terms.get(name, 0.0) + term / divisor
         if routing:
             router_loss, assignments = routing.read()
             router_loss = router_loss / settings.gradient_accumulation_steps
@@ -231,7 +236,7 @@ def train_step(
     optimizer.zero_grad()
     if settings.fp8_recipe == "tensorwise":  # set with --precision fp8 only
         models.compute_float8_scales(model)  # one all-reduce for the scales of all layers
-    return report.StepResult(total, norm, skip, router_total, expert_load)
+    return report.StepResult(total, norm, skip, terms, router_total, expert_load)
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
