@@ -348,7 +348,7 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
         data=dataset,
         state=train_state,
         folder=folder,
-        batches=data.training_batches(settings, dataset, train_state, device),
+        batches=data.Batches(data.training_batches(settings, dataset, train_state, device)),
         log=log,
         checkpoints=state.Checkpoints(settings, folder, identity, device, log.sync),
         has_room=has_room,
