@@ -143,6 +143,7 @@ def test_a_term_that_is_chosen_trains_the_model_and_is_not_evaluated(is_fused, c
         loss.adapt_forward(model, settings)
         with torch.no_grad():
             evaluated = model(**batch).loss
+        assert model.loss_terms == {}  # nor a gradient
         trained = model(**batch).loss
         trained.backward()
         return evaluated, trained.detach(), model.loss_terms, model.lm_head.weight.grad, model
