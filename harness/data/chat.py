@@ -80,7 +80,19 @@ class ChatFormat(TextFormat):
         elif self.has_template:
             marked = has_generation(self.tokenizer.get_chat_template(self.template))
             trained += ", marked by the chat template" if marked else ", found by rendering prefixes"
+            if self.lacks_end():
+                trained += "; the template puts no end to them, from which a model learns to stop"
         return {"format": layout, "trained on": trained}
+
+    def lacks_end(self) -> bool:
+        """Whether an answer's last character is the last one that is trained on, as in templates that end a turn only
+        by the next one's beginning."""
+        question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        try:
+            text, spans = self.render(Conversation([question, answer]))
+        except Exception:  # of this conversation, as in `check`
+            return False
+        return bool(spans) and text[: spans[-1][1]].endswith("b")
 
     def check(self, dataset: str) -> None:
         """Raises a UserError where no conversation could be rendered or masked."""
@@ -184,7 +196,9 @@ class ChatFormat(TextFormat):
             else:
                 before, _ = self.render_messages(conversation, template, number, prompt=True)
                 first = length_of_prefix(conversation, before, text)
-            turns, _ = self.render_messages(conversation, template, number + 1)
+            turns = text
+            if number + 1 < len(conversation.messages):
+                turns, _ = self.render_messages(conversation, template, number + 1)
             spans.append((first, length_of_prefix(conversation, turns, text)))
         return spans
 

@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 import utils
 from harness.base.errors import UserError
 
-CHATML = """{%- if tools %}{{- tools | tojson }}{%- endif %}{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+CHATML = """{%- if tools %}{{- tools | tojson }}{%- endif %}
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}
 {%- if message.tool_calls %}{{- message.tool_calls | tojson }}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 

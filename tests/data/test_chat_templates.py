@@ -119,8 +119,9 @@ THOUGHT = says("assistant", "<think>\nHm.\n</think>\n\nHello!")
 CHANGING = {
     "thoughts of earlier turns removed": Changing(
         CHATML.replace(
-            "message.content + '<|im_end|>\\n' }}{%- endg",
-            "(message.content if loop.last else message.content.split('</think>')[-1].strip()) + '<|im_end|>\\n' }}{%- endg",
+            "{{- message.content + '<|im_end|>\\n' }}{%- endg",
+            "{%- set content = message.content if loop.last else message.content.split('</think>')[-1].strip() %}"
+            "{{- content + '<|im_end|>\\n' }}{%- endg",
         ),
         [HI, THOUGHT, says("user", "More"), says("assistant", "No.")],
         "<think>",
@@ -173,6 +174,18 @@ def test_a_conversation_that_the_assistant_begins_is_trained_on_where_the_templa
     assert [text[first:last] for first, last in spans] == ["Hello! <|im_end|>\n"] * 2
     with pytest.raises(UserError, match=r"line 2: it begins with the assistant.*--skip-bad-records"):
         chat_format(tokenizer, MARKS.sub("", QWEN)).encode([begun], Counter())
+
+
+def test_the_header_says_how_turns_are_found_and_where_a_model_cannot_learn_to_stop(tokenizer):
+    without_end = CHATML.replace(" + '<|im_end|>\\n' }}{%- endg", " }}{%- endg")
+    lines = [
+        chat_format(tokenizer, template).describe()["trained on"]
+        for template in (CHATML, MARKS.sub("", CHATML), without_end, MARKS.sub("", without_end))
+    ]
+    marked = "the assistant's turns, marked by the chat template"
+    found = "the assistant's turns, found by rendering prefixes"
+    lacking = "; the template puts no end to them, from which a model learns to stop"
+    assert lines == [marked, found, marked + lacking, found + lacking]
 
 
 @pytest.mark.parametrize("marks", [True, False])
