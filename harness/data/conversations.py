@@ -152,7 +152,7 @@ def read_list(fields: dict[str, Any], name: str) -> tuple[list[dict], int]:
 def read_completion(fields: dict[str, Any]) -> tuple[list[dict], int]:
     prompt, completion = fields["prompt"], fields["completion"]
     if fields.get("label") is False:
-        raise ValueError("label is false, which says that the completion is not to be learnt; drop such records")
+        raise ValueError("label is false, which says that the completion is not to be learnt")
     if isinstance(prompt, str) and isinstance(completion, str):
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], 1
     for name in ("prompt", "completion"):
@@ -210,7 +210,7 @@ def from_sharegpt(message: dict, place: str) -> dict:
         return {"role": ROLES[speaker], "content": value, **others}
     if speaker not in CALLS:
         known = ", ".join([*ROLES, *CALLS])
-        raise ValueError(f"{place} is from {excerpt(message['from'])}, where {known} are known; rename it")
+        raise ValueError(f"{place} is from {excerpt(message['from'])}, where {known} are known")
     calls = None
     with contextlib.suppress(ValueError, TypeError):
         calls = json.loads(value)

@@ -6,11 +6,12 @@ import itertools
 import json
 import pathlib
 
+import multirank
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT
+from conftest import ROOT, train, write_model
 from transformers import AutoTokenizer
 
 import utils
@@ -306,3 +307,22 @@ def test_json_is_read_whatever_its_blocks_cut(tokenizer, tmp_path, monkeypatch):
     assert np.array_equal(found.tokens[:], expected.tokens[:])
     text = tokenizer.decode(found.tokens[:].tolist())
     assert all(part in text for part in texts)
+
+
+def test_a_run_says_what_it_found_and_what_it_trains_on_and_is_refused_before_its_first_step(
+    tokenizer, tmp_path, device, capfd
+):
+    model = write_model(tmp_path / "model", "llama", **(multirank.SIZES | {"max_position_embeddings": 512}))
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "chats.json").write_text(json.dumps([GOOD] * 8))
+    flags = ["--model", model, "--tokenizer", tmp_path / "tokenizer", "--sequence-length", "96", "--num-steps", "1"]
+    flags += ["--num-workers", "0", "--cache-dir", tmp_path / "cache", "--output-dir", tmp_path / "runs"]
+    assert train([*flags, "--dataset", tmp_path / "chats.json"], device) == 0
+    said_of_it = capfd.readouterr().out
+    assert "\nformat     conversations, as ShareGPT's\n" in said_of_it
+    assert "\ntrained on the assistant's turns, found by rendering prefixes\n" in said_of_it
+    assert "[[Hello!<|im_end|>" in said_of_it.replace("[[ Hello", "[[Hello")
+    write_lines(tmp_path / "bad.jsonl", [GOOD, {"conversations": [said("narrator", "Hi")]}])
+    with pytest.raises(UserError, match=r'bad\.jsonl, line 2: conversations\[0\] is from "narrator"'):
+        train([*flags, "--dataset", tmp_path / "bad.jsonl"], device)
+    assert "step 1" not in capfd.readouterr().out
