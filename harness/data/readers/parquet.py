@@ -3,11 +3,15 @@
 import io
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from harness.data.conversations import BESIDE_CHAT, choose_field, layout_of, read_fields
 from harness.data.records import BESIDE_IDS, BLOCK, MAX_TOKEN_ID, Field, Record, check_ids
+
+if TYPE_CHECKING:
+    import pyarrow
 
 SUFFIXES = (".parquet",)
 PLACE = "row"
@@ -49,7 +53,7 @@ def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | Non
         group_start = group_end
 
 
-def is_text_or_ids(schema, name: str) -> bool:
+def is_text_or_ids(schema: "pyarrow.Schema", name: str) -> bool:
     """Whether a column holds no messages."""
     from pyarrow import types
 
@@ -69,7 +73,7 @@ def count(stream: io.RawIOBase) -> int:
     return pyarrow.parquet.ParquetFile(io.BufferedReader(stream, BLOCK)).metadata.num_rows
 
 
-def read_batch(batch, field: str) -> Iterator[Record]:
+def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
     """The documents of rows in Arrow."""
     columns = {name: rows_of_integers(batch[name]) for name in batch.schema.names}
     ids = columns.pop(field, None)
@@ -85,7 +89,7 @@ def are_token_ids(rows: list[np.ndarray]) -> bool:
     return all(0 <= row.min(initial=0) <= row.max(initial=0) <= MAX_TOKEN_ID for row in rows)
 
 
-def rows_of_integers(column) -> list[np.ndarray] | None:
+def rows_of_integers(column: "pyarrow.Array") -> list[np.ndarray] | None:
     """The integers of each row, slices of one array; None where a row has anything else, which is then found row by
     row."""
     import pyarrow.compute
