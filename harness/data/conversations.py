@@ -4,7 +4,8 @@ LAYOUTS has the layouts; the first that a record has is read. A column that --te
 is one as well. All but `messages` are brought to role and content:
 
 - ShareGPT's `conversations` have `from` and `value`; the names in ROLES are known, a call of functions is JSON.
-- `prompt` and `completion` are both text or both lists of messages, as TRL has them; trained on is the completion.
+- `prompt` and `completion` are both text or both lists of messages, as TRL has them; what is in the prompt is not
+  trained on.
 - Alpaca's `instruction` and `input`, with a blank line between, are the user's turn, `output` the assistant's; before
   them `history` may have pairs of such turns.
 
