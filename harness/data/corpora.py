@@ -197,10 +197,6 @@ class Reading:
     def end_of_text(self) -> int | None:
         return None if self.tokenizer is None else self.tokenizer.eos_token_id
 
-    @property
-    def has_template(self) -> bool:
-        return bool(self.chat_template or getattr(self.tokenizer, "chat_template", None))
-
     def encoder(self, corpus: Corpus) -> TextFormat:
         if corpus.kind == "labels":
             return RowFormat(self.tokenizer, self.vocab_size)

@@ -198,7 +198,7 @@ def open_cached(
     for word, line in describe_packing(corpus, train, reading, with_example=trains).items():
         job.say(f"{word:10}", of_source + line)
     recorded: dict[str, Any] = {"held_out": rule, "dataset": tokens.fingerprint()}
-    if corpus.is_chat and reading.has_template:
+    if corpus.is_chat:
         recorded["chat"] = True
     return OpenedSource(train, held_out, name, recorded)
 
@@ -430,7 +430,8 @@ def story_beginning(
     """The text that a story goes on from: the prompt, where the data of `record` are conversations or a chat template
     is given, as a user's message rendered by the template."""
     is_chat = record is not None and any(rules.get("chat") for rules in record.sources.values())
-    if not is_chat and settings.chat_template is None:
+    has_template = bool(tokenizer.chat_template)  # without one a prompt and its completion are text
+    if not (is_chat and has_template) and settings.chat_template is None:
         return prompt
     return render_prompt(tokenizer, base.read_template(settings.chat_template), prompt)
 

@@ -326,3 +326,15 @@ def test_a_run_says_what_it_found_and_what_it_trains_on_and_is_refused_before_it
     with pytest.raises(UserError, match=r'bad\.jsonl, line 2: conversations\[0\] is from "narrator"'):
         train([*flags, "--dataset", tmp_path / "bad.jsonl"], device)
     assert "step 1" not in capfd.readouterr().out
+
+
+def test_a_sampled_story_goes_on_from_the_prompt_as_it_is_where_completions_were_trained_on_as_text(
+    tmp_path, device, capfd
+):
+    flags = ["--demo", "--sequence-length", "32", "--num-steps", "1", "--num-workers", "0", "--no-final-checkpoint"]
+    flags += ["--cache-dir", tmp_path / "cache", "--output-dir", tmp_path / "runs", "--sample-prompt", "The red fox"]
+    file = write_lines(tmp_path / "a.jsonl", [{"prompt": "The red ", "completion": "fox ran. " * 9}] * 8)
+    assert train([*flags, "--dataset", file], device) == 0
+    said_of_it = capfd.readouterr().out
+    assert "\nformat     prompt and completion, end to end, as there is no chat template\n" in said_of_it
+    assert "\ntrained on the completions\n" in said_of_it and "\nThe red fox" in said_of_it
