@@ -69,7 +69,7 @@ class ChatFormat(TextFormat):
     def identity(self) -> list:
         special_tokens = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
         template = self.template or self.tokenizer.chat_template
-        return [*super().identity(), template, self.loss, special_tokens, str(TODAY), *self.describe().values()]
+        return [*super().identity(), template, self.loss, special_tokens, str(TODAY)]
 
     def describe(self) -> dict[str, str]:
         """The header's lines about the layout of the records and about what is trained on."""
@@ -107,6 +107,10 @@ class ChatFormat(TextFormat):
         if self.has_template:
             try:
                 template = self.tokenizer.get_chat_template(self.template)
+            except ValueError as error:
+                problem = f"{source}: {base.first_line(error).rstrip('.')}"
+                raise base.UserError(f"{problem}; give one with --chat-template FILE") from error
+            try:
                 self.tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template)
             except jinja2.TemplateSyntaxError as error:
                 problem = f"its chat template has a syntax error in line {error.lineno}, {error.message}"
