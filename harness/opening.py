@@ -44,9 +44,10 @@ def open_run(
     corpora = data.find(given) if given.num_steps or given.eval_interval or given.show_samples else []
     config, tokenizer, prompts = models.load_files(given, data.needs_tokenizer(given, corpora))
     checkpoint = state.find_checkpoint(given.resume, folder)
-    if given.trains() and given.init == "random" and not checkpoint:
-        if warning := base.on_main_rank(lambda: models.describe_unread(given.model)):
-            job.warn(warning)
+    begins_at_random = given.trains() and given.init == "random" and not checkpoint
+    unread = base.on_main_rank(lambda: models.describe_unread(given.model)) if begins_at_random else ""
+    if unread:
+        job.warn(unread)
     if given.export:
         state.check_export(given, checkpoint, folder)
     # what is trained keeps the batch and the warmup of its checkpoint; what only reads one has none

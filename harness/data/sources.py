@@ -74,8 +74,8 @@ def load(
     manifest: dict | None = None,
     whole: bool = False,
 ) -> TrainingData:
-    """What a run trains on and holds out, with the header's lines about it; where nothing is trained and --eval-split is
-    a place of its own, only that. Every rank calls this.
+    """What a run trains on and holds out, with the header's lines about it; where nothing is trained and --eval-split
+    is a place of its own, only that. Every rank calls this.
 
     Args:
         manifest: that of the checkpoint that the run goes on from: its sources are read by its rules, and the mixture

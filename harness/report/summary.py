@@ -73,6 +73,8 @@ def say_evaluation(
         UserError: a loss is NaN or infinite.
     """
     dataset, step = settings.describe_dataset(), None
+    if flags.is_place(settings.eval_split):
+        dataset = str(settings.eval_split)
     weights = settings.model
     if checkpoint:
         step = checkpoint.manifest["step"]
