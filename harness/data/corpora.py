@@ -89,7 +89,7 @@ def find(settings: flags.Settings) -> list[Corpus]:
 
 
 def find_all(settings: flags.Settings) -> list[Corpus]:
-    if not (settings.eval_interval and flags.is_place(settings.eval_split)):
+    if settings.show_samples or not (settings.eval_interval and flags.is_place(settings.eval_split)):
         return [find_corpus(settings, source) for source in settings.sources()]
     apart = find_apart(settings)
     if settings.num_steps == 0:

@@ -198,7 +198,7 @@ def open_apart(settings: flag_rules.Resolved, corpus: Corpus, reading: Reading) 
     with named_by_eval_split():
         tokens, line = reading.open(corpus, corpus.split)
         windows = reading.windows(tokens, f"{place}, split {corpus.split!r}")
-    job.say("held out  ", f"{place}: {line}")
+    job.say("data      ", f"{place}: {line}")
     documents = f", {base.counted(len(tokens.ends), 'document')}" if tokens.knows_ends else ""
     split = f", {corpus.split}" if len(corpus.listing.splits) > 1 else ""
     return HeldOut(windows, f"{place}{split}, all of it{documents}")

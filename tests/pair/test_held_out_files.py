@@ -146,5 +146,5 @@ def test_what_a_run_trained_on_is_not_evaluated_by_name(flags, folder, device, t
     assert train(flags("--eval-split {}/held.jsonl"), device) == 0
     (tmp_path / "link.jsonl").symlink_to(folder / "a.jsonl")
     run = ["--num-steps", "0", "--eval-interval", "1", "--resume", str(tmp_path / "r")]
-    with pytest.raises(UserError, match="link.jsonl: the run trained on 'train' of"):
+    with pytest.raises(UserError, match=r"link\.jsonl: the run trained on 'train' of"):
         train([*run, "--eval-split", str(tmp_path / "link.jsonl")], device)
