@@ -80,21 +80,22 @@ def find(settings: flags.Settings) -> list[Corpus]:
     --eval-split that is a place of its own, which alone is read where nothing is trained. Every rank calls this."""
     chat_flags = {"chat_template": "--chat-template", "chat_loss": "--chat-loss"}
     idle = [flag for name, flag in chat_flags.items() if name in settings.given and settings.trains()]
-    if settings.dataset == "synthetic":
-        refuse_idle(idle, [])
-        return []
     corpora = base.on_main_rank(lambda: find_all(settings))
     refuse_idle(idle, corpora)
     return corpora
 
 
 def find_all(settings: flags.Settings) -> list[Corpus]:
-    if settings.show_samples or not (settings.eval_interval and flags.is_place(settings.eval_split)):
-        return [find_corpus(settings, source) for source in settings.sources()]
+    """The corpora of `find`, listed by this process."""
+    holds_apart = settings.eval_interval and flags.is_place(settings.eval_split) and not settings.show_samples
+    if holds_apart and settings.num_steps == 0:
+        return [find_apart(settings)]
+    corpora = []
+    if settings.dataset != "synthetic":
+        corpora = [find_corpus(settings, source) for source in settings.sources()]
+    if not holds_apart:
+        return corpora
     apart = find_apart(settings)
-    if settings.num_steps == 0:
-        return [apart]
-    corpora = [find_corpus(settings, source) for source in settings.sources()]
     held_out = {file.version()[0] for file in apart.files}
     for corpus in corpora:
         if shared := [file for file in corpus.files if file.version()[0] in held_out]:
@@ -202,7 +203,7 @@ def needs_tokenizer(settings: flags.Settings, corpora: list[Corpus]) -> bool:
     asks for text or for the ends of documents."""
     if settings.tokenizer or settings.sample_prompt:
         return True
-    if settings.dataset == "synthetic":
+    if settings.dataset == "synthetic" and not corpora:
         return False
     ends = settings.document_mask or settings.eval_interval or "[" in (settings.dataset_split or "")
     if ends or settings.packing == "best-fit" or settings.export:

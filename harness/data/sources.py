@@ -576,17 +576,19 @@ def show_samples(settings: flag_rules.Resolved, data: TrainingData, tokenizer, r
 def evaluates_own_data(settings: flag_rules.Settings, manifest: dict) -> bool:
     """Whether an evaluation of a run's checkpoint reads sources of the run, of which its record says what was held out;
     a UserError where it reads a part of what the run trained on, or more than that."""
-    flags, apart = manifest["flags"], flag_rules.is_place(settings.eval_split)
+    flags = manifest["flags"]
     dataset = flags["dataset"] if isinstance(flags["dataset"], str) else tuple(flags["dataset"])
     run = dataclasses.replace(
         settings, dataset=dataset, dataset_split=flags["dataset_split"], streaming=flags["streaming"]
     )
-    trained = files_of_training(run)
-    read = files_of_training(settings) if not apart else {}
-    for held_out in find_apart(settings).files if apart else []:
-        if held_out.version()[0] in trained:
-            problem = f"the run trained on {trained[held_out.version()[0]][1]!r} of {held_out}"
-            raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give what it did not train on")
+    if flag_rules.is_place(settings.eval_split):
+        trained = files_of_training(run) if dataset != "synthetic" else {}
+        for held_out in find_apart(settings).files:
+            if held_out.version()[0] in trained:
+                problem = f"the run trained on {held_out}"
+                raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give what it did not train on")
+        return False
+    trained, read = files_of_training(run), files_of_training(settings)
     shared = trained.keys() & read.keys()
     for file in shared:
         if settings.eval_split and flag_rules.splits_overlap(trained[file][1], settings.eval_split):

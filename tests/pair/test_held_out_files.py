@@ -108,6 +108,15 @@ def test_a_checkpoint_and_its_export_have_the_loss_that_the_run_had_of_it(flags,
         assert found["dataset"] == f"{folder}/held.jsonl"
 
 
+def test_a_run_on_random_tokens_is_evaluated_on_a_text(folder, flags, device, tmp_path, capfd):
+    given = flags("--dataset synthetic --final-checkpoint --eval-interval 0")
+    assert train(given, device) == 0
+    run = ["--num-steps", "0", "--eval-interval", "1", "--json", "--resume", str(tmp_path / "r")]
+    capfd.readouterr()
+    assert train([*run, "--eval-split", f"{folder}/held.jsonl"], device) == 0
+    assert json.loads(capfd.readouterr().out)["dataset"] == f"{folder}/held.jsonl"
+
+
 def test_other_held_out_data_at_a_resume_are_said(flags, folder, device, tmp_path, capfd):
     assert train(flags("--eval-split {}/held.jsonl"), device) == 0
     resume = "--resume auto --num-steps 4 --eval-split"
@@ -146,5 +155,5 @@ def test_what_a_run_trained_on_is_not_evaluated_by_name(flags, folder, device, t
     assert train(flags("--eval-split {}/held.jsonl"), device) == 0
     (tmp_path / "link.jsonl").symlink_to(folder / "a.jsonl")
     run = ["--num-steps", "0", "--eval-interval", "1", "--resume", str(tmp_path / "r")]
-    with pytest.raises(UserError, match=r"link\.jsonl: the run trained on 'train' of"):
+    with pytest.raises(UserError, match=r"link\.jsonl: the run trained on "):
         train([*run, "--eval-split", str(tmp_path / "link.jsonl")], device)
