@@ -4,9 +4,10 @@
     torchrun --nproc_per_node=4 train_fsdp.py --model smollm3-3b --zero-stage 2
     accelerate launch --num_processes=4 train_fsdp.py --model smollm3-3b
 
-Read it from the top: the model and how it is sharded, a step, an evaluation, what may be saved, what a run prepares,
-its loop, its end; run() and main() put them in order. utils.py has the FLOP and MFU math and the clock. Everything else
-is behind the doors of harness/, whose `__init__.py` files list what there is:
+Read it from the top: the model and how it is sharded, a step, an evaluation, what a run prepares, its loop, its end;
+run() and main() put them in order. `given` are the flags of a command line, `settings` what they were resolved to.
+utils.py has the FLOP and MFU math and the clock. Everything else is behind the doors of harness/, whose `__init__.py`
+files list what there is:
 
     base     errors, text, GPUs                        models   weights, loss, optimizers (harness/model)
     flags    every flag, and the rules between them    state    checkpoints, resume, export
@@ -20,13 +21,14 @@ from harness import before_torch
 if __name__ == "__main__":
     SETTINGS = before_torch.begin()  # flags and signals come before the imports below, which take seconds
 
+import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,7 +73,9 @@ def reshards_early(settings: flags.Resolved) -> bool:
     return settings.zero_stage == 3 and (settings.cpu_offload or not alone)
 
 
-def build_model(settings: flags.Resolved, config, mesh: DeviceMesh, read_weights: bool = True) -> nn.Module:
+def build_model(
+    settings: flags.Resolved, config: transformers.PretrainedConfig, mesh: DeviceMesh, read_weights: bool = True
+) -> transformers.PreTrainedModel:
     """Builds the model sharded: on the meta device first, then one decoder layer after the other is materialized and
     sharded. The optimizer is made after it: made before, it would hold whole parameters, and states of their size.
 
@@ -105,15 +109,19 @@ def build_model(settings: flags.Resolved, config, mesh: DeviceMesh, read_weights
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
-    # on a rank that shares its parameters with nobody FSDP2 would copy them and their gradients for nothing
-    models.alias_reduce_scatter_buffers(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
-    models.make_replicas_equal(model, mesh)
+    models.avoid_copies_of_one_rank(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
+    models.make_replicas_equal(model, mesh)  # another kind of GPU draws other numbers of the same seed
     base.give_back_freed_memory()  # whole layers
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
     return model
 
 
-def transform_layer(settings: flags.Resolved, layer: nn.Module, convert_to_fp8, shard) -> None:
+def transform_layer(
+    settings: flags.Resolved,
+    layer: nn.Module,
+    convert_to_fp8: Callable[[nn.Module], object] | None,
+    shard: Callable[..., FSDPModule],
+) -> None:
     """Does to one decoder layer what the flags ask for. The order matters:
 
     1. float8 swaps the linears, so it comes before whatever wraps them.
@@ -126,8 +134,8 @@ def transform_layer(settings: flags.Resolved, layer: nn.Module, convert_to_fp8, 
     if settings.activation_checkpointing == "full":
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     elif settings.activation_checkpointing == "selective":
-        selective = functools.partial(checkpoint, use_reentrant=False, context_fn=selective_contexts)
-        layer.forward = functools.partial(selective, layer.forward)
+        recompute = functools.partial(checkpoint, use_reentrant=False, context_fn=selective_contexts)
+        layer.forward = functools.partial(recompute, layer.forward)
     if settings.compile:
         layer.forward = torch.compile(layer.forward)
     shard(layer, reshard_after_forward=reshards_early(settings))
@@ -143,12 +151,12 @@ def sharding_policies(settings: flags.Resolved, device: torch.device) -> dict[st
     return {"mp_policy": precision, "offload_policy": offload}
 
 
-def selective_contexts():
+def selective_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
     """Keep what is expensive to compute again, the results of matmuls and attention; recompute everything else. Grouped
     matmuls of experts are recomputed too: they have a row for each expert that a token is sent to, so for their FLOPs
     they take several times the memory of the other matmuls."""
 
-    def policy(context, op, *args, **kwargs):
+    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         # str(op) is a name like aten.addmm.default or ..._flash_attention.default
         expensive = re.search(r"(?<!grouped_)mm\.|attention|attn", str(op))
         return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
@@ -156,7 +164,7 @@ def selective_contexts():
     return create_selective_checkpoint_contexts(policy)
 
 
-def build_scheduler(settings: flags.Resolved, optimizer: torch.optim.Optimizer):
+def build_scheduler(settings: flags.Resolved, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """The learning rate's schedule, one of transformers'."""
     schedule = flags.SCHEDULES[settings.lr_scheduler]
     return transformers.get_scheduler(
@@ -184,12 +192,16 @@ def train_step(
 
     The loss counts every trained token of the global batch alike. The router loss of a mixture of experts is that of
     each microbatch by itself, and every microbatch of every rank counts alike: it is the same on any number of ranks
-    where the microbatches are the same. It is added, times its coefficient, to what is differentiated, not to the loss.
+    where the microbatches are the same. It is added, times its coefficient, to what is differentiated, not to the loss;
+    so are the terms of `chosen_terms` in harness/model/loss.py, which count tokens as the loss does.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
+    # at stage 0 there is nothing to reduce in a shard group of one rank: its replicas reduce below
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
-    routing = getattr(model, "routing", None)  # of a mixture of experts
+    adapted: Any = model  # by `models.adapt_forward`
+    routing = adapted.routing  # of a mixture of experts
     total: torch.Tensor | None = None
+    terms: dict[str, torch.Tensor] = {}  # beside the loss
     router_total: torch.Tensor | None = None
     expert_load: torch.Tensor | None = None
     for microbatch in range(settings.gradient_accumulation_steps):
@@ -208,6 +220,8 @@ def train_step(
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
         loss = model(**batch, use_cache=False).loss / divisor
         total = loss.detach() if total is None else total + loss.detach()
+        for name, term in adapted.loss_terms.items():
+            terms[name] = terms.get(name, 0.0) + term / divisor
         if routing:
             router_loss, assignments = routing.read()
             router_loss = router_loss / settings.gradient_accumulation_steps
@@ -217,13 +231,15 @@ def train_step(
         job.enter_phase("backward")
         loss.backward()
     job.enter_phase("optimizer")
+    # The gradients are means over the ranks by now: FSDP2 divides where it reduces. Neither clipping nor skipping waits
+    # for the norm: the optimizer applies both on the device.
     norm = models.clip_grad_norm(optimizer, settings.max_grad_norm)
     skip = models.decide_skip(norm)
     models.step_or_skip(optimizer, skip)
     optimizer.zero_grad()
     if settings.fp8_recipe == "tensorwise":  # set with --precision fp8 only
         models.compute_float8_scales(model)  # one all-reduce for the scales of all layers
-    return report.StepResult(total, norm, skip, router_total, expert_load)
+    return report.StepResult(total, norm, skip, terms, router_total, expert_load)
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -235,66 +251,15 @@ def evaluate(
     """Returns the mean loss over every token of the held-out windows as `eval_loss`, of several sources also that of
     each as `eval_loss/NAME`; and how many tokens these are."""
     totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)  # of each source: summed loss, tokens
-    job.enter_phase("evaluation")
     with models.evaluating(model):
         for of_source, windows in zip(totals, held_out.values(), strict=True):
             for batch in data.held_out_batches(settings, windows, device):
-                job.enter_phase("evaluation")  # anew, as the ranks wait for each other in each batch
+                job.enter_phase("evaluation")
                 tokens = (batch["labels"] != base.IGNORE_INDEX).sum()
                 loss = model(**batch, use_cache=False).loss
                 of_source += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
-    of_each = {}
-    for name, (summed_loss, tokens) in zip(held_out, totals.tolist(), strict=True):
-        if not tokens:
-            problem = f"the held-out windows of {name} have no trained token"
-            raise base.UserError(f"--eval-interval: {problem}; use a longer --sequence-length or other data", 1)
-        of_each[f"eval_loss/{name}"] = summed_loss / tokens
-    summed_loss, tokens = totals.sum(0).tolist()
-    losses = {"eval_loss": summed_loss / tokens}
-    return (losses | of_each if len(of_each) > 1 else losses), int(tokens)
-
-
-# ---- What may be saved -----------------------------------------------------------------------------------------------
-
-
-class Batches:
-    """The batches that a run trains on, for `next`; the last one, and the last that gave a finite loss."""
-
-    def __init__(self, batches: Iterator[dict[str, Any]]):
-        self.batches = batches
-        self.last: dict[str, Any] = {}
-        self.finite: dict[str, Any] = {}
-
-    def __iter__(self) -> "Batches":
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        self.last = next(self.batches)
-        return dict(self.last)  # a step takes out what the model does not get
-
-    def last_finite(self, was_skipped: bool) -> dict[str, Any]:
-        """The last batch; where its step was skipped an earlier one that this returned, if there is one."""
-        if not (was_skipped and self.finite):
-            self.finite = {name: value for name, value in self.last.items() if name != "loss_divisor"}
-        return self.finite
-
-
-def why_not_to_save(run: "Run", metrics: dict, first_step: int) -> str:
-    """Why the state after the last step, whose figures are `metrics`, is neither saved nor called done: weights or
-    optimizer states are NaN or infinite, or the loss or the gradient norm that they give. Empty where all are finite.
-    The loss in `metrics` is of before the update. `first_step` is the first one since this start."""
-    batch = run.batches.last_finite(was_skipped="loss" not in metrics)
-    with run.state.tracker.excluded():
-        if problem := run.state.broken_by_update():
-            return problem
-        loss, norm = models.loss_and_norm(run.state.model, run.state.optimizer, batch)
-    for name, value in (("loss", loss), ("gradient norm", norm)):
-        if not math.isfinite(value):
-            # where steps were skipped, the last update; of weights that were broken from the start, the first step
-            step = max(first_step, run.state.step - run.state.skipped_in_a_row)
-            return f"the {name} of the weights became {value} at step {step}"
-    return ""
+    return data.mean_losses(held_out, totals)
 
 
 # ---- Before the first step -------------------------------------------------------------------------------------------
@@ -308,7 +273,7 @@ class Run(opening.Opened):
     data: Any  # a data.TrainingData; None where nothing is trained or evaluated
     # of a run that trains
     folder: pathlib.Path | None = None
-    batches: Batches | None = None
+    batches: data.Batches | None = None
     log: report.Log | None = None
     checkpoints: state.Checkpoints | None = None
     has_room: bool = True  # on the disk, for a checkpoint
@@ -328,8 +293,8 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
     """Everything before the first step, in its order, up to the lines that say what will run. What is cheap and may
     fail comes first."""
     folder = job.take_folder(given)
-    peak = given.peak_tflops or utils.get_gpu_peak_tflops()
-    report.check_measurable(given, device, peak)
+    peak_tflops = given.peak_tflops or utils.get_gpu_peak_tflops()
+    report.check_measurable(given, device, peak_tflops)
     trackers = report.open_trackers(given, folder)
     if given.memory_snapshot:
         report.record_memory(folder)
@@ -347,17 +312,21 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
     optimizer = models.build_optimizer(settings, model)
     scheduler = build_scheduler(settings, optimizer)
     verified = models.verify_sharding(settings, model, optimizer, mesh)
-    flops_per_token, flops = models.known_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
+    flops_per_token, flops_text = models.known_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
     if settings.min_mfu and not flops_per_token:
-        raise base.UserError(f"--min-mfu: {flops}")
-    tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
+        raise base.UserError(f"--min-mfu: {flops_text}")
+    tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak_tflops or 0)
     train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
     if checkpoint:
         train_state.load(checkpoint, of_another_run=not state.goes_on(checkpoint, folder))
         changed = ", ".join(filter(None, [changed, train_state.describe_jump()]))
     state.refuse_broken(settings, train_state, checkpoint)
     has_room = train_state.step == settings.num_steps or job.check_disk(settings, *train_state.saved_bytes(), folder)
-    job.say(report.describe_setup(settings, train_state, mesh, dataset, flops, peak, verified, checkpoint, changed))
+    job.say(
+        report.describe_setup(
+            settings, train_state, mesh, dataset, flops_text, peak_tflops, verified, checkpoint, changed
+        )
+    )
     log = report.Log(settings, train_state, dataset, folder, device, trackers, flops_per_token, changed)
     return Run(
         **vars(opened),
@@ -365,7 +334,7 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
         data=dataset,
         state=train_state,
         folder=folder,
-        batches=Batches(data.training_batches(settings, dataset, train_state, device)),
+        batches=data.Batches(data.training_batches(settings, dataset, train_state, device)),
         log=log,
         checkpoints=state.Checkpoints(settings, folder, identity, device, log.sync),
         has_room=has_room,
@@ -381,15 +350,14 @@ def train(run: Run, stop: job.StopRequest) -> None:
     settings, log, tracker = run.settings, run.log, run.state.tracker
     model, optimizer = run.state.model, run.state.optimizer
     first_step, stop.resumed_step = run.state.step + 1, run.state.step
-    ends_epoch = run.data.ends_epoch
-    due = job.due(settings, run.state.step, first_step, ends_epoch=ends_epoch)  # where this start goes on from
+    due = job.due(settings, run.state.step, first_step, ends_epoch=run.data.ends_epoch)  # where this start goes on from
     if due.evaluate and base.on_main_rank(log.lacks_evaluation):  # a stop came before it
         evaluation = {"step": run.state.step, "tokens_seen": run.state.tokens}
         if problem := evaluate_and_log(run, due, evaluation, "", stop):
             raise report.divergence_error(problem, run.folder, run.checkpoint)
     tracker.open_window()  # until here a run is set up, which is no part of a step
     while run.state.step < settings.num_steps:
-        due = job.due(settings, run.state.step + 1, first_step, run.has_room, ends_epoch)
+        due = job.due(settings, run.state.step + 1, first_step, run.has_room, run.data.ends_epoch)
         job.enter_phase("data", due.step)
         with log.step(due):
             with stop.before_each_forward(model), run.state.step_undone_if_stopped():
@@ -413,6 +381,23 @@ def train(run: Run, stop: job.StopRequest) -> None:
     run.checkpoints.finish()
 
 
+def why_not_to_save(run: Run, metrics: dict, first_step: int) -> str:
+    """Why the state after the last step, whose figures are `metrics`, is neither saved nor called done; empty where it
+    may be. Weights or optimizer states are NaN or infinite, or what one more forward and backward pass gives is: the
+    loss in `metrics` is of before the update. `first_step` is the first one since this start."""
+    batch = run.batches.last_finite(was_skipped="loss" not in metrics)
+    with run.state.tracker.excluded():
+        if problem := run.state.broken_by_update():
+            return problem
+        loss, norm = models.loss_and_norm(run.state.model, run.state.optimizer, batch)
+    for name, value in (("loss", loss), ("gradient norm", norm)):
+        if not math.isfinite(value):
+            # where steps were skipped, the last update; of weights that were broken from the start, the first step
+            step = max(first_step, run.state.step - run.state.skipped_in_a_row)
+            return f"the {name} of the weights became {value} at step {step}"
+    return ""
+
+
 def evaluate_and_log(run: Run, due: job.Due, metrics: dict, problem: str, stop: job.StopRequest) -> str:
     """An evaluation where one is due, which adds `eval_loss` to `metrics`, and then a log line. Returns what is NaN or
     infinite: `problem`, or the evaluation's loss."""
@@ -428,8 +413,7 @@ def evaluate_and_log(run: Run, due: job.Due, metrics: dict, problem: str, stop: 
             run.log.write(metrics)  # without the evaluation, which the next start makes
             raise
         problem = report.first_not_finite(metrics, [])
-        if not problem:
-            run.checkpoints.note_evaluation(run.state, metrics["eval_loss"])
+        run.checkpoints.note_evaluation(run.state, metrics["eval_loss"])
     run.log.write(metrics, stories)
     return problem
 
@@ -440,8 +424,7 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
     settings = run.settings
     with stop.before_each_forward(run.state.model):
         stories = run.stories()
-    if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long
-        stop.raise_if_asked()
+    stop.raise_if_asked()  # what follows may take long: an export, waiting for a plan
     stop.can_save = False
     metrics = run.log.finish(stories, plan.predicted_figures(planned) | run.checkpoints.best_figures())
     if settings.export:

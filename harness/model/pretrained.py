@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -21,6 +21,9 @@ from transformers import conversion_mapping
 
 from harness import base, job
 from harness.model import configs
+
+if TYPE_CHECKING:
+    from transformers.quantizers import HfQuantizer
 
 ONE_FILE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose values are the weights themselves
@@ -69,7 +72,7 @@ def why_none(folder: pathlib.Path) -> str:
     return f"it has no {ONE_FILE}; {command} of transformers writes what it has as safetensors into a new folder"
 
 
-def dequantizer(config):
+def dequantizer(config: transformers.PretrainedConfig) -> "HfQuantizer | None":
     """transformers' quantizer for weights that a config says are quantized, set to give them back as they were; None
     for others.
 

@@ -2,8 +2,10 @@
 
 import torch
 import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import DeviceMesh
 
-from harness import base, flags, job
+from harness import base, data, flags, job
 from harness import model as models
 from harness import state as states
 
@@ -11,8 +13,8 @@ from harness import state as states
 def describe_setup(
     settings: flags.Resolved,
     state: states.TrainState,
-    mesh,
-    train_set,
+    mesh: DeviceMesh,
+    train_set: data.TrainingData,
     flops: str,
     peak: float | None,
     verified: str,
@@ -103,7 +105,7 @@ def describe_lr(settings: flags.Resolved, checkpoint: states.Checkpoint | None) 
     return f"{settings.lr:g} at its peak, {settings.lr_scheduler}{warmup}; {whose}"
 
 
-def describe_techniques(settings: flags.Resolved, model, device_type: str) -> str:
+def describe_techniques(settings: flags.Resolved, model: transformers.PreTrainedModel, device_type: str) -> str:
     mode = "compiled" if settings.compile else "eager"
     attention = models.describe_attention(settings, model.config, device_type)
     if settings.document_mask:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from harness import base, flags, job
+from harness import data as corpora
 from harness import state as states
 from harness.report.files import as_json
 from harness.report.health import ADVICE
@@ -100,7 +101,7 @@ def say_evaluation(
 # ---- Skipped steps ---------------------------------------------------------------------------------------------------
 
 
-def describe_skipped(reasons: dict[int, str], data, folder: pathlib.Path) -> str:
+def describe_skipped(reasons: dict[int, str], data: corpora.DataRecord, folder: pathlib.Path) -> str:
     """Which steps were skipped and why, with the command that shows what the first one trained on. `data` is the record
     of the run's data."""
     first = next(iter(reasons))
@@ -141,10 +142,9 @@ def describe_training(metrics: dict, state: states.TrainState, seconds: float) -
     words = base.counted(metrics["step"], "step")
     if metrics["skipped_steps"]:
         words += f" ({metrics['skipped_steps']:,} skipped)"
-    which = ""
-    if state.elapsed_before:  # of the starts before, only the time of their steps is known
-        which, seconds = "first ", metrics.get("trained_seconds", seconds)
-    words += f", {metrics['tokens_seen']:,} tokens, {tqdm.format_interval(seconds)} of training, "
+    which = "first " if state.elapsed_before else ""
+    trained = tqdm.format_interval(metrics.get("trained_seconds", seconds))  # all starts' steps, as the metrics have it
+    words += f", {metrics['tokens_seen']:,} tokens, {trained} of training, "
     words += f"{tqdm.format_interval(state.elapsed)} since the {which}start"
     if "loss" in metrics:  # the last step was not skipped
         words += f", loss {metrics['loss']:.4f}"

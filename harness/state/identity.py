@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from harness import base
 from harness import data as corpora
@@ -24,7 +25,9 @@ BATCH_FLAGS = ("batch_size", "gradient_accumulation_steps")
 ADVICE = "a resumed run must have the same; to train on from these weights start a new run from an --export"
 
 
-def describe_identity(config, tokenizer, data) -> dict:
+def describe_identity(
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None, data: corpora.TrainingData
+) -> dict:
     """What no flag says of a run and a resume of it must have again, for the manifests of its checkpoints: the model's
     config, a checksum of the tokenizer, and the record of the data; and what is held out, of which a change is said."""
     vocabulary = None
@@ -34,7 +37,7 @@ def describe_identity(config, tokenizer, data) -> dict:
     return identity | {"data": as_json(data.record.record()), "held_out": data.held_out_identity}
 
 
-def fields_of(config) -> dict:
+def fields_of(config: PretrainedConfig) -> dict:
     return {key: value for key, value in config.to_dict().items() if key not in NOT_COMPARED}
 
 
@@ -42,7 +45,13 @@ def as_json(values: dict) -> dict:
     return json.loads(json.dumps(values, default=str))
 
 
-def check_resume(settings: flag_rules.Resolved, config, tokenizer, data, checkpoint: Checkpoint | None) -> str:
+def check_resume(
+    settings: flag_rules.Resolved,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    data: corpora.TrainingData,
+    checkpoint: Checkpoint | None,
+) -> str:
     """What changed since the checkpoint and may change, in words; empty for a fresh start. Every rank calls this.
 
     Raises:
@@ -71,7 +80,7 @@ def check_resume(settings: flag_rules.Resolved, config, tokenizer, data, checkpo
     return ", ".join(changed)
 
 
-def check_same_model(config, manifest: dict) -> None:
+def check_same_model(config: PretrainedConfig, manifest: dict) -> None:
     """Raises a UserError where the model is another than that of a checkpoint. Fields that one of two versions of
     transformers lacks are not compared."""
     now = as_json(fields_of(config))

@@ -1,11 +1,13 @@
 """Checkpoints: how all ranks save a state together, and never leave half of one."""
 
 import contextlib
+import math
 import pathlib
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -54,7 +56,9 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, Exception):
             self.finish()
 
@@ -90,6 +94,8 @@ class Checkpoints:
     def note_evaluation(self, state: TrainState, loss: float) -> None:
         """Takes the held-out loss of `state`, which a save records. The checkpoint that a run goes on from gets it too
         where a stop came before it was evaluated. Every rank calls this."""
+        if not math.isfinite(loss):  # it ends the run
+            return
         state.eval_loss = loss
         if self.settings.keep_best:
             base.on_main_rank(lambda: add_eval_loss(self.folder / base.checkpoint_name(state.step), state))
@@ -164,19 +170,19 @@ class Checkpoints:
         final = self.folder / base.checkpoint_name(manifest["step"])
         temporary = self.folder / f".{final.name}.writing"
 
-        def prepare():
+        def prepare() -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             self.folder.mkdir(exist_ok=True)
             temporary.mkdir()
 
-        def write():
+        def write() -> dict[str, list]:
             dcp.save(tensors, storage_writer=Writer(temporary), process_group=self.group)
             written = list(temporary.glob(f"__{dist.get_rank()}_*.distcp"))
             if dist.get_rank() == 0:
                 written.append(temporary / ".metadata")
             return {path.name: [path.stat().st_size, sha256(path)] for path in written}
 
-        def publish():
+        def publish() -> None:
             for name, (size, _) in files.items():
                 if not (temporary / name).exists() or (temporary / name).stat().st_size != size:
                     raise OSError(f"rank 0 does not see {name}; --output-dir must be a disk that all nodes share")
