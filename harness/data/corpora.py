@@ -1,6 +1,7 @@
 """Corpora: what a source of --dataset is, and its tokens as windows: from the token cache, where it is tokenized once,
 or from token files. The way in for a library (`open_windows`)."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -37,6 +38,7 @@ from harness.data.records import (
 from harness.data.windows import BestFitDataset, PackedDataset, Tokens
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
+DEFAULT_EVAL_SPLIT = "validation"
 LOOKED_AT = 100  # files, and records of each, among which the first good one tells what a corpus is
 
 
@@ -54,10 +56,16 @@ class Corpus:
     text_field: Field  # of conversations their layout
     is_mapped: bool  # whether its files are token files
     kind: str  # of its records, one of `records.KINDS`; of token files "ids"
+    is_apart: bool = False  # of an --eval-split that is a place of its own: evaluated whole, never trained on
 
     @property
     def name(self) -> str:
         return self.source.name
+
+    @property
+    def files(self) -> list[DataFile]:
+        """The files of its split."""
+        return self.listing.of_split(parse_split(self.split)[0])
 
     @property
     def is_chat(self) -> bool:
@@ -70,15 +78,54 @@ class Corpus:
 
 
 def find(settings: flags.Settings) -> list[Corpus]:
-    """The corpora of a run, listed once, by rank 0; none of synthetic data. Every rank calls this."""
+    """The corpora of a run, listed once, by rank 0: its sources, none of synthetic data, and behind them that of an
+    --eval-split that is a place of its own, which alone is read where nothing is trained. Every rank calls this."""
     chat_flags = {"chat_template": "--chat-template", "chat_loss": "--chat-loss"}
     idle = [flag for name, flag in chat_flags.items() if name in settings.given and settings.trains()]
-    if settings.dataset == "synthetic":
-        refuse_idle(idle, [])
-        return []
-    corpora = base.on_main_rank(lambda: [find_corpus(settings, source) for source in settings.sources()])
+    corpora = base.on_main_rank(lambda: find_all(settings))
     refuse_idle(idle, corpora)
     return corpora
+
+
+def find_all(settings: flags.Settings) -> list[Corpus]:
+    """The corpora of `find`, listed by this process."""
+    holds_apart = settings.eval_interval and flags.is_place(settings.eval_split) and not settings.show_samples
+    if holds_apart and settings.num_steps == 0:
+        return [find_apart(settings)]
+    corpora = []
+    if settings.dataset != "synthetic":
+        corpora = [find_corpus(settings, source) for source in settings.sources()]
+    if not holds_apart:
+        return corpora
+    apart = find_apart(settings)
+    held_out = {file.version()[0] for file in apart.files}
+    for corpus in corpora:
+        if shared := [file for file in corpus.files if file.version()[0] in held_out]:
+            problem = f"{shared[0]} is in --dataset {corpus.source.dataset} too, which is trained on"
+            advice = "take it out of there, or name a pattern without it"
+            raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; {advice}")
+    return [*corpora, apart]
+
+
+def find_apart(settings: flags.Settings) -> Corpus:
+    """The corpus of an --eval-split that is a place of its own: its split `validation`, or where it has none `train`,
+    which is all that is in no split."""
+    place = str(settings.eval_split)
+    with named_by_eval_split():
+        listing = files.find_files(place)
+        split = DEFAULT_EVAL_SPLIT if DEFAULT_EVAL_SPLIT in listing.splits else "train"
+        source = flags.Source(flags.name_of(place), place, None)
+        corpus = look_into(source, split, text_field_of(settings), None)
+    return dataclasses.replace(corpus, is_apart=True)
+
+
+@contextlib.contextmanager
+def named_by_eval_split() -> Iterator[None]:
+    """What is wrong with the corpus of --eval-split names that flag, where any other's names --dataset."""
+    try:
+        yield
+    except base.UserError as error:
+        raise base.UserError(re.sub("^--dataset", "--eval-split", str(error)), error.exit_code) from error
 
 
 def refuse_idle(chat_flags: list[str], corpora: list[Corpus]) -> None:
@@ -91,10 +138,12 @@ def refuse_idle(chat_flags: list[str], corpora: list[Corpus]) -> None:
 
 
 def find_corpus(settings: flags.Settings, source: flags.Source) -> Corpus:
-    text_field: Field = ("input_ids", settings.text_field)
-    if "text_field" in settings.given:
-        text_field = settings.text_field
+    text_field = text_field_of(settings)
     return look_into(source, settings.dataset_split, text_field, settings.dataset_config, settings.streaming)
+
+
+def text_field_of(settings: flags.Settings) -> Field:
+    return settings.text_field if "text_field" in settings.given else ("input_ids", settings.text_field)
 
 
 def look_into(
@@ -158,7 +207,7 @@ def needs_tokenizer(settings: flags.Settings, corpora: list[Corpus]) -> bool:
     asks for text or for the ends of documents."""
     if settings.tokenizer or settings.sample_prompt:
         return True
-    if settings.dataset == "synthetic":
+    if settings.dataset == "synthetic" and not corpora:
         return False
     ends = settings.document_mask or settings.eval_interval or "[" in (settings.dataset_split or "")
     if ends or settings.packing == "best-fit" or settings.export:
@@ -167,9 +216,11 @@ def needs_tokenizer(settings: flags.Settings, corpora: list[Corpus]) -> bool:
 
 
 def masks_documents(settings: flags.Settings, corpora: Sequence[Corpus]) -> bool:
-    """--document-mask, which by default is on where a run reads conversations or labels."""
+    """--document-mask, which by default is on where a run trains on conversations or labels, or evaluates them without
+    training."""
     if settings.document_mask is None:
-        return any(corpus.has_mask for corpus in corpora)
+        sources = [corpus for corpus in corpora if not corpus.is_apart] or corpora
+        return any(corpus.has_mask for corpus in sources)
     return settings.document_mask
 
 

@@ -37,6 +37,39 @@ INSTEAD = {
     "--activation-memory-budget": "--activation-checkpointing selective or full keeps fewer activations",
 }
 
+# Flags of other trainers, and what there is here; `also` of a flag has those that are the same by another name.
+KEEP_BEST = "--keep-best keeps the checkpoint with the lowest held-out loss, and the last lines of the run export it"
+HUB = "--export DIR writes a folder, which `hf upload REPO DIR` puts on the hub"
+ADAPTERS = "--lora-rank R trains adapters of that rank, by peft"
+QUANTIZED = "a quantized base (QLoRA) is not trained here, TRL and axolotl do that; --lora-rank R has its base in bf16"
+ELSEWHERE = {
+    "--eval-dataset": "--eval-split takes a file or folder of its own too",
+    "--validation-file": "--eval-split takes a file or folder of its own too",
+    "--per-device-eval-batch-size": "evaluations have the --batch-size of the training",
+    "--eval-strategy": "--eval-interval takes a number of steps, or epoch",
+    "--evaluation-strategy": "--eval-interval takes a number of steps, or epoch",
+    "--save-strategy": "--checkpoint-interval takes a number of steps; --keep-best saves at each evaluation",
+    "--warmup-ratio": "--warmup-steps takes a number of steps; left out they are 5 % of the run's",
+    "--load-best-model-at-end": KEEP_BEST,
+    "--metric-for-best-model": KEEP_BEST,
+    "--early-stopping": f"no run ends before its steps; {KEEP_BEST}",
+    "--early-stopping-patience": f"no run ends before its steps; {KEEP_BEST}",
+    "--early-stopping-threshold": f"no run ends before its steps; {KEEP_BEST}",
+    "--push-to-hub": HUB,
+    "--hub-model-id": HUB,
+    "--hub-token": HUB,
+    "--hub-strategy": HUB,
+    "--hub-private-repo": HUB,
+    "--use-peft": ADAPTERS,
+    "--peft": ADAPTERS,
+    "--lora-r": ADAPTERS,
+    "--lora-target-modules": "--lora-targets names the linears that have adapters",
+    "--lora-dropout": "adapters have no dropout here; leave it out",
+    "--load-in-4bit": QUANTIZED,
+    "--load-in-8bit": QUANTIZED,
+    "--qlora": QUANTIZED,
+}
+
 
 def no_such_flag(name: str, known: Iterable[str]) -> str:
     """What is wrong with a flag that is none, and what takes its place or may have been meant."""
@@ -44,6 +77,8 @@ def no_such_flag(name: str, known: Iterable[str]) -> str:
         return f"no such flag; {OF_CHATS[name.replace('_', '-')]}"
     if name in INSTEAD:
         return f"no such flag any more; {INSTEAD[name]}"
+    if answer := ELSEWHERE.get(name.lower().replace("_", "-")):
+        return f"no such flag; {answer}"
     return f"no such flag{suggest(name, known)}"
 
 
