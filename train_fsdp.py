@@ -424,7 +424,8 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
     settings = run.settings
     with stop.before_each_forward(run.state.model):
         stories = run.stories()
-    stop.raise_if_asked()  # what follows may take long: an export, waiting for a plan
+    if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long
+        stop.raise_if_asked()  # else a run that took its last step is done
     stop.can_save = False
     metrics = run.log.finish(stories, plan.predicted_figures(planned) | run.checkpoints.best_figures())
     if settings.export:
