@@ -32,7 +32,7 @@ from harness.data.corpora import (
 from harness.data.encode import own_tokens_around
 from harness.data.files import DataFile
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
-from harness.data.records import CHAT_FIELD, Conversation
+from harness.data.records import Conversation, Field
 from harness.data.stream import HeldOutWindows, Stream
 from harness.data.windows import EVERY, BestFitDataset, PackedDataset, SyntheticDataset, tokens_of
 
@@ -307,7 +307,7 @@ def open_cached(
             held_out.name = f"all of it, {base.counted(len(tokens.ends), 'document')}"
     train = reading.windows(tokens, place)
     trains = settings.num_steps > 0 and not settings.show_samples
-    for word, line in describe_packing(corpus, train, reading.tokenizer, with_example=trains).items():
+    for word, line in describe_packing(corpus, train, reading, with_example=trains).items():
         job.say(f"{word:10}", of_source + line)
     recorded: dict[str, Any] = {"held_out": rule, "dataset": tokens.fingerprint()}
     if corpus.is_chat:
@@ -448,11 +448,11 @@ def step_that_reads(data: TrainingData, name: str, epochs: float, num_steps: int
 # What is said of them
 
 
-def describe_packing(
-    corpus: Corpus, train: PackedDataset, tokenizer: "PreTrainedTokenizerBase | None", with_example: bool
-) -> dict[str, str]:
+def describe_packing(corpus: Corpus, train: PackedDataset, reading: Reading, with_example: bool) -> dict[str, str]:
     """The lines about documents that are packed whole, and about what is trained on of conversations and rows."""
-    lines = {}
+    lines: dict[str, str] = {}
+    if corpus.is_chat:
+        lines |= reading.chat_format(corpus).describe()
     if isinstance(train, BestFitDataset):
         lines["packing"] = train.describe()
     if train.has_mask:
@@ -461,7 +461,7 @@ def describe_packing(
         documents = base.counted(len(train.tokens.ends), document)
         lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
     if train.has_mask and with_example:
-        lines["examples"] = f"([[ ]] is around what is trained on)\n{describe_examples(train, tokenizer)}"
+        lines["examples"] = f"([[ ]] is around what is trained on)\n{describe_examples(train, reading.tokenizer)}"
     return lines
 
 
@@ -555,7 +555,8 @@ def story_beginning(
     """The text that a story goes on from: the prompt, where the data of `record` are conversations or a chat template
     is given, as a user's message rendered by the template."""
     is_chat = record is not None and any(rules.get("chat") for rules in record.sources.values())
-    if not is_chat and settings.chat_template is None:
+    has_template = bool(tokenizer.chat_template)  # without one a prompt and its completion are text
+    if not (is_chat and has_template) and settings.chat_template is None:
         return prompt
     return render_prompt(tokenizer, base.read_template(settings.chat_template), prompt)
 
@@ -565,7 +566,7 @@ def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreT
     empty where it has no text."""
     if corpora and corpora[0].is_chat:
         files = corpora[0].listing.of_split(parse_split(corpora[0].split)[0])
-        return first_question(files[0])
+        return first_question(files[0], corpora[0].text_field)
     dataset = next(iter(sources.values()))
     if tokenizer is None or isinstance(dataset, Stream | SyntheticDataset):
         return ""
@@ -575,9 +576,9 @@ def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreT
     return " ".join(words[:-1] or words)  # the last one may be cut
 
 
-def first_question(file: DataFile) -> str:
+def first_question(file: DataFile, layout: Field) -> str:
     """The first words of a user in a file of conversations; empty where there are none."""
-    for _, record in read_records(file, CHAT_FIELD):
+    for _, record in read_records(file, layout):
         messages = record.messages if isinstance(record, Conversation) else []
         for message in messages:
             if message["role"] == "user" and isinstance(message.get("content"), str):

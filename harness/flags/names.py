@@ -5,6 +5,25 @@ from collections.abc import Iterable
 
 from harness.flags.settings import FLAGS, as_flag
 
+# Flags of other trainers for chats, and what there is here.
+ON_ASSISTANT = "the loss is on the assistant's turns and on completions; --chat-loss all takes every token"
+LAYOUTS = "the layout of records is found by their fields; docs/DATA.md (Conversations) has the layouts"
+OF_CHATS = {
+    "--assistant-only-loss": ON_ASSISTANT,
+    "--completion-only-loss": ON_ASSISTANT,
+    "--train-on-inputs": ON_ASSISTANT,
+    "--train-on-prompt": ON_ASSISTANT,
+    "--train-on-responses-only": ON_ASSISTANT,
+    "--mask-prompt": ON_ASSISTANT,
+    "--roles-to-train": ON_ASSISTANT,
+    "--train-on-eos": "the token that ends a turn of the assistant's is in the loss",
+    "--conversation-column": "--text-field names a column of messages; messages and conversations are found",
+    "--messages-field": "--text-field names a column of messages; messages and conversations are found",
+    "--dataset-format": LAYOUTS,
+    "--dataset-type": LAYOUTS,
+    "--conversation-template": "--chat-template FILE has a jinja template; without it the tokenizer's is taken",
+}
+
 # Flags that are no more, and what takes their place.
 INSTEAD = {
     "--ema": "--average-checkpoints K, with --num-steps 0 --resume RUN, averages the weights of saved checkpoints",
@@ -54,6 +73,8 @@ ELSEWHERE = {
 
 def no_such_flag(name: str, known: Iterable[str]) -> str:
     """What is wrong with a flag that is none, and what takes its place or may have been meant."""
+    if name.replace("_", "-") in OF_CHATS:
+        return f"no such flag; {OF_CHATS[name.replace('_', '-')]}"
     if name in INSTEAD:
         return f"no such flag any more; {INSTEAD[name]}"
     if answer := ELSEWHERE.get(name.lower().replace("_", "-")):

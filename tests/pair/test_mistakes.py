@@ -43,6 +43,9 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--project-name ../tales --log-with tensorboard": "",
     # names that are near a flag's
     "--batch-siz 3": "--batch-siz: no such flag; did you mean --batch-size?",
+    "--assistant_only_loss": "--assistant_only_loss: no such flag; the loss is on the assistant's turns and on",
+    "--train-on-inputs": "--train-on-inputs: no such flag; the loss is on the assistant's turns and on completions",
+    "--chat_template_path a.jinja": "--chat_template_path: no such flag; did you mean --chat-template?",
     "--learning-rate 1e-3": "--learning-rate: no such flag; did you mean --lr?",
     "--per_device_train_batch_size 4": "--per_device_train_batch_size: no such flag; did you mean --batch-size?",
     "--zyx": "--zyx: no such flag",
