@@ -211,6 +211,8 @@ def open_apart(settings: flag_rules.Resolved, corpus: Corpus, reading: Reading) 
         tokens, line = reading.open(corpus, corpus.split)
         windows = reading.windows(tokens, f"{place}, split {corpus.split!r}")
     job.say("data      ", f"{place}: {line}")
+    if corpus.is_chat:
+        job.say("format    ", f"{place}: {reading.chat_format(corpus).describe()['format']}")
     documents = f", {base.counted(len(tokens.ends), 'document')}" if tokens.knows_ends else ""
     split = f", {corpus.split}" if len(corpus.listing.splits) > 1 else ""
     return HeldOut(windows, f"{place}{split}, all of it{documents}")
