@@ -5,7 +5,7 @@ A reader has `SUFFIXES`, the ends of its files' names, and one of these:
 - `read(stream, text_field)`, a generator that gives for each record in order its text, its token ids, a conversation, a
   `records.BadRecord` that says what is wrong, or None for nothing. `stream` has the file's bytes, unpacked. `PLACE` is
   what its records are called ("line", "row"). `records` has what readers share: `read_fields` decides whether a value
-  is good, `choose_field` finds the column of --text-field.
+  is good, `choose_field` finds the column of `text_field`, which may be several names, the best first.
 - `open_tokens(file, vocab_size)`, which maps a file of token ids and returns a `token_files.TokenFile`. Tokens are
   neither copied nor read. What can be checked of the file cheaply is checked here; a fault is `token_files.damaged`.
 
