@@ -30,7 +30,7 @@ class Tracker:
         return ""
 
     def log(self, metrics: dict) -> None:
-        """A line of metrics.jsonl, by its keys; what was not measured is missing, such as speed in the warmup or the loss
+        """A line of metrics.jsonl, by its keys, without what was not measured, such as speed in the warmup or the loss
         of a skipped step. `figures.named` gives the names to show."""
 
     def finish(self, metrics: dict) -> None:
