@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 import train_fsdp
 from harness import model as models
 from harness.base.errors import UserError
+from harness.flags import OPTIMIZERS
 from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer, local, memory_saving_optimizers
 from harness.model.optimizers import adamw8bit
 from harness.model.optimizers.adamw import AdamW, update
@@ -169,7 +170,7 @@ def verify(model, optimizer, precision: str) -> str:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
-@pytest.mark.parametrize("optimizer", STATES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weights_and_states_are_held_in_their_dtypes(built, optimizer, precision):
     of_fp32, of_bf16 = STATES[optimizer]
     states, weights = (of_bf16, BF16) if precision == "bf16-pure" else (of_fp32, FP32)

@@ -1,6 +1,7 @@
 """Recipes: those of CONTRIBUTING.md work as they stand, and those of launch/recipes are taken and fit."""
 
 import json
+import math
 import pathlib
 import re
 import shlex
@@ -14,7 +15,7 @@ from conftest import ROOT, copy_program, metrics_of, parse, python, start
 # CONTRIBUTING.md
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FILE = re.compile(r"^# (\S+\.py)(?:, below the line that begins with: (.+))?\n", re.MULTILINE)
+FILE = re.compile(r"^# (\S+\.py)(?:, after: (.+))?\n", re.MULTILINE)
 
 
 def carry_out(block: str, root: pathlib.Path) -> None:
@@ -32,7 +33,7 @@ def carry_out(block: str, root: pathlib.Path) -> None:
         file.write_text("".join([*lines[: place + 1], code, *lines[place + 1 :]]))
 
 
-NEW = "--dataset stories.nodata --optimizer momentum-sgd --lr-scheduler cubic --log-with sheet"
+NEW = "--dataset stories.nodata --optimizer momentum-sgd --lr-scheduler cubic --log-with sheet --z-loss 0.1"
 SMALL = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --log-interval 1 --lr 0.1 --eval-interval 0 \
 --warmup-steps 1 --perf-warmup-steps 1 --sample-tokens 2 --resume auto --run-name r --cache-dir cache"
 
@@ -66,9 +67,11 @@ def test_the_recipes_of_contributing_work_as_they_stand(tmp_path):
     assert record["given"]["note"] == "a trial" and "note       a trial" in said  # a flag
     rows = (folder / "sheet.csv").read_text().splitlines()
     assert rows == [f"{line['step']},{line['loss']}" for line in lines]  # a tracker
+    near = 0.1 * math.log(1536) ** 2  # of weights that know nothing, of as many tokens
+    assert all(near / 3 < line["z_loss"] < 3 * near for line in lines)  # a term of the loss
 
     help_of_all = run("train_fsdp.py", "--help")
-    for word in ("momentum-sgd", "cubic", ".nodata", "sheet", "--note"):
+    for word in ("momentum-sgd", "cubic", ".nodata", "sheet", "--note", "--z-loss"):
         assert word in help_of_all
     assert "| `tokens_per_step` | `data/tokens_per_step` | tokens |" in run("-m", "tools.figure_table")
     planned = f"{NEW} --model demo --plan --plan-gpus 2 --plan-seconds 0 --json"

@@ -6,6 +6,7 @@ A reader has `SUFFIXES`, the ends of its files' names, and one of these:
   `records.BadRecord` that says what is wrong, or None for nothing. `stream` has the file's bytes, unpacked. `PLACE` is
   what its records are called ("line", "row"). `records` and `conversations` have what readers share:
   `read_fields` decides whether a record is good, `choose_field` and `find_document` find what is read of it.
+  `text_field` may be several names, the best first.
 - `open_tokens(file, vocab_size)`, which maps a file of token ids and returns a `token_files.TokenFile`. Tokens are
   neither copied nor read. What can be checked of the file cheaply is checked here; a fault is `token_files.damaged`.
 

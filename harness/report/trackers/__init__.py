@@ -30,7 +30,8 @@ class Tracker:
         return ""
 
     def log(self, metrics: dict) -> None:
-        """A line of metrics.jsonl, by its keys; `figures.named` gives the names to show."""
+        """A line of metrics.jsonl, by its keys, without what was not measured, such as speed in the warmup or the loss
+        of a skipped step. `figures.named` gives the names to show."""
 
     def finish(self, metrics: dict) -> None:
         """The last line, with the averages after warmup, of a run that took all its steps."""
