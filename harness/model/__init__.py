@@ -13,7 +13,7 @@ from harness.model.flops import MENDED, computes_every_score, count_flops, eager
 from harness.model.loss import adapt_forward, choose_loss, full_loss
 from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer, local, memory_saving_optimizers
 from harness.model.precision import choose_precision
-from harness.model.pretrained import PretrainedWeights
+from harness.model.pretrained import PretrainedWeights, describe_unread
 from harness.model.routing import describe_routing
 from harness.model.sampling import evaluating, reshard, sample
 from harness.model.skipping import decide_skip, skips_on_device, step_or_skip
@@ -43,6 +43,7 @@ __all__ = [
     "describe_attention",
     "describe_float8",
     "describe_routing",
+    "describe_unread",
     "eager_on_meta",
     "evaluating",
     "find_optimizer",

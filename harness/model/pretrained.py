@@ -20,6 +20,7 @@ from torch import nn
 from transformers import conversion_mapping
 
 from harness import base, job
+from harness.model import configs
 
 if TYPE_CHECKING:
     from transformers.quantizers import HfQuantizer
@@ -50,6 +51,14 @@ def find_files(folder: pathlib.Path, named: str | None) -> list[pathlib.Path]:
         if pathlib.PurePath(name).name != name:
             raise ValueError(f"its index names {name}, which is not in the folder")
     return [folder / name for name in names]
+
+
+def describe_unread(model: str) -> str:
+    """The warning of a run that begins with random weights though the folder of --model has some; empty for others."""
+    _, source = configs.find_source(model)
+    if not any(pathlib.Path(source).glob("*.safetensors")):
+        return ""
+    return f"random weights: {model} has weights, --init pretrained reads them"
 
 
 def why_none(folder: pathlib.Path) -> str:
