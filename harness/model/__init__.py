@@ -10,10 +10,21 @@ from harness.model.configs import choose_sequence_length, find_source, load_conf
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
 from harness.model.flops import MENDED, computes_every_score, count_flops, eager_on_meta, known_flops
+from harness.model.lora import (
+    adapter_injector,
+    describe_adapters,
+    freeze_as_in,
+    has_frozen,
+    loaded_dtype,
+    merged,
+    named_as_by_peft,
+    trained_on_meta,
+    write_adapter_config,
+)
 from harness.model.loss import adapt_forward, choose_loss, full_loss
 from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer, local, memory_saving_optimizers
 from harness.model.precision import choose_precision
-from harness.model.pretrained import PretrainedWeights
+from harness.model.pretrained import PretrainedWeights, digest_of_weights
 from harness.model.routing import describe_routing
 from harness.model.sampling import evaluating, reshard, sample
 from harness.model.skipping import decide_skip, skips_on_device, step_or_skip
@@ -23,6 +34,16 @@ from harness.model.verify import verify_sharding
 from harness.model.weights import as_in_checkpoint, decoder_layers, layer_period, materialize, on_meta
 
 __all__ = [
+    "freeze_as_in",
+    "digest_of_weights",
+    "write_adapter_config",
+    "trained_on_meta",
+    "named_as_by_peft",
+    "merged",
+    "loaded_dtype",
+    "has_frozen",
+    "describe_adapters",
+    "adapter_injector",
     "MENDED",
     "PretrainedWeights",
     "adapt_forward",

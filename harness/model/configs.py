@@ -24,15 +24,37 @@ def find_source(model: str) -> tuple[str, str]:
             advice = f"--num-steps 0 --resume {model} --export DIR writes its model to a folder for --model"
             raise base.UserError(f"--model {model}: a folder of a run, not of a model; {advice}")
         if not (path / "config.json").is_file():
-            if (path / "adapter_config.json").is_file():
-                command = f"AutoPeftModelForCausalLM.from_pretrained('{model}').merge_and_unload().save_pretrained(DIR)"
-                advice = f"{command} of peft writes it with its model as one; give that DIR"
-                raise base.UserError(f"--model {model}: the folder is an adapter, not a model; {advice}")
+            if folder_of_adapters(model):
+                return find_base(model)
             raise base.UserError(f"--model {model}: the folder has no config.json")
         return str(path), str(path)
     if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise base.UserError(f"--model {model}: no such folder")
     return model, model
+
+
+def folder_of_adapters(model: str) -> str | None:
+    """The folder that --model names where it is one of peft's, adapters without a model; else None."""
+    path = pathlib.Path(model).expanduser()
+    is_one = (path / base.ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
+    return str(path) if is_one and model not in flags.PRESETS else None
+
+
+def find_base(adapters: str) -> tuple[str, str]:
+    """`find_source` of the model that a folder of adapters is for."""
+    path = pathlib.Path(adapters).expanduser() / base.ADAPTER_CONFIG
+    try:
+        model = base.read_json(path).get("base_model_name_or_path")
+    except (OSError, ValueError) as error:
+        raise base.UserError(f"--model {adapters}: {path.name} cannot be read ({base.first_line(error)})") from error
+    advice = f"set base_model_name_or_path in its {path.name} to the folder or hub id of the model"
+    if not model or folder_of_adapters(model):
+        raise base.UserError(f"--model {adapters}: adapters, which do not name the model that they are for; {advice}")
+    try:
+        return find_source(model)
+    except base.UserError as error:
+        problem = f"adapters for {model}, which is not there ({error})"
+        raise base.UserError(f"--model {adapters}: {problem}; {advice}") from error
 
 
 def load_config(model: str) -> PretrainedConfig:

@@ -40,18 +40,18 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return lists[outermost]
 
 
-def layer_period(config) -> tuple[nn.Module, int]:
-    """The model on the meta device, and after how many layers its pattern repeats (SmolLM3: 4, one in four has no RoPE;
-    the number of layers where nothing repeats)."""
-    model, text = on_meta(config), config.get_text_config()
+def layer_period(model: nn.Module) -> int:
+    """After how many layers the pattern of a model repeats (SmolLM3: 4, one in four has no RoPE; the number of layers
+    where nothing repeats)."""
+    text = text_config(model)
     layers = decoder_layers(model)
     lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == len(layers)]
     shapes = [[(name, p.shape) for name, p in layer.named_parameters()] for layer in layers]
     kinds = [(shapes[index], *(value[index] for value in lists)) for index in range(len(layers))]
     for period in range(1, len(layers) // 3 + 1):
         if kinds[period:] == kinds[:-period]:
-            return model, period
-    return model, len(layers)
+            return period
+    return len(layers)
 
 
 def materialize(model: nn.Module, modules: list[nn.Module], device, weights, layer: int | None = None) -> None:
@@ -60,7 +60,7 @@ def materialize(model: nn.Module, modules: list[nn.Module], device, weights, lay
     Parameters are drawn in fp32 and then rounded: in bf16 torch 2.11 draws others on a CPU, and coarser ones.
     """
     real: dict[torch.Tensor, torch.Tensor] = {}  # a tied parameter is one tensor under two names
-    wanted = [(module, name, tensor.dtype) for module in modules for name, tensor in own_tensors(module)]
+    wanted = [(module, name, tensor) for module in modules for name, tensor in own_tensors(module)]
     for module in modules:
         for name, tensor in own_tensors(module):
             if tensor.is_meta:
@@ -84,9 +84,11 @@ def materialize(model: nn.Module, modules: list[nn.Module], device, weights, lay
                 tensor_name = f"{type(module).__name__}.{name}"
                 problem = "gets no value, from a checkpoint or when its layer is made by itself"
                 raise base.UserError(f"--model: {tensor_name} {problem}")
-    for module, name, dtype in wanted:  # a parameter that was loaded is another object
+    for module, name, meant in wanted:  # a parameter that was loaded is another object
         tensor = getattr(module, name)
-        tensor.data = tensor.data.to(dtype)
+        tensor.data = tensor.data.to(meant.dtype)
+        if isinstance(tensor, nn.Parameter):
+            tensor.requires_grad_(meant.requires_grad)
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

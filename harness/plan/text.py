@@ -192,7 +192,7 @@ def describe_details(settings: flags.Resolved, result: dict) -> list[str]:
     """The run, its memory, traffic and time, and what is assumed."""
     setup = {
         "plan": f"{settings.model} on {result['gpus']:,} x {result['gpu']}",
-        "model": f"{result['parameters']:,} parameters, {result['flops']}",
+        "model": f"{result['parameters']:,} parameters, {result['trained_parameters']:,} of them trained, {result['flops']}",
         "flags": flags.as_flags({name: getattr(settings, name) for name in DESCRIBED}),
         "batch": settings.describe_batch(result["gpus"]),
     }

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from harness import base
 from harness import data as corpora
 from harness import flags as flag_rules
+from harness import model as models
 from harness.state.train_state import Checkpoint
 
 # Fields of a model's config that do not make it another model.
@@ -24,13 +25,27 @@ BATCH_FLAGS = ("batch_size", "gradient_accumulation_steps")
 ADVICE = "a resumed run must have the same; to train on from these weights start a new run from an --export"
 
 
-def describe_identity(config, tokenizer, data) -> dict:
+def describe_identity(settings: flag_rules.Resolved, config, tokenizer, data) -> dict:
     """What no flag says of a run and a resume of it must have again, for the manifests of its checkpoints: the model's
-    config, a checksum of the tokenizer, and the record of the data."""
+    config, checksums of the tokenizer and of weights that no checkpoint has, and the record of the data. Every rank
+    calls this."""
     vocabulary = None
     if tokenizer and not data.is_mapped:  # no token of token files is the tokenizer's
         vocabulary = hashlib.sha256(corpora.vocabulary_of(tokenizer).encode()).hexdigest()
-    return {"model": as_json(fields_of(config)), "tokenizer": vocabulary, "data": as_json(data.record.record())}
+    return {
+        "model": as_json(fields_of(config)),
+        "base": digest_of_base(settings, config),
+        "tokenizer": vocabulary,
+        "data": as_json(data.record.record()),
+    }
+
+
+def digest_of_base(settings: flag_rules.Resolved, config) -> str | None:
+    """The checksum of the frozen weights that adapters are trained for; None where the model itself is trained. Every
+    rank calls this."""
+    if not settings.lora_rank:
+        return None
+    return base.on_main_rank(lambda: models.digest_of_weights(models.find_source(settings.model)[1], config))
 
 
 def fields_of(config) -> dict:
@@ -41,8 +56,9 @@ def as_json(values: dict) -> dict:
     return json.loads(json.dumps(values, default=str))
 
 
-def check_resume(settings: flag_rules.Resolved, config, tokenizer, data, checkpoint: Checkpoint | None) -> str:
-    """What changed since the checkpoint and may change, in words; empty for a fresh start. Every rank calls this.
+def check_resume(settings: flag_rules.Resolved, config, identity: dict, data, checkpoint: Checkpoint | None) -> str:
+    """What changed since the checkpoint and may change, in words; empty for a fresh start. `identity` is that of
+    `describe_identity`. Every rank calls this.
 
     Raises:
         UserError: something else changed, which makes it another run.
@@ -53,7 +69,8 @@ def check_resume(settings: flag_rules.Resolved, config, tokenizer, data, checkpo
     before, now = manifest["flags"], as_json(dataclasses.asdict(settings))
     refuse_changed(settings, manifest, flag_rules.must_match(settings))
     check_same_model(config, manifest)
-    vocabulary = describe_identity(config, tokenizer, data)["tokenizer"]
+    check_same_base(settings, identity["base"], manifest)
+    vocabulary = identity["tokenizer"]
     # None where all text is in tokens already: a text may be added to such data, or removed
     if None not in (vocabulary, manifest["tokenizer"]) and vocabulary != manifest["tokenizer"]:
         refuse_changed(settings, manifest, ("tokenizer", "model", "dataset"))
@@ -74,6 +91,14 @@ def check_same_model(config, manifest: dict) -> None:
     for name, value in manifest["model"].items():
         if name in now and now[name] != value:
             refuse(f"--model: {name}", value, now[name])
+
+
+def check_same_base(settings: flag_rules.Resolved, digest: str | None, manifest: dict) -> None:
+    """Raises a UserError where the adapters of a checkpoint are others, or for other weights than those of `digest`."""
+    refuse_changed(settings, manifest, ("lora_rank", "lora_alpha", "lora_targets"))
+    if digest != manifest["base"]:
+        problem = "its weights are not those that the checkpoint's adapters were trained for"
+        raise base.UserError(f"--model {settings.model}: {problem}; give the model as it was")
 
 
 def check_data(settings: flag_rules.Resolved, now: corpora.DataRecord, manifest: dict) -> list[str]:
