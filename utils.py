@@ -131,7 +131,7 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
     if causal and not is_confirmed:
         raise ValueError(f"no causal figure: torch counts {text.model_type}, and it counts whole products")
     if has_frozen:
-        on_meta = models.freeze_as_in(model, on_meta)
+        models.freeze_as_in(model, on_meta)
     never_computed = attention_flops(text, seq_len) - attention_flops(text, seq_len, masked, causal)
     return round(models.count_flops(on_meta, seq_len) / seq_len) - never_computed
 

@@ -11,7 +11,7 @@ import json
 import pathlib
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,45 +54,44 @@ def find_targets(settings: flags.Resolved, model: nn.Module) -> list[str]:
     layers = decoder_layers(model)
     inside = {module for layer in layers for module in layer.modules()} - {router for router, _ in find_routers(model)}
     linears = [n for n, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module in inside]
-    shown = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
-    if asks_for_all(settings):
+    if settings.lora_targets in (None, ("all-linear",)):  # which is peft's word for it
         return linears
     found: set[str] = set()
     for target in settings.lora_targets:
         matches = named_by(target, model)
+        there = f"linears of its decoder layers: {', '.join(last_parts(linears))}"
         if not matches:
-            stacked = any(isinstance(parameter, nn.Parameter) and parameter.dim() > 2 for parameter in model.parameters())
-            why = "; experts that are stacked in one weight have no adapters here" if stacked else ""
-            raise base.UserError(f"--lora-targets {target}: no linear of {settings.model} is named so{why}: it has {shown}")
+            raise base.UserError(f"--lora-targets {target}: {settings.model} has nothing of that name; {there}")
         if others := [name for name in matches if name not in linears]:
-            why = f"it matches {others[0]}, and adapters are for linears of the decoder layers"
-            raise base.UserError(f"--lora-targets {target}: {why}: {shown}")
+            problem = f"it matches {others[0]}, and adapters are for linears of decoder layers"
+            raise base.UserError(f"--lora-targets {target}: {problem}; {there}")
         found |= {*matches}
     return [name for name in linears if name in found]
 
 
-def asks_for_all(settings: flags.Resolved) -> bool:
-    return settings.lora_targets in (None, ("all-linear",))  # which is peft's word for it
+def last_parts(names: Iterable[str]) -> list[str]:
+    """`q_proj` of `model.layers.0.self_attn.q_proj`, each once."""
+    return [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
 
 
 def named_by(target: str, model: nn.Module) -> list[str]:
-    """The names of the modules that peft would match."""
+    """The names of the modules that peft would match, and of the weights in which experts are stacked, for which it has
+    a way of its own."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     config = lora_config(target_modules=target if flags.is_pattern(target) else [target])
+    names = [name for name, _ in model.named_modules() if name]
+    names += [name for name, parameter in model.named_parameters() if parameter.dim() > 2]
     try:
-        return [name for name, _ in model.named_modules() if name and check_target_module_exists(config, name)]
+        return [name for name in names if check_target_module_exists(config, name)]
     except re.error as error:
         raise base.UserError(f"--lora-targets {target}: it is no pattern ({error})") from error
 
 
-def target_modules(settings: flags.Resolved, model: nn.Module, targets: list[str]) -> str | list[str]:
-    """What peft's config says of the linears `targets`: what was asked for, or the last parts of their names, where
-    nothing else has such a name."""
-    if not asks_for_all(settings):
-        first, *others = settings.lora_targets
-        return first if flags.is_pattern(first) else [first, *others]
-    names = sorted({name.rpartition(".")[2] for name in targets})
+def target_modules(model: nn.Module, targets: list[str]) -> list[str]:
+    """What peft's config says of the linears `targets`: the last parts of their names, or where something else has such
+    a name too, the names."""
+    names = sorted(last_parts(targets))
     matched = {match for name in names for match in named_by(name, model)}
     return names if matched == {*targets} else targets
 
@@ -119,7 +118,7 @@ def adapter_injector(settings: flags.Resolved, model: Any) -> Callable[[nn.Modul
     model.requires_grad_(False)
     targets = find_targets(settings, model)
     place = functools.partial(lora_config, r=settings.lora_rank, lora_alpha=settings.lora_alpha)
-    model.peft_config = {"default": place(target_modules=target_modules(settings, model, targets))}
+    model.peft_config = {"default": place(target_modules=target_modules(model, targets))}
     folder = folder_of_adapters(settings.model) if settings.init == "pretrained" else None
     read = open_adapters(settings, folder, targets) if folder else None
     names = {model.get_submodule(name): name for name in targets}
@@ -157,20 +156,19 @@ def trained_on_meta(settings: flags.Resolved, config) -> nn.Module:
     return model
 
 
-def freeze_as_in(trained: Any, model: nn.Module) -> nn.Module:
+def freeze_as_in(trained: Any, model: nn.Module) -> None:
     """Gives a model without adapters those of a model that is `trained`, if it has some, and freezes what is frozen
-    there; returns it."""
+    there."""
     if adapters := getattr(trained, "peft_config", None):
         import peft
 
         (config,) = adapters.values()
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore", UserWarning)
-            model = peft.inject_adapter_in_model(copy.deepcopy(config), model)
+            peft.inject_adapter_in_model(copy.deepcopy(config), model)
     is_trained = {name.removeprefix(PREFIX): one.requires_grad for name, one in trained.named_parameters()}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained.get(name, True))
-    return model
 
 
 def refuse_quantized(settings: flags.Resolved, config) -> None:
@@ -260,8 +258,10 @@ def describe_adapters(settings: flags.Resolved, model: Any) -> str:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     everything = sum(parameter.numel() for parameter in model.parameters())
     adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
-    names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in adapted))
+    names = ", ".join(last_parts(adapted))
     frozen = str(loaded_dtype(settings)).removeprefix("torch.")
     share = f"{trained:,} of {everything:,} parameters are trained ({100 * trained / everything:.2g} %)"
-    where = f"rank {settings.lora_rank}, alpha {settings.lora_alpha}, on {base.counted(len(adapted), 'linear')} ({names})"
+    where = (
+        f"rank {settings.lora_rank}, alpha {settings.lora_alpha}, on {base.counted(len(adapted), 'linear')} ({names})"
+    )
     return f"{share}: {where}; the others are frozen in {frozen}"

@@ -37,7 +37,9 @@ def find_files(folder: pathlib.Path, named: str | None) -> list[pathlib.Path]:
     """
     if (folder / base.ADAPTER_CONFIG).is_file():
         problem = f"{folder} has an adapter beside its weights, which from_pretrained applies and a run does not"
-        advice = f"merge it with peft's merge_and_unload, or take {base.ADAPTER_CONFIG} away to train the weights without it"
+        advice = (
+            f"merge it with peft's merge_and_unload, or take {base.ADAPTER_CONFIG} away to train the weights without it"
+        )
         raise base.UserError(f"--init pretrained: {problem}; {advice}")
     first = named or (ONE_FILE if (folder / ONE_FILE).is_file() else INDEX)
     if not (folder / first).is_file():
@@ -68,7 +70,9 @@ def digest_of_weights(source: str, config) -> str:
     tensors = {}
     try:
         for path in weight_files(source, config):
-            with path.open("rb") as file:  # of safetensors: the length of its header in 8 bytes, the header, the tensors
+            with path.open(
+                "rb"
+            ) as file:  # of safetensors: the length of its header in 8 bytes, the header, the tensors
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length))
                 header.pop("__metadata__", None)

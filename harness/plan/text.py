@@ -190,9 +190,10 @@ ASSUMED = {
 
 def describe_details(settings: flags.Resolved, result: dict) -> list[str]:
     """The run, its memory, traffic and time, and what is assumed."""
+    trained = f", {result['trained_parameters']:,} of them trained"
     setup = {
         "plan": f"{settings.model} on {result['gpus']:,} x {result['gpu']}",
-        "model": f"{result['parameters']:,} parameters, {result['trained_parameters']:,} of them trained, {result['flops']}",
+        "model": f"{result['parameters']:,} parameters{trained}, {result['flops']}",
         "flags": flags.as_flags({name: getattr(settings, name) for name in DESCRIBED}),
         "batch": settings.describe_batch(result["gpus"]),
     }

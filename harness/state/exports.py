@@ -152,10 +152,7 @@ def exports_adapters(settings: flags.Resolved) -> bool:
 
 
 def write_weights(
-    folder: pathlib.Path,
-    settings: flags.Resolved,
-    state: TrainState,
-    on_disk: Callable[[Callable[[], None]], None],
+    folder: pathlib.Path, settings: flags.Resolved, state: TrainState, on_disk: Callable[[Callable[[], None]], None]
 ) -> None:
     """Writes the weights under the names that they have on the hub, into one file where they take at most ONE_FILE,
     else into a file for each decoder layer and one for what is in none: so no rank ever holds the model. A file's
