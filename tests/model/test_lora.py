@@ -1,4 +1,4 @@
-"""Adapters are trained as peft trains them in a plain loop, on any ranks and by every technique, and nothing else is."""
+"""Adapters are trained as in a plain loop of peft, on any ranks and by every technique, and nothing else is."""
 
 import functools
 import itertools
