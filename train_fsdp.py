@@ -20,13 +20,14 @@ from harness import before_torch
 if __name__ == "__main__":
     SETTINGS = before_torch.begin()  # flags and signals come before the imports below, which take seconds
 
+import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,7 +72,9 @@ def reshards_early(settings: flags.Resolved) -> bool:
     return settings.zero_stage == 3 and (settings.cpu_offload or not alone)
 
 
-def build_model(settings: flags.Resolved, config, mesh: DeviceMesh, read_weights: bool = True) -> nn.Module:
+def build_model(
+    settings: flags.Resolved, config: transformers.PretrainedConfig, mesh: DeviceMesh, read_weights: bool = True
+) -> transformers.PreTrainedModel:
     """Builds the model sharded: on the meta device first, then one decoder layer after the other is materialized and
     sharded. The optimizer is made after it: made before, it would hold whole parameters, and states of their size.
 
@@ -115,7 +118,12 @@ def build_model(settings: flags.Resolved, config, mesh: DeviceMesh, read_weights
     return model
 
 
-def transform_layer(settings: flags.Resolved, layer: nn.Module, convert_to_fp8, shard) -> None:
+def transform_layer(
+    settings: flags.Resolved,
+    layer: nn.Module,
+    convert_to_fp8: Callable[[nn.Module], object] | None,
+    shard: Callable[..., FSDPModule],
+) -> None:
     """Does to one decoder layer what the flags ask for. The order matters:
 
     1. float8 swaps the linears, so it comes before whatever wraps them.
@@ -145,12 +153,12 @@ def sharding_policies(settings: flags.Resolved, device: torch.device) -> dict[st
     return {"mp_policy": precision, "offload_policy": offload}
 
 
-def selective_contexts():
+def selective_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
     """Keep what is expensive to compute again, the results of matmuls and attention; recompute everything else. Grouped
     matmuls of experts are recomputed too: they have a row for each expert that a token is sent to, so for their FLOPs
     they take several times the memory of the other matmuls."""
 
-    def policy(context, op, *args, **kwargs):
+    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         # str(op) is a name like aten.addmm.default or ..._flash_attention.default
         expensive = re.search(r"(?<!grouped_)mm\.|attention|attn", str(op))
         return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
@@ -158,7 +166,7 @@ def selective_contexts():
     return create_selective_checkpoint_contexts(policy)
 
 
-def build_scheduler(settings: flags.Resolved, optimizer: torch.optim.Optimizer):
+def build_scheduler(settings: flags.Resolved, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """The learning rate's schedule, one of transformers'."""
     schedule = flags.SCHEDULES[settings.lr_scheduler]
     return transformers.get_scheduler(
@@ -186,12 +194,15 @@ def train_step(
 
     The loss counts every trained token of the global batch alike. The router loss of a mixture of experts is that of
     each microbatch by itself, and every microbatch of every rank counts alike: it is the same on any number of ranks
-    where the microbatches are the same. It is added, times its coefficient, to what is differentiated, not to the loss.
+    where the microbatches are the same. It is added, times its coefficient, to what is differentiated, not to the loss;
+    so are the terms of `chosen_terms` in harness/model/loss.py, which count tokens as the loss does.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
-    routing = getattr(model, "routing", None)  # of a mixture of experts
+    adapted: Any = model  # by `models.adapt_forward`
+    routing = adapted.routing  # of a mixture of experts
     total: torch.Tensor | None = None
+    terms: dict[str, torch.Tensor] = {}  # beside the loss
     router_total: torch.Tensor | None = None
     expert_load: torch.Tensor | None = None
     for microbatch in range(settings.gradient_accumulation_steps):
@@ -210,6 +221,8 @@ def train_step(
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
         loss = model(**batch, use_cache=False).loss / divisor
         total = loss.detach() if total is None else total + loss.detach()
+        for name, term in adapted.loss_terms.items():
+            terms[name] = terms.get(name, 0.0) + term / divisor
         if routing:
             router_loss, assignments = routing.read()
             router_loss = router_loss / settings.gradient_accumulation_steps
@@ -225,7 +238,7 @@ def train_step(
     optimizer.zero_grad()
     if settings.fp8_recipe == "tensorwise":  # set with --precision fp8 only
         models.compute_float8_scales(model)  # one all-reduce for the scales of all layers
-    return report.StepResult(total, norm, skip, router_total, expert_load)
+    return report.StepResult(total, norm, skip, terms, router_total, expert_load)
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -246,40 +259,10 @@ def evaluate(
                 loss = model(**batch, use_cache=False).loss
                 of_source += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
-    of_each = {}
-    for name, (summed_loss, tokens) in zip(held_out, totals.tolist(), strict=True):
-        if not tokens:
-            problem = f"the held-out windows of {name} have no trained token"
-            raise base.UserError(f"--eval-interval: {problem}; use a longer --sequence-length or other data", 1)
-        of_each[f"eval_loss/{name}"] = summed_loss / tokens
-    summed_loss, tokens = totals.sum(0).tolist()
-    losses = {"eval_loss": summed_loss / tokens}
-    return (losses | of_each if len(of_each) > 1 else losses), int(tokens)
+    return data.mean_losses(held_out, totals)
 
 
 # ---- What may be saved -----------------------------------------------------------------------------------------------
-
-
-class Batches:
-    """The batches that a run trains on, for `next`; the last one, and the last that gave a finite loss."""
-
-    def __init__(self, batches: Iterator[dict[str, Any]]):
-        self.batches = batches
-        self.last: dict[str, Any] = {}
-        self.finite: dict[str, Any] = {}
-
-    def __iter__(self) -> "Batches":
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        self.last = next(self.batches)
-        return dict(self.last)  # a step takes out what the model does not get
-
-    def last_finite(self, was_skipped: bool) -> dict[str, Any]:
-        """The last batch; where its step was skipped an earlier one that this returned, if there is one."""
-        if not (was_skipped and self.finite):
-            self.finite = {name: value for name, value in self.last.items() if name != "loss_divisor"}
-        return self.finite
 
 
 def why_not_to_save(run: "Run", metrics: dict, first_step: int) -> str:
@@ -310,7 +293,7 @@ class Run(opening.Opened):
     data: Any  # a data.TrainingData; None where nothing is trained or evaluated
     # of a run that trains
     folder: pathlib.Path | None = None
-    batches: Batches | None = None
+    batches: data.Batches | None = None
     log: report.Log | None = None
     checkpoints: state.Checkpoints | None = None
     has_room: bool = True  # on the disk, for a checkpoint
@@ -367,7 +350,7 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
         data=dataset,
         state=train_state,
         folder=folder,
-        batches=Batches(data.training_batches(settings, dataset, train_state, device)),
+        batches=data.training_batches(settings, dataset, train_state, device),
         log=log,
         checkpoints=state.Checkpoints(settings, folder, identity, device, log.sync),
         has_room=has_room,

@@ -9,11 +9,16 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import Subset
 
 from harness import base, data
+
+if TYPE_CHECKING:
+    import accelerate
+    import transformers
 
 create_collate_fn = data.create_collate_fn
 
@@ -28,9 +33,9 @@ __all__ = [
 
 
 def get_dataset(
-    tokenizer,
+    tokenizer: "transformers.PreTrainedTokenizerBase | None",
     seq_len: int,
-    accelerator=None,
+    accelerator: "accelerate.Accelerator | None" = None,
     dataset: str | Sequence[str] = "roneneldan/TinyStories",
     split: str | None = None,
     vocab_size: int | None = None,
@@ -44,7 +49,7 @@ def get_dataset(
     document_mask: bool | None = None,
     shuffle: bool = True,
     seed: int = 42,
-):
+) -> data.PackedDataset | Subset | data.TrainingData:
     """The windows of a corpus, shuffled: tokenized once, kept as one flat file, and mapped. Token files are mapped
     where they lie. The main process of each node tokenizes, on all cores; the others map the same file.
 
@@ -99,7 +104,9 @@ def get_gpu_peak_tflops(name: str | None = None) -> float | None:
     return gpu.peak_tflops if gpu else None
 
 
-def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
+def get_model_flops_per_token(
+    model: "transformers.PreTrainedModel | transformers.PretrainedConfig", seq_len: int, causal: bool = False
+) -> int:
     """FLOPs of forward and backward per token, by the formula of PaLM (arXiv 2204.02311), appendix B:
 
         6 x (parameters of the matmuls that a token passes) + 12 x layers x heads x head_dim x seq_len
@@ -117,15 +124,17 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
     `model` is a causal language model of transformers, sharded or with peft's adapters too, or its config, of which all
     is trained. A ValueError says why there is no figure to be trusted, or no causal one.
     """
+    import transformers
+
     from harness import model as models  # it loads the models of transformers, which takes seconds
 
-    config = getattr(model, "config", model)
+    config = model if isinstance(model, transformers.PretrainedConfig) else model.config
     on_meta = models.eager_on_meta(config)
     text = on_meta.config.get_text_config()
     matmuls = 6 * matmul_parameters(on_meta, text)
     masked = not models.computes_every_score(config)
     is_confirmed = models.count_flops(on_meta, 4) == 4 * (matmuls + attention_flops(text, 4))
-    has_frozen = model is not config and models.has_frozen(model)
+    has_frozen = isinstance(model, torch.nn.Module) and models.has_frozen(model)
     if is_confirmed and not has_frozen:
         return matmuls + attention_flops(text, seq_len, masked, causal)
     if causal and not is_confirmed:
@@ -136,7 +145,7 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
     return round(models.count_flops(on_meta, seq_len) / seq_len) - never_computed
 
 
-def matmul_parameters(model, config) -> int:
+def matmul_parameters(model: torch.nn.Module, config: "transformers.PretrainedConfig") -> int:
     """Parameters of the matmuls that one token passes. `experts` are a list of modules or a weight of three dimensions;
     of these as many count as the config says are active."""
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
@@ -148,7 +157,7 @@ def matmul_parameters(model, config) -> int:
             if isinstance(module, torch.nn.Embedding) or weight.dim() < 2 or name.endswith("bias"):
                 continue
             if experts:
-                total += weight.numel() * active // len(model.get_submodule(experts[1]))
+                total += weight.numel() * active // len(list(model.get_submodule(experts[1]).children()))
             elif weight.dim() == 3 and len(weight) > 1:
                 total += weight[0].numel() * active
             else:
@@ -156,7 +165,9 @@ def matmul_parameters(model, config) -> int:
     return total
 
 
-def attention_flops(config, seq_len: int, masked: bool = False, causal: bool = False) -> int:
+def attention_flops(
+    config: "transformers.PretrainedConfig", seq_len: int, masked: bool = False, causal: bool = False
+) -> int:
     """FLOPs per token of softmax attention: in each layer 6 x heads x (head_dim of keys + that of values) x keys.
 
     A query meets all `seq_len` keys, or where attention is `masked` those of its layer's window or chunk. Where it is
@@ -224,7 +235,7 @@ class PerformanceTracker:
     num_gpus: int = 1  # that share the tokens
     peak_tflops: float | None = None  # dense, of one device; by default that of the current GPU
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
+from transformers import PretrainedConfig
 
 from harness import base, data, flags, job, state
 from harness import model as models
@@ -13,7 +14,7 @@ from harness import model as models
 
 def resolve(
     asked: flags.Settings,
-    config,
+    config: PretrainedConfig,
     choose_batch_size: Callable[[flags.Settings], int],
     corpora: Sequence[data.Corpus] = (),
     manifest: dict | None = None,

@@ -13,7 +13,10 @@ import pathlib
 import select
 import sys
 import time
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ENXIO, errno.ECONNRESET)  # any other may have room again later
 
@@ -57,9 +60,10 @@ class Output(io.RawIOBase):
     def isatty(self) -> bool:
         return os.isatty(self.descriptor)
 
-    def write(self, data):
-        send(self.descriptor, data)
-        return len(data)
+    def write(self, data: Buffer) -> int:
+        content = memoryview(data)
+        send(self.descriptor, content)
+        return content.nbytes
 
 
 def never_fail() -> None:

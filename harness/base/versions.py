@@ -55,7 +55,7 @@ def commit() -> str | None:
 class ShowVersion(argparse.Action):
     """--version."""
 
-    def __call__(self, parser, *_):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         number = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
         print(f"train_fsdp {number}, commit {commit() or 'unknown'}")
         print(", ".join(f"{name} {number}" for name, number in package_versions().items()))

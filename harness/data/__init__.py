@@ -7,7 +7,7 @@
 Each name of the list has a docstring in its file.
 """
 
-from harness.data.batches import held_out_batches, mix, training_batches
+from harness.data.batches import Batches, TrainingData, held_out_batches, mean_losses, mix, training_batches
 from harness.data.corpora import Corpus, Reading, find, masks_documents, needs_tokenizer, open_windows
 from harness.data.encode import vocabulary_of
 from harness.data.mixture import DataRecord, WindowOrder, describe_changes, read_record, renamed
@@ -15,11 +15,13 @@ from harness.data.sources import evaluates_own_data, load, show_samples, story_b
 from harness.data.windows import PackedDataset, SyntheticDataset, create_collate_fn
 
 __all__ = [
+    "Batches",
     "Corpus",
     "DataRecord",
     "PackedDataset",
     "Reading",
     "SyntheticDataset",
+    "TrainingData",
     "WindowOrder",
     "create_collate_fn",
     "describe_changes",
@@ -28,6 +30,7 @@ __all__ = [
     "held_out_batches",
     "load",
     "masks_documents",
+    "mean_losses",
     "mix",
     "needs_tokenizer",
     "open_windows",

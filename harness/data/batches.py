@@ -6,10 +6,10 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -18,8 +18,19 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from harness import base, flags, job
 from harness.data.mixture import DataRecord, Mixture, Segment, StepSize, WindowOrder
-from harness.data.stream import BEGINNING, LaneReader, Position, Stream
-from harness.data.windows import IGNORE_INDEX, BestFitDataset, PackedDataset, Window, create_collate_fn, tokens_of
+from harness.data.stream import BEGINNING, HeldOutWindows, LaneReader, Position, Stream
+from harness.data.windows import (
+    IGNORE_INDEX,
+    BestFitDataset,
+    PackedDataset,
+    SyntheticDataset,
+    Window,
+    create_collate_fn,
+    tokens_of,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a lane reads its next chunk
 EXCERPT = 200  # characters of a document that are printed
@@ -47,7 +58,7 @@ class TrainingData:
     header: dict[str, str] = field(default_factory=dict)  # lines of the header
     beginning: str = ""  # the first words of the text, for a story
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.mixture, self.orders = Mixture(self.record.segments, self.seed, self.record.lanes), {}
         for name, source in self.sources.items():
             if not isinstance(source, Stream):
@@ -174,9 +185,40 @@ class SampleReader:
 # Microbatches
 
 
+class DataPosition(Protocol):
+    """What is read here of a run's `TrainState`, and moved."""
+
+    samples: int
+    positions: Positions
+
+    def move_positions(self, positions: Positions) -> None: ...
+
+
+class Batches:
+    """The batches that a run trains on, for `next`; the last one, and the last that gave a finite loss."""
+
+    def __init__(self, batches: Iterator[dict[str, Any]]):
+        self.batches = batches
+        self.last: dict[str, Any] = {}
+        self.finite: dict[str, Any] = {}
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        self.last = next(self.batches)
+        return dict(self.last)  # a step takes out what the model does not get
+
+    def last_finite(self, was_skipped: bool) -> dict[str, Any]:
+        """The last batch; where its step was skipped an earlier one that this returned, if there is one."""
+        if not (was_skipped and self.finite):
+            self.finite = {name: value for name, value in self.last.items() if name != "loss_divisor"}
+        return self.finite
+
+
 def training_batches(
-    settings: flags.Resolved, data: TrainingData, state, device: torch.device
-) -> Iterator[dict[str, Any]]:
+    settings: flags.Resolved, data: TrainingData, state: DataPosition, device: torch.device
+) -> Batches:
     """Endless microbatches of this rank on its device, from the global sample `state.samples` on.
 
     `state` is the run's `TrainState`; `state.positions` moves with the batches. Where samples have other numbers of
@@ -186,7 +228,7 @@ def training_batches(
     each time they are ten times as many.
     """
     batches = read_batches(settings, data, state, device)
-    return batches if data.knows_trained else count_labels(batches, settings.gradient_accumulation_steps)
+    return Batches(batches if data.knows_trained else count_labels(batches, settings.gradient_accumulation_steps))
 
 
 def count_labels(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[dict[str, Any]]:
@@ -200,7 +242,9 @@ def count_labels(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[d
             yield batch | {"loss_divisor": divisor}
 
 
-def read_batches(settings: flags.Resolved, data: TrainingData, state, device: torch.device) -> Iterator[dict[str, Any]]:
+def read_batches(
+    settings: flags.Resolved, data: TrainingData, state: DataPosition, device: torch.device
+) -> Iterator[dict[str, Any]]:
     """The microbatches of `training_batches`, with the `loss_divisor` of those whose data say it."""
     loader = DataLoader(
         RankBatches(settings, data, state.samples, state.positions, dist.get_rank(), dist.get_world_size()),
@@ -231,7 +275,9 @@ def raised(item: dict[str, Any] | base.UserError) -> dict[str, Any]:
     return item
 
 
-def join_rows(items: Iterator[dict[str, Any]], workers: int, state, pins: bool) -> Iterator[dict[str, Any]]:
+def join_rows(
+    items: Iterator[dict[str, Any]], workers: int, state: DataPosition, pins: bool
+) -> Iterator[dict[str, Any]]:
     """The microbatches of which each of so many workers reads some rows; see `RankBatches.rows_of`."""
     collate = create_collate_fn(shift_labels=False)
     reported = 0
@@ -318,7 +364,9 @@ class RankBatches(IterableDataset):
         return in_step / (trained * self.world_size) if trained else math.inf
 
 
-def held_out_batches(settings: flags.Resolved, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+def held_out_batches(
+    settings: flags.Resolved, dataset: PackedDataset | SyntheticDataset | HeldOutWindows, device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's share of the held-out windows. Each window is taken once over all ranks, and every rank gets the same
     number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
     per_round = settings.batch_size * dist.get_world_size()
@@ -333,11 +381,29 @@ def held_out_batches(settings: flags.Resolved, dataset, device: torch.device) ->
         yield {name: tensor.to(device) for name, tensor in batch.items()}
 
 
+def mean_losses(held_out: Iterable[str], totals: torch.Tensor) -> tuple[dict[str, float], int]:
+    """`eval_loss`, the mean over every token, and of several sources also `eval_loss/NAME`; and how many tokens these
+    are. `totals` has the summed loss and the tokens of each source of `held_out`, (sources, 2), of all ranks.
+
+    Raises:
+        UserError: a source has no token that is trained on.
+    """
+    of_each = {}
+    for name, (summed_loss, tokens) in zip(held_out, totals.tolist(), strict=True):
+        if not tokens:
+            problem = f"the held-out windows of {name} have no trained token"
+            raise base.UserError(f"--eval-interval: {problem}; use a longer --sequence-length or other data", 1)
+        of_each[f"eval_loss/{name}"] = summed_loss / tokens
+    summed_loss, tokens = totals.sum(0).tolist()
+    losses = {"eval_loss": summed_loss / tokens}
+    return (losses | of_each if len(of_each) > 1 else losses), int(tokens)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # --show-samples
 
 
-def describe_step(data: TrainingData, tokenizer, step: int) -> str:
+def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None", step: int) -> str:
     """The samples of an optimizer step: each with its source, and how each of its documents begins. A UserError where a
     source is no longer one of the run's."""
     samples = data.record.samples_of_step(step)
@@ -365,9 +431,11 @@ def describe_step(data: TrainingData, tokenizer, step: int) -> str:
     return "\n".join(lines)
 
 
-def excerpt(tokens: np.ndarray, tokenizer) -> str:
+def excerpt(tokens: np.ndarray, tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """How a stretch of tokens begins, in one line; as ids where there is no tokenizer."""
     if tokenizer is None:
         return " ".join(map(str, tokens[: EXCERPT // 8]))
-    text = " ".join(tokenizer.decode(tokens).split())
+    text = tokenizer.decode(tokens)
+    assert isinstance(text, str)  # of one list of ids
+    text = " ".join(text.split())
     return text if len(text) <= EXCERPT else f"{text[:EXCERPT]}..."

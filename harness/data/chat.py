@@ -8,7 +8,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -18,6 +18,9 @@ from harness import base
 from harness.data.encode import Encoded, TextFormat, backend_of, encode_texts, take
 from harness.data.records import Conversation, refuse_or_count
 from harness.data.windows import PackedDataset, Window
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: the date that Llama's takes where it has no clock
 DATE_CODES = ["%a", "%A", "%b", "%B", "%c", "%d", "%-d", "%F", "%H"]
@@ -164,21 +167,23 @@ def no_assistant_mask(problem: str) -> base.UserError:
     )
 
 
-def render_prompt(tokenizer, template: str | None, prompt: str) -> str:
+def render_prompt(tokenizer: "PreTrainedTokenizerBase", template: str | None, prompt: str) -> str:
     """The text that the answer to a user's message follows."""
     template = tokenizer.get_chat_template(template)
     if "strftime_now" in template:
         template = with_fixed_date(template)
     messages = [{"role": "user", "content": prompt}]
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             messages, chat_template=template, add_generation_prompt=True, tokenize=False
         )
     except Exception as error:  # a template may raise anything
         raise base.UserError(f"--sample-prompt: the chat template fails, {base.first_line(error)}") from error
+    assert isinstance(text, str)  # as it is not tokenized
+    return text
 
 
-def describe_examples(dataset: PackedDataset, tokenizer) -> str:
+def describe_examples(dataset: PackedDataset, tokenizer: "PreTrainedTokenizerBase") -> str:
     """The first document of each of the first windows, with a line before each."""
     lines = []
     for index in range(min(EXAMPLES, len(dataset))):
@@ -188,7 +193,7 @@ def describe_examples(dataset: PackedDataset, tokenizer) -> str:
     return "\n".join(lines)
 
 
-def describe_example(window: Window, tokenizer, until: int) -> str:
+def describe_example(window: Window, tokenizer: "PreTrainedTokenizerBase", until: int) -> str:
     """The text of a window before the token `until`; [[ ]] is around what is trained on. What is longer than
     EXAMPLE_TOKENS is cut."""
     shown = min(until, EXAMPLE_TOKENS)
@@ -197,6 +202,7 @@ def describe_example(window: Window, tokenizer, until: int) -> str:
     parts = []
     for first, last in itertools.pairwise(borders):
         text = tokenizer.decode(tokens[first:last].tolist())
+        assert isinstance(text, str)  # of one list of ids
         parts.append(f"[[{text}]]" if trained[first] else text)
     if shown < until:
         parts.append(" ...")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Subset
 
 from harness import base, flags
@@ -321,7 +322,7 @@ def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
     return cuts
 
 
-def cut_positions(bounds: list[str], ends, length: int) -> list[int]:
+def cut_positions(bounds: list[str], ends: np.ndarray, length: int) -> list[int]:
     """Where the bounds of a slice cut tokens whose documents end at `ends`: there, or, where these are too few for a
     percentage, at that share of the tokens, as in a file of one document."""
     positions = []

@@ -5,12 +5,16 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from harness import base
 from harness.data.records import LabelledIds
+
+if TYPE_CHECKING:
+    import tokenizers
+    from transformers import PreTrainedTokenizerBase
 
 BATCH_CHARACTERS = 2**21  # per call of the tokenizer, which takes a hundred times their memory
 
@@ -91,7 +95,7 @@ class RowFormat(TextFormat):
         return self.joined(tokens, counts, masks)
 
 
-def encode_texts(tokenizer, texts: list[str]) -> Iterator[list[int]]:
+def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> Iterator[list[int]]:
     """The tokens of each text, those of `tokenizer(text, add_special_tokens=False)`."""
     if not tokenizer.is_fast:
         return iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
@@ -99,7 +103,7 @@ def encode_texts(tokenizer, texts: list[str]) -> Iterator[list[int]]:
     return (encoding.ids for encoding in encodings)
 
 
-def backend_of(tokenizer):
+def backend_of(tokenizer: "PreTrainedTokenizerBase") -> "tokenizers.Tokenizer":
     """The tokenizer of `tokenizers` behind one of transformers, as `tokenizer(...)` itself sets it: without what it
     remembers of an earlier call (truncation and padding lie in tokenizer.json too), which a call to the backend would
     apply. Its calls run on all cores."""
@@ -111,13 +115,13 @@ def backend_of(tokenizer):
     return backend
 
 
-def vocabulary_of(tokenizer) -> str:
+def vocabulary_of(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Everything that decides how a tokenizer splits text."""
     vocabulary = backend_of(tokenizer).to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     return f"{vocabulary}, special tokens as text" if tokenizer.split_special_tokens else vocabulary
 
 
-def own_tokens_around(tokenizer) -> tuple[list[int], list[int]]:
+def own_tokens_around(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
     """The tokens that a tokenizer's own rule puts (before, after) each text."""
     alone = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,11 @@ from harness.data.encode import own_tokens_around
 from harness.data.files import DataFile
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
 from harness.data.records import CHAT_FIELD, Conversation
-from harness.data.stream import Stream
+from harness.data.stream import HeldOutWindows, Stream
 from harness.data.windows import EVERY, BestFitDataset, PackedDataset, SyntheticDataset, tokens_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 DEFAULT_EVAL_SPLIT = "validation"
 SYNTHETIC_EVAL_WINDOWS = 1024
@@ -49,8 +52,8 @@ class OpenedSource:
 def load(
     settings: flag_rules.Resolved,
     corpora: list[Corpus],
-    tokenizer,
-    config,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    config: "PretrainedConfig",
     manifest: dict | None = None,
     whole: bool = False,
 ) -> TrainingData:
@@ -290,7 +293,7 @@ def weights_of(settings: flag_rules.Resolved, opened: dict[str, OpenedSource]) -
     return weights
 
 
-def tokens_of_a_sample(train, settings: flag_rules.Resolved) -> Fraction:
+def tokens_of_a_sample(train: PackedDataset | SyntheticDataset | Stream, settings: flag_rules.Resolved) -> Fraction:
     """Tokens of a window that are not padding, on average."""
     if isinstance(train, BestFitDataset):
         return Fraction(train.total_tokens(), len(train))
@@ -322,7 +325,9 @@ def check_size(settings: flag_rules.Resolved, data: TrainingData, corpora: list[
 # What is said of them
 
 
-def describe_packing(corpus: Corpus, train: PackedDataset, tokenizer, with_example: bool) -> dict[str, str]:
+def describe_packing(
+    corpus: Corpus, train: PackedDataset, tokenizer: "PreTrainedTokenizerBase | None", with_example: bool
+) -> dict[str, str]:
     """The lines about documents that are packed whole, and about what is trained on of conversations and rows."""
     lines = {}
     if isinstance(train, BestFitDataset):
@@ -337,12 +342,12 @@ def describe_packing(corpus: Corpus, train: PackedDataset, tokenizer, with_examp
     return lines
 
 
-def describe_left_out(windows) -> str:
+def describe_left_out(windows: PackedDataset | SyntheticDataset | HeldOutWindows) -> str:
     """How many windows have no token to train on, in words behind others; "" for none."""
     return f", left out {base.counted(windows.left_out, 'window')} without a trained token" if windows.left_out else ""
 
 
-def describe_ends(tokenizer) -> str:
+def describe_ends(tokenizer: "PreTrainedTokenizerBase") -> str:
     """For the header: what stands between texts, and what a tokenizer's own rule would put there beside it."""
     before, after = own_tokens_around(tokenizer)
     own = [*before, *(token for token in after if token != tokenizer.eos_token_id)]
@@ -359,7 +364,7 @@ def describe(
     opened: dict[str, OpenedSource],
     corpora: list[Corpus],
     per_step: int,
-    tokenizer,
+    tokenizer: "PreTrainedTokenizerBase | None",
 ) -> dict[str, str]:
     """The lines of the header about the text: what is trained on, in which shares, what is held out and left out."""
     if settings.dataset == "synthetic":
@@ -411,7 +416,7 @@ def describe_held_out(source: OpenedSource) -> str:
     return line + describe_left_out(source.held_out)
 
 
-def describe_tokenizer(train) -> str:
+def describe_tokenizer(train: PackedDataset | Stream) -> str:
     """For the header: which tokenizer made the token files; "" for others."""
     if isinstance(train, Stream) or not train.tokens.is_mapped:
         return ""
@@ -419,7 +424,9 @@ def describe_tokenizer(train) -> str:
     return f"{f'{named}, as the files say' if named else 'not known'} (tokens are read in place)"
 
 
-def story_beginning(settings: flag_rules.Resolved, record: DataRecord | None, tokenizer, prompt: str) -> str:
+def story_beginning(
+    settings: flag_rules.Resolved, record: DataRecord | None, tokenizer: "PreTrainedTokenizerBase", prompt: str
+) -> str:
     """The text that a story goes on from: the prompt, where the data of `record` are conversations or a chat template
     is given, as a user's message rendered by the template."""
     is_chat = record is not None and any(rules.get("chat") for rules in record.sources.values())
@@ -428,7 +435,7 @@ def story_beginning(settings: flag_rules.Resolved, record: DataRecord | None, to
     return render_prompt(tokenizer, base.read_template(settings.chat_template), prompt)
 
 
-def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer) -> str:
+def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """The first words of the first source, as the beginning of a generated story, of conversations those of a user;
     empty where it has no text."""
     if corpora and corpora[0].is_chat:
@@ -438,6 +445,7 @@ def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer) -> st
     if tokenizer is None or isinstance(dataset, Stream | SyntheticDataset):
         return ""
     text = tokenizer.decode(tokens_of(dataset[0])[:12], skip_special_tokens=True)
+    assert isinstance(text, str)  # of one list of ids
     words = text.replace("\ufffd", "").lstrip(" \n.,;:!?)").split()
     return " ".join(words[:-1] or words)  # the last one may be cut
 
@@ -452,7 +460,12 @@ def first_question(file: DataFile) -> str:
     return ""
 
 
-def show_samples(settings: flag_rules.Resolved, data: TrainingData, tokenizer, recorded: dict | None) -> None:
+def show_samples(
+    settings: flag_rules.Resolved,
+    data: TrainingData,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    recorded: dict | None,
+) -> None:
     """Prints what the step --show-samples trains on, by the order that a run's manifest or config.json recorded, if
     there is one."""
     record = recorded_data(settings, recorded)

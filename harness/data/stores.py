@@ -7,9 +7,12 @@ import itertools
 import logging
 import time
 import urllib.parse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness import base
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 TIMEOUT_SECONDS = 30  # of a request for a range, or for what is known about a file
 LISTING_SECONDS = 600  # of the names below a folder
@@ -65,7 +68,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     return filesystem, path
 
 
-def ask(url: str, operation: str, seconds: float | None = None, **options) -> Any:
+def ask(url: str, operation: str, seconds: float | None = None, **options: Any) -> Any:
     """What an operation of the URL's file system gives, with the path in it as the first argument.
 
     It is tried again where the error may pass. A FileNotFoundError where the store has no such thing; a UserError for
@@ -159,8 +162,9 @@ class RangeReader(io.RawIOBase):
         self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
         return self.place
 
-    def readinto(self, buffer) -> int:
-        end = min(self.place + len(buffer), self.size)
+    def readinto(self, buffer: "Buffer") -> int:
+        view = memoryview(buffer)
+        end = min(self.place + len(view), self.size)
         if self.place >= end:
             return 0
         content = self._ask("cat_file", start=self.place, end=end)
@@ -169,11 +173,11 @@ class RangeReader(io.RawIOBase):
             raise base.UserError(f"--dataset {without_query(self.url)}: {problem}; copy it to a local disk")
         if not content:
             raise changed(without_query(self.url))
-        buffer[: len(content)] = content
+        view[: len(content)] = content
         self.place += len(content)
         return len(content)
 
-    def _ask(self, operation: str, **options) -> Any:
+    def _ask(self, operation: str, **options: Any) -> Any:
         try:
             return ask(self.url, operation, **options)
         except FileNotFoundError as error:

@@ -3,11 +3,15 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from harness import base
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(eq=False)
@@ -24,7 +28,7 @@ class TokenFile:
     trained: np.ndarray | None = None  # where there is a mask, uint8: 1 for each token that is trained on
 
 
-def map_numbers(file: str, dtype, offset: int = 0) -> np.ndarray:
+def map_numbers(file: str, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
     """The numbers in a file from a byte on, mapped: a page of it is read when its numbers are. A UserError where the
     file is empty, or its size no multiple of theirs."""
     if os.path.getsize(file) <= offset:
@@ -46,7 +50,7 @@ def describe(files: list[TokenFile]) -> str:
     return f"read in place, {base.counted(len(files), 'file')} ({base.shortened(kinds, 2)})"
 
 
-def differing_tokenizer(files: list[TokenFile], tokenizer) -> str:
+def differing_tokenizer(files: list[TokenFile], tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """A warning where a file names another tokenizer than the run's; "" where none does. A path and a hub id are the
     same where their last part is."""
     for file in files:

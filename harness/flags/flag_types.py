@@ -5,21 +5,25 @@ import errno
 import math
 import os
 import sys
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any, TypeVar
 
 from harness.flags.sources import parse_source, parse_stage
+
+Number = TypeVar("Number", int, float)
 
 MAX_WORLD = 2**20  # ranks that are planned for
 TOKEN_UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
 MAX_SEQUENCES = 1_000_000  # of a microbatch
 
 
-def number(kind: type, least: float | None = None, below: float = math.inf):
+def number(kind: type[Number], least: float | None = None, below: float = math.inf) -> Callable[[str], Number]:
     """An argparse type: a number in [least, below), by default a positive one; an integer fits 32 bits by default."""
     if kind is int and below == math.inf:
         below = 2**31
 
-    def parse(text: str):
+    def parse(text: str) -> Number:
         value = kind(text)
         is_enough = value > 0 if least is None else value >= least
         if not is_enough or not value < below:
@@ -102,14 +106,26 @@ def stage(text: str) -> str:
 class Collect(argparse.Action):
     """A flag that may be given several times, and collects its values."""
 
-    def __call__(self, parser, namespace, value, option_string=None):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        value: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
         setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), value))
 
 
 class DatasetWords(argparse.Action):
     """--dataset: one plain word stays a text; several, or one with a name or a weight, are a tuple."""
 
-    def __call__(self, parser, namespace, values, option_string=None):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
         name, _, weight = parse_source(values[0])
         is_plain = len(values) == 1 and not name and weight is None
         setattr(namespace, self.dest, values[0] if is_plain else tuple(values))

@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
     origin = ""  # the file whose flags are parsed, as the beginning of an error; empty for the command line
     as_json = False  # whether an error goes to stdout too, as a JSON object
 
-    def error(self, message: str):
+    def error(self, message: str) -> typing.NoReturn:
         """Ends the process with 2 and one line, by rank 0; argparse would print its usage first."""
         line = base.one_line(f"{self.prog}: error: {self.origin}{message.removeprefix('argument ')}")
         base.leave(line, self.as_json)
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         return self._option_string_actions  # private: argparse has no public list of a parser's flags
 
 
-def argument(field: dataclasses.Field, hint) -> dict:
+def argument(field: dataclasses.Field, hint: typing.Any) -> dict:
     """The options of argparse for a flag, from its field of the settings and the type of that field."""
     options = field.metadata["options"]
     metavar = {"metavar": field.name.split("_")[-1].upper()}

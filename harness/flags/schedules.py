@@ -2,28 +2,41 @@
 transformers, the options that it gets, and what is wrong with the flags where something is."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
+
+
+class StepFlags(Protocol):
+    """The settings that a schedule reads; `Settings` itself is made of the rows here."""
+
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def warmup_steps(self) -> int | None: ...
+    @property
+    def decay_steps(self) -> int | None: ...
+    @property
+    def decay_shape(self) -> str: ...
 
 
 class Schedule(NamedTuple):
     """One row: each function is given the settings."""
 
     transformers_name: str  # of `transformers.get_scheduler`
-    options: Callable[[Any], dict] = lambda s: {}  # its `scheduler_specific_kwargs`
-    problem: Callable[[Any], str] = lambda s: ""  # what does not go with it, as an error
+    options: Callable[[StepFlags], dict] = lambda s: {}  # its `scheduler_specific_kwargs`
+    problem: Callable[[StepFlags], str] = lambda s: ""  # what does not go with it, as an error
 
 
-def options_of_decay(s) -> dict:
+def options_of_decay(s: StepFlags) -> dict:
     """Without --decay-steps the decay is the last fifth of the run."""
     steps = max(1, s.num_steps // 5) if s.decay_steps is None else s.decay_steps
     return {"num_decay_steps": steps, "decay_type": s.decay_shape}
 
 
-def problem_of_constant(s) -> str:
+def problem_of_constant(s: StepFlags) -> str:
     return "--warmup-steps: the constant scheduler has no warmup; use constant_with_warmup" if s.warmup_steps else ""
 
 
-def problem_of_decay(s) -> str:
+def problem_of_decay(s: StepFlags) -> str:
     after_warmup = max(0, s.num_steps - s.warmup_steps)
     if not s.num_steps or (s.decay_steps or 0) <= after_warmup:
         return ""

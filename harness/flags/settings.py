@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from harness import base
 from harness.flags.choices import choices_in, constants_of, modules_in
@@ -52,8 +52,11 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
+Default = TypeVar("Default")
+
+
 def flag(
-    default,
+    default: Default,
     help: str,
     *,
     group: str = "",
@@ -64,8 +67,8 @@ def flag(
     from_checkpoint: Literal["", "model", "data"] = "",
     of_one_run: bool = False,
     also: str = "",
-    **options,
-):
+    **options: Any,
+) -> Default:
     """A field that is a flag.
 
     Args:

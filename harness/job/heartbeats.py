@@ -14,10 +14,15 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from harness import base
 from harness.job import endings, terminal
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+T = TypeVar("T")
 
 BEAT = 2.0  # seconds between two beats
 SILENT_BEATS = 3  # missing beats after which a rank is silent
@@ -106,6 +111,12 @@ def judge(before: list[dict | None], now: list[dict | None], seconds: float) -> 
     return behind, where
 
 
+class Leaving(Protocol):
+    """What the thread reads of the run's `StopRequest`."""
+
+    leaving: bool  # whether the ranks have done all their work
+
+
 class Heartbeats(threading.Thread):
     """A thread that writes this rank's beats, and ends this rank where it enters no new phase for `seconds`.
 
@@ -115,7 +126,7 @@ class Heartbeats(threading.Thread):
     `seconds` ends the job. `stop` is the run's `StopRequest`.
     """
 
-    def __init__(self, seconds: float, store, stop):
+    def __init__(self, seconds: float, store: "dist.Store", stop: Leaving):
         super().__init__(daemon=True)
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.seconds, self.stop = seconds, stop
@@ -124,14 +135,15 @@ class Heartbeats(threading.Thread):
         self.beats = 0
         own, RANKS[:] = RANKS[0], [NOWHERE] * self.world
         RANKS[self.rank] = own
-        self.store = store.clone()  # a connection of its own, as a call on the other one may block
+        # a connection of its own, as a call on the other one may block
+        self.store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
         self.store.set_timeout(timedelta(seconds=STORE_PATIENCE))
         self.calls = concurrent.futures.ThreadPoolExecutor(max_workers=1)
         with contextlib.suppress(RuntimeError):  # no answer: the thread tries again
             self.beat()
         self.start()
 
-    def ask(self, operation: Callable, *args):
+    def ask(self, operation: Callable[..., T], *args: Any) -> T:
         """What an operation of the store returns. A thread makes the call, as some operations have no timeout.
 
         Raises:

@@ -138,7 +138,7 @@ class StopRequest:
         """Inside, each forward pass of `model` raises Stopped where a rank has a request. Each rank makes every pass,
         so there they can agree."""
 
-        def check(*_) -> None:
+        def check(*_: object) -> None:
             if self.agreed_by_all_ranks():
                 raise Stopped
 

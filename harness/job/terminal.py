@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -26,7 +27,7 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(*message) -> None:
+def say(*message: object) -> None:
     """Prints on rank 0, above a progress bar if there is one."""
     if is_first_rank():
         tqdm.write(" ".join(map(str, message)))
@@ -56,7 +57,7 @@ def columns(lines: dict[str, str]) -> str:
     return "\n".join(f"{name:10} {text}" for name, text in lines.items())
 
 
-def is_terminal(stream) -> bool:
+def is_terminal(stream: TextIO) -> bool:
     """Whether a stream goes to a terminal that can erase a line."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from harness import base, flags
@@ -62,7 +63,9 @@ class World:
             self.stop.group = new_group()
         return device
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None and self.watch:
             try:
                 stop_processes(self.stop)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, masking_utils
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, masking_utils
 from transformers.integrations import sdpa_attention
 
 from harness import base, flags, job
@@ -18,7 +18,7 @@ from harness.model.configs import text_config
 ONE_KERNEL = ("flash", "cudnn")  # choices of --attention that are sdpa with one of its kernels and no other
 
 
-def cudnn_may_give_nan(settings: flags.Settings, config) -> bool:
+def cudnn_may_give_nan(settings: flags.Settings, config: PretrainedConfig) -> bool:
     """Whether cuDNN's attention may give NaN as the gradient of queries: on a Hopper, with a mask that is more than
     causal, where the length is 64 modulo 128 (pytorch issue 196678)."""
     text = config.get_text_config()
@@ -28,7 +28,7 @@ def cudnn_may_give_nan(settings: flags.Settings, config) -> bool:
     return masked and hopper and settings.sequence_length % 128 == 64
 
 
-def misses_cudnn(settings: flags.Resolved, config, kernel: str, head_dim: int) -> bool:
+def misses_cudnn(settings: flags.Resolved, config: PretrainedConfig, kernel: str, head_dim: int) -> bool:
     """Whether torch, left to itself, takes flash attention where it would take cuDNN's if it found that: on a Hopper or
     a data-centre Blackwell, for the sizes of heads that cuDNN's backward pass has."""
     left_to_torch = settings.given.get("attention", "auto") == "auto" and not cudnn_may_give_nan(settings, config)
@@ -36,7 +36,7 @@ def misses_cudnn(settings: flags.Resolved, config, kernel: str, head_dim: int) -
     return left_to_torch and prefers_cudnn and kernel == "flash_attention" and head_dim <= 128 and head_dim % 8 == 0
 
 
-def choose_attention(settings: flags.Settings, config) -> flags.Attention:
+def choose_attention(settings: flags.Settings, config: PretrainedConfig) -> flags.Attention:
     """The kernel for `--attention`, `auto` decided, torch's switches set for it; a UserError where it does not run."""
     attention, cuda = settings.attention, torch.cuda.is_available()
     without_cudnn = cudnn_may_give_nan(settings, config)
@@ -74,7 +74,7 @@ def any_attention_kernel() -> contextlib.AbstractContextManager:
     )
 
 
-def describe_attention(settings: flags.Resolved, config, device: str) -> str:
+def describe_attention(settings: flags.Resolved, config: PretrainedConfig, device: str) -> str:
     """The attention implementation and, for torch's own, the kernel that it chooses for this model and device; a
     UserError where there is none, a warning where it is not the one that torch takes elsewhere."""
     attention = config._attn_implementation  # private: in public it is only an argument of `from_config`
@@ -125,6 +125,6 @@ def skip_packing_detection(model: nn.Module, name: str, document_mask: bool) -> 
         raise base.UserError(f"--document-mask: {name} is more than attention over positions; leave the flag out")
 
 
-def without_packing_detection():
+def without_packing_detection() -> contextlib.AbstractContextManager[object]:
     """A context in which no row is taken for several documents, for tensors without data."""
     return mock.patch.object(masking_utils, "find_packed_sequence_indices", patches.one_document)

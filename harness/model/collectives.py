@@ -2,7 +2,7 @@
 rank that shards with nobody, and replicas that begin equal. Built on parts of FSDP2 that are the same in torch 2.11 and
 2.13."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from torch.distributed.fsdp import FSDPModule
 # private: public are the protocols only (`set_custom_all_gather`), which would have to be implemented anew
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # private: no protocol covers it
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup  # private: no public name of the type
 
 from harness.model.optimization import local
 
 
-def fsdp_group(module: nn.Module):
+def fsdp_group(module: nn.Module) -> FSDPParamGroup | None:
     """The parameters that `fully_shard` of a module gathers together; None where it has none of its own, or is not
     sharded."""
     if not isinstance(module, FSDPModule):
@@ -45,7 +46,7 @@ class OneBuffer(DefaultReduceScatter):
     def __init__(self, accumulates: bool):
         self.accumulates = accumulates  # gradients of several microbatches are added up on FSDP2's own stream
 
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.given is None:
             self.given = super().allocate(size, dtype=dtype, device=device)
             return self.given
@@ -74,7 +75,12 @@ class WholeParameter(FSDPParam):
         return [self.whole]  # not cast yet: FSDP2 copies it into the output, which casts
 
     def init_all_gather_outputs(
-        self, all_gather_input_numels, all_gather_input_dtypes, world_size, device, **options
+        self,
+        all_gather_input_numels: list[int],
+        all_gather_input_dtypes: list[torch.dtype],
+        world_size: int,
+        device: torch.device,
+        **options: Any,
     ) -> None:
         if self.computes_itself:
             self.all_gather_outputs = [self.whole]  # and copying it onto itself is nothing

@@ -78,7 +78,7 @@ def load_config(model: str) -> PretrainedConfig:
     return config
 
 
-def malformed(config) -> str:
+def malformed(config: PretrainedConfig) -> str:
     """The size in a config that no model can have, where transformers builds a model of it all the same; empty where
     all sizes are possible."""
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
@@ -96,7 +96,7 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config()
 
 
-def choose_sequence_length(settings: flags.Settings, config) -> int:
+def choose_sequence_length(settings: flags.Settings, config: PretrainedConfig) -> int:
     """--sequence-length, by default 8192 or as many positions as the model has; a UserError where it has fewer and
     something is trained."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -115,7 +115,7 @@ def refuse_foreign_code(flag: str, error: Exception) -> None:
         raise base.UserError(f"{flag}: {reason}; choose one that transformers knows by itself") from error
 
 
-def untrainable(config) -> str:
+def untrainable(config: PretrainedConfig) -> str:
     """Why a family would train wrong, or cannot train with sharded layers and labels that are shifted already; empty
     where its source shows no reason (`loss.check_labels` and `materialize` refuse what shows only later)."""
     text = config.get_text_config()

@@ -2,13 +2,14 @@
 `utils.get_model_flops_per_token` has the formula that a person can read, and asks here whether it holds."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 import transformers
 from torch import nn
+from torch._ops import OpOverload  # private: the type of what a dispatch mode is given has no public name
 from torch.utils._python_dispatch import TorchDispatchMode  # private: torch's own counters are made of it
 from torch.utils.flop_counter import FlopCounterMode, bmm_flop
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
@@ -21,7 +22,9 @@ MAX_OPERATORS = 500_000  # of one count, some 10 s; a dense model of 80 layers h
 
 
 def known_flops(
-    model: nn.Module, sequence_length: int, flops_per_token: Callable[[nn.Module, int], int]
+    model: transformers.PreTrainedModel,
+    sequence_length: int,
+    flops_per_token: Callable[[transformers.PreTrainedModel, int], int],
 ) -> tuple[int, str]:
     """FLOPs per token, 0 where no figure can be trusted, and the words for the header. `flops_per_token` is
     `utils.get_model_flops_per_token`."""
@@ -32,7 +35,7 @@ def known_flops(
     return flops, f"{flops / 1e9:,.3f} GFLOP a token"
 
 
-def eager_on_meta(config) -> transformers.PreTrainedModel:
+def eager_on_meta(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
     """The model of a config without storage, with eager attention, whose products torch's counter sees."""
     options = {"attn_implementation": "eager", "dtype": torch.float32, "trust_remote_code": False}
     try:
@@ -46,7 +49,7 @@ def eager_on_meta(config) -> transformers.PreTrainedModel:
     return model.to("meta").eval()  # some make a tensor on the CPU
 
 
-def computes_every_score(config) -> bool:
+def computes_every_score(config: transformers.PretrainedConfig) -> bool:
     """Whether a model of this config has eager attention, which computes the scores that its masks then leave out."""
     attention = config._attn_implementation  # private: in public it is only an argument of `from_config`
     if attention is None:
@@ -84,20 +87,24 @@ def count_flops(model: nn.Module, tokens: int) -> int:
 class OperatorLimit(TorchDispatchMode):
     operators = 0
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, op: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         self.operators += 1
         if self.operators > MAX_OPERATORS:
             raise ValueError(f"it takes more than {MAX_OPERATORS:,} operators")
         return op(*args, **(kwargs or {}))
 
 
-def convolution_backward_flops(grad_output, inputs, weight, *others, **_) -> int:
+def convolution_backward_flops(
+    grad_output: torch.Size, inputs: torch.Size, weight: torch.Size, *others: Any, **_: object
+) -> int:
     """By shapes: torch's own formula takes a grouped convolution for one without groups."""
     output_mask = others[7]  # which gradients are asked for: of input, weight and bias
     return 2 * grad_output.numel() * weight[1:].numel() * sum(output_mask[:2])
 
 
-def bmm_flops(first, second, *_, **__) -> int:
+def bmm_flops(first: torch.Size, second: torch.Size, *_: object, **__: object) -> int:
     """As torch has it, but none for rotary angles, which some versions of transformers compute as a product of
     positions and frequencies: an outer product that takes no gradient."""
     # private: in public only hooks learn that a backward runs, operators do not

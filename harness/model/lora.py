@@ -5,6 +5,8 @@ no gradient, no optimizer state and no place in a checkpoint. Its weights are lo
 adapters are trained in the dtype of master weights, in the same groups of FSDP2 as the layers that they are in.
 """
 
+from __future__ import annotations
+
 import copy
 import functools
 import json
@@ -12,9 +14,10 @@ import pathlib
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -24,6 +27,9 @@ from harness.model.configs import find_source, folder_of_adapters
 from harness.model.optimization import weight_dtype
 from harness.model.routing import find_routers
 from harness.model.weights import decoder_layers, on_meta
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 ADAPTERS_FILE = "adapter_model.safetensors"
 PREFIX, NAME = "base_model.model.", ".default."  # in peft's names: of its wrapper; of the adapters of a model
@@ -96,7 +102,7 @@ def target_modules(model: nn.Module, targets: list[str]) -> list[str]:
     return names if matched == {*targets} else targets
 
 
-def lora_config(**fields):
+def lora_config(**fields: Any) -> LoraConfig:
     import peft
 
     return peft.LoraConfig(**fields)
@@ -146,7 +152,7 @@ def adapter_injector(settings: flags.Resolved, model: Any) -> Callable[[nn.Modul
     return inject
 
 
-def trained_on_meta(settings: flags.Resolved, config) -> nn.Module:
+def trained_on_meta(settings: flags.Resolved, config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
     """The model without storage, with its adapters if it has any."""
     model = on_meta(config, settings.attention)
     with torch.device("meta"):
@@ -171,7 +177,7 @@ def freeze_as_in(trained: Any, model: nn.Module) -> None:
         parameter.requires_grad_(is_trained.get(name, True))
 
 
-def refuse_quantized(settings: flags.Resolved, config) -> None:
+def refuse_quantized(settings: flags.Resolved, config: transformers.PretrainedConfig) -> None:
     """Raises a UserError where the weights to be frozen are quantized: they would be held dequantized, and adapters
     be trained for weights that a server does not have."""
     parts = (config, config.get_text_config())

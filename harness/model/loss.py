@@ -1,13 +1,15 @@
 """The loss: cross entropy that never holds the logits of all tokens, and how a transformers model is made to use it.
 FSDP gathers the head around it."""
 
+import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PretrainedConfig
 
 from harness import base, flags
 from harness.base import IGNORE_INDEX
@@ -39,84 +41,139 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += a @ b
 
 
-def loss_and_gradient(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each token's target, fp32 of shape (tokens, 1), and softmax minus one-hot, like the logits.
+Term = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def chosen_terms(settings: flags.Resolved) -> dict[str, Term]:
+    """What is trained on beside the cross entropy, such as a z-loss, by the name of its figure: a function of logits,
+    fp32 of shape (tokens, vocab), and targets, (tokens, 1), that gives each token's value, fp32 of shape (tokens,).
+
+    Its mean over the labels that count is added to what is differentiated, by autograd, and logged under its name;
+    `loss` and `eval_loss` stay the cross entropy. When compiled, a z-loss is in the kernel of the loss.
+    """
+    terms: dict[str, Term] = {}
+    return terms
+
+
+def values_of(terms: dict[str, Term], logits: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: term(logits, target) for name, term in terms.items()}
+
+
+def loss_and_gradient(
+    logits: torch.Tensor, target: torch.Tensor, terms: dict[str, Term], trains: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Log-probability of each token's target, fp32 of shape (tokens, 1); where it `trains` the gradient of its negative
+    with all terms added, like the logits, and each token's value of the terms.
 
     When compiled it only reads the logits and writes the gradient; eager it makes an fp32 copy in between.
     """
     log_probs = logits.log_softmax(1, dtype=torch.float32)
     picked = log_probs.gather(1, target)
+    if not trains:
+        return picked, None, {}
+    # softmax minus one-hot
     if torch.compiler.is_compiling():  # a comparison is fused, a scatter is not
         gradient = log_probs.exp() - (torch.arange(logits.shape[1], device=logits.device) == target).float()
     else:
         gradient = log_probs.exp_().scatter_add_(1, target, -torch.ones_like(picked))
-    return picked, gradient.to(logits.dtype)
+    values: dict[str, torch.Tensor] = {}
+    if terms:
+
+        def summed(logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            values = values_of(terms, logits, target)
+            return torch.stack([value.sum() for value in values.values()]).sum(), values
+
+        gradient_of_terms, values = torch.func.grad(summed, has_aux=True)(logits.float())
+        gradient = gradient + gradient_of_terms
+    return picked, gradient.to(logits.dtype), values
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of `hidden @ weight.T + bias`, a chunk of tokens at a time.
+    """Mean cross entropy of `hidden @ weight.T + bias`, a chunk of tokens at a time, and the means of the terms that
+    are added to what is differentiated, where it `trains`: in an autograd.Function gradients always seem disabled.
 
     The gradients are computed in forward, while a chunk's logits exist: nothing is computed twice, and neither logits
-    nor their gradients ever exist for all tokens. Shapes: hidden (tokens, dim), weight (vocab, dim), bias (vocab,) or
-    None, labels (tokens,); `loss_and_gradient` may be compiled.
+    nor their gradients ever exist for all tokens. Of a frozen head there is none. Shapes: hidden (tokens, dim), weight
+    (vocab, dim), bias (vocab,) or None, labels (tokens,); `loss_and_gradient` has its terms and may be compiled.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, loss_and_gradient=loss_and_gradient):
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        loss_and_gradient: Callable,
+        trains: bool,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         counted = labels != IGNORE_INDEX
         count = counted.sum().clamp(min=1)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         size = tokens_at_once(weight)
-        if not any(ctx.needs_input_grad):
-            for inputs, target in zip(hidden.split(size), labels.split(size), strict=True):
-                loss += F.cross_entropy(F.linear(inputs, weight, bias).float(), target, reduction="sum") / count
-            return loss
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        of_hidden, of_weight, of_bias = (trains and needed for needed in ctx.needs_input_grad[:3])
+        grad_hidden = torch.empty_like(hidden) if of_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
+        terms: dict[str, torch.Tensor] = {}
         for start in chunk_starts(len(hidden), size):
             chunk = slice(start, start + size)
             inputs, target = hidden[chunk], labels[chunk].clamp(min=0).unsqueeze(1)
             share = counted[chunk].unsqueeze(1) / count  # of each token in the mean
             logits = F.linear(inputs, weight, bias)
-            picked, gradient = loss_and_gradient(logits, target)
+            picked, gradient, values = loss_and_gradient(logits, target, trains=trains)
             loss -= (picked * share).sum()
+            for name, value in values.items():
+                terms[name] = terms.get(name, 0.0) + value.dot(share.squeeze(1))
             # d loss / d logits = gradient * share; the share is applied where it is cheap
-            torch.mul(gradient @ weight, share, out=grad_hidden[chunk])
-            add_product(grad_weight, gradient.t(), (inputs * share).to(weight.dtype))
-            if bias is not None:
+            if of_hidden:
+                torch.mul(gradient @ weight, share, out=grad_hidden[chunk])
+            if of_weight:
+                add_product(grad_weight, gradient.t(), (inputs * share).to(weight.dtype))
+            if of_bias:
                 grad_bias += gradient.t().float() @ share.squeeze(1)
-        grad_bias = None if bias is None else grad_bias.to(bias.dtype)
-        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype), grad_bias)
-        return loss
+        grad_weight = grad_weight.to(weight.dtype) if of_weight else None
+        grad_bias = grad_bias.to(bias.dtype) if of_bias else None
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        return loss, terms
 
     @staticmethod
-    def backward(ctx, grad_loss):
+    def backward(ctx: Any, grad_loss: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         factor = grad_loss.view(1)  # fp32; without a dimension CUDA would round it to a bf16 gradient's dtype first
         grads = [None if grad is None else grad.mul_(factor) for grad in ctx.saved_tensors]
-        return *grads, None, None
+        return *grads, None, None, None
 
 
-def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Tensor:
+def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     """Mean cross entropy of logits (batch, seq, vocab) and labels (batch, seq), which are shifted already."""
     total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     return total / (labels != IGNORE_INDEX).sum().clamp(min=1)
 
 
+def means_of(terms: dict[str, Term], logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The means of the terms over the labels that count, of logits (batch, seq, vocab) and labels (batch, seq)."""
+    counted = (labels != IGNORE_INDEX).flatten()
+    share = counted / counted.sum().clamp(min=1)
+    values = values_of(terms, logits.flatten(0, 1).float(), labels.flatten().clamp(min=0).unsqueeze(1))
+    return {name: value.dot(share) for name, value in values.items()}
+
+
 def adapt_forward(model: Any, settings: flags.Resolved) -> None:
     """Makes transformers' forward train as this program does: with its loss, by labels that are shifted already and
-    checked to arrive so; documents apart where they are masked; the router loss beside the loss. Comes before whatever
-    wraps or compiles the layers."""
+    checked to arrive so; documents apart where they are masked; the router loss beside the loss. After a forward pass
+    with gradients `model.loss_terms` has the means of `chosen_terms`. Comes before whatever wraps or compiles the
+    layers."""
     skip_packing_detection(model, settings.model, settings.document_mask)
+    terms = chosen_terms(settings)
     if settings.fused_loss:
-        fuse_loss(model, settings.compile)
+        fuse_loss(model, terms, settings.compile)
     else:
-        model.loss_function = full_loss
+        keep_logits(model, terms)
     check_labels(model)
     watch_routers(model, settings.init)
 
 
-def choose_loss(fused: bool | None, config) -> bool:
+def choose_loss(fused: bool | None, config: PretrainedConfig) -> bool:
     """Whether the head is fused into the loss, for `--fused-loss`; a UserError where it was asked for and cannot be."""
     if fused is False:
         return False
@@ -135,7 +192,7 @@ def check_labels(model: Any) -> None:
     given: dict[str, torch.Tensor | None] = {}
     loss = model.loss_function
 
-    def checked(logits, labels, *args, **options):
+    def checked(logits: torch.Tensor, labels: torch.Tensor | None, *args: Any, **options: Any) -> torch.Tensor:
         if labels is None or labels.shape != given["labels"].shape:
             raise base.UserError(
                 f"--model: {type(model).__name__} shifts labels, which are shifted already, or cuts them"
@@ -160,7 +217,22 @@ def is_multiple(result: torch.Tensor, tensor: torch.Tensor) -> bool:
     return True
 
 
-def fuse_loss(model: Any, compiled: bool) -> None:
+def keep_logits(model: Any, terms: dict[str, Term]) -> None:
+    """Gives a model the loss of its full logits."""
+    model.loss_terms = {}
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        mean = full_loss(logits, labels)
+        means = means_of(terms, logits, labels) if logits.requires_grad else {}
+        model.loss_terms = {name: term.detach() for name, term in means.items()}
+        for term in means.values():
+            mean = mean + (term - term.detach())  # for the gradient; the loss stays what it is
+        return mean
+
+    model.loss_function = loss
+
+
+def fuse_loss(model: Any, terms: dict[str, Term], compiled: bool) -> None:
     """Makes the head hand its input through when there are labels, and the loss multiply by the head in chunks.
 
     transformers' own forward stays in charge, so what it does between head and loss (scaling, a router loss) still
@@ -168,25 +240,31 @@ def fuse_loss(model: Any, compiled: bool) -> None:
     """
     head = model.get_output_embeddings()
     project = head.forward
-    chunk = torch.compile(loss_and_gradient) if compiled else loss_and_gradient
+    model.loss_terms = {}
+    of_chunk: Callable = functools.partial(loss_and_gradient, terms=terms)
+    if compiled:
+        of_chunk = torch.compile(of_chunk)
 
     inputs_of_head: list[torch.Tensor] = []  # of the last forward only
 
-    def hand_through(hidden):
+    def hand_through(hidden: torch.Tensor) -> torch.Tensor:
         inputs_of_head[:] = [hidden]
         return hidden
 
-    def choose_head(module, args, kwargs):
+    def choose_head(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         head.forward = hand_through if kwargs.get("labels") is not None else project
 
-    def loss(logits, labels, *_, **__):  # transformers calls them logits; here they are the hidden states
+    # transformers calls them logits; here they are the hidden states
+    def loss(logits: torch.Tensor, labels: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         hidden = inputs_of_head.pop()
         if logits.requires_grad and not is_multiple(logits, hidden):
             raise base.UserError(
                 "--fused-loss: this model's logits are more than a linear of its hidden states; leave it out"
             )
         hidden = logits.flatten(0, 1).to(head.weight.dtype)
-        return LinearCrossEntropy.apply(hidden, head.weight, head.bias, labels.flatten(), chunk)
+        inputs = hidden, head.weight, head.bias, labels.flatten()
+        mean, model.loss_terms = LinearCrossEntropy.apply(*inputs, of_chunk, torch.is_grad_enabled())
+        return mean
 
     model.register_forward_pre_hook(choose_head, with_kwargs=True)
     model.loss_function = loss

@@ -86,7 +86,9 @@ def is_of_matrices(module: nn.Module, own_name: str, parameter: nn.Parameter) ->
     return parameter.dim() == 2 and own_name == "weight" and not isinstance(module, nn.Embedding)
 
 
-def outputs_of_matrices(config, module: nn.Module, projection: str, outputs: int) -> tuple[range, ...]:
+def outputs_of_matrices(
+    config: transformers.PretrainedConfig, module: nn.Module, projection: str, outputs: int
+) -> tuple[range, ...]:
     """Which outputs of a projection belong to each of its matrices."""
     if projection == "gate_up_proj" and not getattr(module, "is_concatenated", True):
         return range(0, outputs, 2), range(1, outputs, 2)

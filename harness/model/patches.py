@@ -4,9 +4,13 @@ What is changed for a while only, in a context, stands where it is used.
 """
 
 import math
+from typing import Any
 
 import torch
 import transformers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import masking_utils
 from transformers.integrations import sdpa_attention
 from transformers.models.auto import tokenization_auto
@@ -74,14 +78,21 @@ def cast_before_all_gather(compiled: bool) -> None:
 
     cast = torch.compile(cast_to_float8) if compiled else cast_to_float8
 
-    def to(weight, *args, **options):
+    def to(weight: WeightWithDynamicFloat8CastTensor, *args: Any, **options: Any) -> torch.Tensor:
         moved = torch.Tensor.to(weight, *args, **options)
         scale = weight._precomputed_scale  # private: torchao has no public names for the parts of its weights
         if moved is not weight and scale is not None and isinstance(moved, WeightWithDynamicFloat8CastTensor):
             moved._precomputed_scale = scale.to(moved.device)
         return moved
 
-    def fsdp_pre_all_gather(weight, mesh, outer_size, outer_stride, module, policy):
+    def fsdp_pre_all_gather(
+        weight: WeightWithDynamicFloat8CastTensor,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor]]:
         # private: torchao has no public names for the parts of its weights
         master, scale, dtype = weight._tensor, weight._precomputed_scale, weight._dtype
         if scale is None:

@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -21,6 +21,9 @@ from torch import nn
 from transformers import conversion_mapping
 
 from harness import base, job
+
+if TYPE_CHECKING:
+    from transformers.quantizers import HfQuantizer
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAMPLES, SAMPLE_BYTES = 4, 256  # of a tensor, for `digest_of_weights`
@@ -53,14 +56,14 @@ def find_files(folder: pathlib.Path, named: str | None) -> list[pathlib.Path]:
     return [folder / name for name in names]
 
 
-def weight_files(source: str, config) -> list[pathlib.Path]:
+def weight_files(source: str, config: transformers.PretrainedConfig) -> list[pathlib.Path]:
     """`find_files` of a local folder or hub id, from which the files are fetched."""
     if not os.path.isdir(source):
         source = snapshot_download(source, allow_patterns=["*.safetensors", "*.json"])
     return find_files(pathlib.Path(source), getattr(config, "transformers_weights", None))
 
 
-def digest_of_weights(source: str, config) -> str:
+def digest_of_weights(source: str, config: transformers.PretrainedConfig) -> str:
     """A checksum by which weights that are read again are known: of the name, type and shape of each tensor, and of
     samples of its bytes, so that it takes no longer for large ones. How they are divided into files is no part of it.
 
@@ -101,7 +104,7 @@ def why_none(folder: pathlib.Path) -> str:
     return f"it has no {ONE_FILE}; {command} of transformers writes what it has as safetensors into a new folder"
 
 
-def dequantizer(config):
+def dequantizer(config: transformers.PretrainedConfig) -> "HfQuantizer | None":
     """transformers' quantizer for weights that a config says are quantized, set to give them back as they were; None
     for others.
 

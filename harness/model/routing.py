@@ -1,6 +1,7 @@
 """Routing: the router loss of a mixture of experts, by which its experts get equal numbers of tokens, and how unequal
 these numbers are, on this rank."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ class Routing:
             router.kept_logits = None
             router.register_forward_hook(self._keep(index))
 
-    def _keep(self, index: int):
-        def keep(router, args, output) -> None:
+    def _keep(self, index: int) -> Callable[[nn.Module, tuple, tuple[torch.Tensor, ...]], None]:
+        def keep(router: nn.Module, args: tuple, output: tuple[torch.Tensor, ...]) -> None:
             if self.keeps:  # not where the backward pass computes a layer again
                 router.kept_logits = output[index]
 
@@ -71,10 +72,10 @@ def watch_routers(model: Any, init: str) -> None:
         coefficient = 0.0
     routing = model.routing = Routing(routers, top_k, coefficient)
 
-    def begin(module, args, options) -> None:
+    def begin(module: nn.Module, args: tuple, options: dict) -> None:
         routing.keeps = module.training and torch.is_grad_enabled()
 
-    def end(module, args, output) -> None:
+    def end(module: nn.Module, args: tuple, output: object) -> None:
         routing.keeps = False
 
     model.register_forward_pre_hook(begin, with_kwargs=True)

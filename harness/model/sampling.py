@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedTokenizerBase
 
 from harness import flags, job
 
@@ -33,7 +34,9 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def sample(settings: flags.Resolved, prompt: str, model: Any, tokenizer, device: torch.device) -> dict[str, str]:
+def sample(
+    settings: flags.Resolved, prompt: str, model: Any, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> dict[str, str]:
     """`prompt` and, as `text`, it with its continuation, both without special tokens; every rank takes part with the
     same random numbers."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
@@ -53,5 +56,6 @@ def sample(settings: flags.Resolved, prompt: str, model: Any, tokenizer, device:
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.eos_token_id,
         )
-    shown = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (encoded["input_ids"][0], tokens[0])]
-    return {"prompt": shown[0], "text": shown[1]}
+    shown, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (encoded["input_ids"][0], tokens[0]))
+    assert isinstance(shown, str) and isinstance(text, str)  # each of one row of ids
+    return {"prompt": shown, "text": text}

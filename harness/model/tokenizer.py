@@ -2,14 +2,16 @@
 
 import os
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from harness import base, flags
 from harness.model import patches
 from harness.model.configs import find_source, load_config, refuse_foreign_code
 
 
-def load_tokenizer(settings: flags.Settings, config, needed: bool = True):
+def load_tokenizer(
+    settings: flags.Settings, config: PretrainedConfig, needed: bool = True
+) -> PreTrainedTokenizerBase | None:
     """The tokenizer, its vocabulary checked against the model's; None where it is not `needed`."""
     if not needed:
         return None
@@ -54,7 +56,9 @@ def load_files(settings: flags.Settings, needs_tokenizer: bool) -> tuple:
     return config, tokenizer, prompts
 
 
-def read_prompts(settings: flags.Settings, config, tokenizer) -> list[str]:
+def read_prompts(
+    settings: flags.Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> list[str]:
     """The texts to be continued: those of --sample-prompt."""
     prompts = list(settings.sample_prompt or ())
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -48,7 +48,7 @@ def verify_sharding(
             reduced_in = policy.reduce_dtype or policy.param_dtype or own.dtype
             check_dtype(f"the sum over ranks of the gradient of {names[own]}", reduced_in, dtype)
 
-    def check_gradients(*_) -> None:
+    def check_gradients(*_: object) -> None:
         handle.remove()
         for parameter, name in names.items():
             if parameter.grad is not None and not parameter.requires_grad:

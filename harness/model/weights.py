@@ -10,9 +10,12 @@ from transformers import AutoModelForCausalLM
 from harness import base
 from harness.model.attention import ONE_KERNEL
 from harness.model.configs import text_config
+from harness.model.pretrained import PretrainedWeights
 
 
-def on_meta(config, attention: str | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+def on_meta(
+    config: transformers.PretrainedConfig, attention: str | None = None, dtype: torch.dtype = torch.float32
+) -> transformers.PreTrainedModel:
     """The model without storage, with one of `--attention`'s kernels; by default with what transformers chooses."""
     # always given, None too: the config could name a kernel of the hub
     options = {"attn_implementation": "sdpa" if attention in ONE_KERNEL else attention, "trust_remote_code": False}
@@ -54,7 +57,13 @@ def layer_period(model: nn.Module) -> int:
     return len(layers)
 
 
-def materialize(model: nn.Module, modules: list[nn.Module], device, weights, layer: int | None = None) -> None:
+def materialize(
+    model: nn.Module,
+    modules: list[nn.Module],
+    device: torch.device,
+    weights: PretrainedWeights | None,
+    layer: int | None = None,
+) -> None:
     """Gives the meta tensors of `modules` storage on `device` and their values: random, or read from `weights`.
 
     Parameters are drawn in fp32 and then rounded: in bf16 torch 2.11 draws others on a CPU, and coarser ones.

@@ -208,7 +208,7 @@ class WholeUpdate:
             self.add(of_weights, of_updates, size)
 
 
-def after(work, sent: torch.Tensor, received: torch.Tensor) -> Callable[[], torch.Tensor]:
+def after(work: dist.Work, sent: torch.Tensor, received: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A function that waits for a collective and returns what it received. What is sent lives until then, not longer:
     whoever keeps the function keeps neither it nor `work`, which has it too."""
     on_its_way = [(work, sent)]

@@ -4,7 +4,7 @@ that trains."""
 
 from harness.plan.own_plan import choose_batch_size, planning_in_background, predicted_figures
 from harness.plan.planning import make_plan, print_plan
-from harness.plan.predict import Recipe
+from harness.plan.recipe import Recipe
 from harness.plan.search import memory_advice
 
 __all__ = [

@@ -5,7 +5,8 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -18,19 +19,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # private: DTensor and
 from torch.distributed.fsdp._fully_shard import _fsdp_param  # private: FSDP2 has no option for how it chunks
 from torch.distributed.tensor._sharding_prop import ShardingPropagator  # private: it runs operators of its own
 from torch.utils import _python_dispatch  # private: no public name gives the active modes, or a context without them
+from transformers import PretrainedConfig
 from transformers.integrations import moe
 
 from harness import flags
 from harness import model as models
-from harness.plan.fusion import fused_memory
+from harness.plan.fusion import RegionMemory, fused_memory
 from harness.plan.rates import Rates
+from harness.plan.recipe import Recipe
 from harness.plan.recorder import StepRecorder
 
 MAX_MICROBATCHES = 3  # that are recorded: the first, one for all in the middle, the last
 
 
-def record_step(settings: flags.Resolved, recipe, config, world: int, depth: int, rates: Rates) -> StepRecorder:
-    """One optimizer step of the model's first `depth` layers. `recipe` is a `predict.Recipe`.
+def record_step(
+    settings: flags.Resolved, recipe: Recipe, config: PretrainedConfig, world: int, depth: int, rates: Rates
+) -> StepRecorder:
+    """One optimizer step of the model's first `depth` layers.
 
     Raises:
         RuntimeError: layers are to be compiled and none was.
@@ -50,7 +55,9 @@ def record_step(settings: flags.Resolved, recipe, config, world: int, depth: int
     return recorder
 
 
-def record_update(settings: flags.Resolved, recipe, config, world: int, rates: Rates) -> StepRecorder:
+def record_update(
+    settings: flags.Resolved, recipe: Recipe, config: PretrainedConfig, world: int, rates: Rates
+) -> StepRecorder:
     """The optimizer's own step of the whole model. What one that divides whole matrices among ranks does on one of them
     is not linear in the number of layers."""
     settings = dataclasses.replace(settings, compile=False, activation_checkpointing="none")
@@ -68,7 +75,7 @@ def record_update(settings: flags.Resolved, recipe, config, world: int, rates: R
 
 @contextlib.contextmanager
 def built(
-    settings: flags.Resolved, recipe, config, world: int, rates: Rates
+    settings: flags.Resolved, recipe: Recipe, config: PretrainedConfig, world: int, rates: Rates
 ) -> Iterator[tuple[StepRecorder, nn.Module, torch.optim.Optimizer]]:
     """(recorder, model, optimizer) as rank 0 of `world` has them, which is the fullest one: `fully_shard` divides
     dimension 0 as torch.chunk does. Inside, all that runs is recorded."""
@@ -101,7 +108,7 @@ def built(
         dist.destroy_process_group()
 
 
-def at_depth(config, depth: int):
+def at_depth(config: PretrainedConfig, depth: int) -> PretrainedConfig:
     """The config of the model's first `depth` layers."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -125,7 +132,7 @@ def token_batches(
 def watch(recorder: StepRecorder, layer: nn.Module, key: int) -> None:
     """Marks the passes of a layer, which is counted from the nearer end."""
 
-    def after(module, inputs, output):
+    def after(module: nn.Module, inputs: tuple, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         hidden = output if torch.is_tensor(output) else output[0]
         hidden.register_hook(lambda grad: recorder.mark("backward", key))
 
@@ -142,11 +149,12 @@ def on_fake_tensors(recorder: StepRecorder) -> Iterator[None]:
     GPU."""
     resize = torch.UntypedStorage.resize_
 
-    def resize_(storage, size):  # how FSDP allocates and frees gathered parameters, without an operator
+    # how FSDP allocates and frees gathered parameters, without an operator
+    def resize_(storage: torch.UntypedStorage, size: int) -> None:
         resize(storage, size)
         recorder.kinds[recorder.see(storage)] = "communication"
 
-    def three_chunks(starts):  # the second stands for all between first and last
+    def three_chunks(starts: range) -> Iterator[int]:  # the second stands for all between first and last
         weight = recorder.weight
         for index in sorted({0, min(1, len(starts) - 1), len(starts) - 1}):
             recorder.weight = weight * max(len(starts) - 2, 1) if index == 1 else weight
@@ -172,7 +180,7 @@ def on_fake_tensors(recorder: StepRecorder) -> Iterator[None]:
         yield
 
 
-def new_group_of_rank_0(ranks, **options) -> dist.ProcessGroup | None:
+def new_group_of_rank_0(ranks: list[int], **options: Any) -> dist.ProcessGroup | None:
     """Makes a group if rank 0 is in it. A mesh of two dimensions makes the groups of all ranks, and a plan of rank 0
     needs its own two."""
     return dist.new_group(ranks, **options) if 0 in ranks else None
@@ -190,7 +198,7 @@ def dtensor_shapes_unrecorded() -> Iterator[None]:
     name = "_propagate_tensor_meta_non_cached"  # private: there is no option for it
     propagate = getattr(ShardingPropagator, name)
 
-    def propagate_unrecorded(*args):
+    def propagate_unrecorded(*args: Any) -> Any:
         # private: no public context leaves all modes
         with _python_dispatch._disable_current_modes():
             return propagate(*args)
@@ -200,13 +208,13 @@ def dtensor_shapes_unrecorded() -> Iterator[None]:
 
 
 @functools.cache
-def recording_backend():
+def recording_backend() -> Callable[..., Any]:
     """A backend for torch.compile that makes graphs of forward and backward as inductor does, and runs them under a
     StepRecorder. A public backend gets the forward only, before autograd and decompositions."""
     from torch._dynamo.backends.common import aot_autograd  # private: makes such a backend
     from torch._inductor.decomposition import select_decomp_table  # private: the operators that inductor takes apart
 
-    def run(graph, memory, *args):
+    def run(graph: torch.fx.GraphModule, memory: RegionMemory, *args: Any) -> Any:
         # private: no public name gives the modes that are active
         modes = _python_dispatch._get_current_dispatch_mode_stack()
         recorder = next(mode for mode in modes if isinstance(mode, StepRecorder))

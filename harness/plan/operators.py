@@ -2,20 +2,23 @@
 on any GPU."""
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch._ops import OpOverload  # private: the type of what a dispatch mode is given has no public name
 from torch.utils import _pytree
 from torch.utils.flop_counter import flop_registry
 
 tree_leaves = _pytree.tree_leaves  # private: the leaves of nested lists and dicts; the public optree is another package
 
 
-def schema_of(op) -> torch.FunctionSchema:
+def schema_of(op: OpOverload) -> torch.FunctionSchema:
     """The names of an operator's arguments, and which of them it writes."""
     return op._schema  # private: a dispatch mode is given the operator alone
 
 
-def tensors_in(tree) -> list[torch.Tensor]:
+def tensors_in(tree: object) -> list[torch.Tensor]:
     """The tensors of nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
@@ -30,7 +33,7 @@ def nbytes(tensor: torch.Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
-def moved_bytes(op, args, kwargs, outputs: list[torch.Tensor]) -> int:
+def moved_bytes(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: list[torch.Tensor]) -> int:
     """Bytes that one operator reads and writes in device memory; 0 for a view or an uninitialized tensor."""
     name = schema_of(op).name.split("::")[1]
     storages = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
@@ -51,7 +54,7 @@ def moved_bytes(op, args, kwargs, outputs: list[torch.Tensor]) -> int:
     return read + written
 
 
-def operator_flops(op, args, kwargs, result) -> int:
+def operator_flops(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
     """FLOPs that the operator executes, 0 for one that memory bounds."""
     name = schema_of(op).name.split("::")[1]
     if "scaled_dot_product" in name:
@@ -72,7 +75,7 @@ def operator_flops(op, args, kwargs, result) -> int:
     return formula(*args, **kwargs, out_val=result) if formula else 0
 
 
-def unit_of(op, flops: int) -> str:
+def unit_of(op: OpOverload, flops: int) -> str:
     """Which rate bounds an operator: memory, chunk_cat (FSDP2's copy of gradients into the buffer that it reduces),
     matmul, fp8, grouped (matmuls of experts) or attention."""
     if not flops:
@@ -83,7 +86,7 @@ def unit_of(op, flops: int) -> str:
     return "matmul"
 
 
-def attention_workspace(op, inputs: list[torch.Tensor]) -> int:
+def attention_workspace(op: object, inputs: list[torch.Tensor]) -> int:
     """Bytes that FlashAttention-2's backward allocates beside its results: the query gradient in fp32, a row sum for
     each query in fp32, and key and value gradients of every query head where heads share them (mha_bwd in
     flash_api.cpp). Nothing for any other operator."""

@@ -14,8 +14,9 @@ from harness import base, flags, resolving
 from harness import model as models
 from harness.plan import own_plan
 from harness.plan.evidence import own_runs
-from harness.plan.predict import Recipe, predict
+from harness.plan.predict import predict
 from harness.plan.rates import choose_rates
+from harness.plan.recipe import Recipe
 from harness.plan.search import Search
 from harness.plan.text import assumptions, describe_plan, own_share, published_share
 

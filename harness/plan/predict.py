@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 from torch._subclasses import fake_tensor  # private: what fake tensors raise has no other name
+from transformers import PretrainedConfig
 
 from harness import base, flags
 from harness import model as models
 from harness.plan.rates import HOST_LINK, HOST_MEMORY, Rates, price_step
+from harness.plan.recipe import Recipe
 from harness.plan.recorder import KINDS
 
 # What fake tensors raise where a model reads its data.
@@ -26,11 +28,10 @@ TIGHT, TOO_LARGE = 1 / RESERVED_SHARE[1], 1 / RESERVED_SHARE[0]  # of what the c
 Peaks = dict[tuple, np.ndarray]
 Counts = dict[tuple, float]
 
-# The pair's own functions, which a plan drives.
-Recipe = collections.namedtuple("Recipe", "build_mesh build_model train_step make_tracker estimate_mfu flops_per_token")
 
-
-def predict(settings: flags.Resolved, recipe: Recipe, config, world: int, rates: Rates, flops: int) -> dict[str, Any]:
+def predict(
+    settings: flags.Resolved, recipe: Recipe, config: PretrainedConfig, world: int, rates: Rates, flops: int
+) -> dict[str, Any]:
     """What this configuration needs and gives on `world` GPUs, by the keys of --json; `flops` are those of a token, 0
     where they are not known.
 
@@ -75,7 +76,7 @@ def verdict_of(reserved: float, capacity: float) -> str:
 
 
 def record_whole_step(
-    settings: flags.Resolved, recipe: Recipe, config, world: int, period: int, rates: Rates
+    settings: flags.Resolved, recipe: Recipe, config: PretrainedConfig, world: int, period: int, rates: Rates
 ) -> tuple[Peaks, Counts]:
     """One optimizer step of the model at its full depth, as rank 0 takes it.
 

@@ -3,16 +3,19 @@
 import collections
 import itertools
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._ops import OpOverload  # private: the type of what a dispatch mode is given has no public name
 from torch._subclasses.fake_tensor import FakeTensor  # private: tensors on `meta` have no other device
 from torch.utils._python_dispatch import TorchDispatchMode  # private: no public name sees the operators of a backward
 from torch.utils.weak import WeakIdKeyDictionary
 
+from harness import model as models
 from harness.plan.fusion import RegionMemory
 from harness.plan.operators import (
     allocated_bytes,
@@ -85,9 +88,9 @@ class StepRecorder(TorchDispatchMode):
         self.weight = real - recorded + 1 if index == 1 else 1
         self.mark("forward", "embedding")
 
-    def start_update(self, parameters) -> None:
+    def start_update(self, parameters: Iterable[nn.Parameter]) -> None:
         with torch.no_grad():  # so that `to_local` is no operator
-            self.label([p.grad.to_local() for p in parameters if p.grad is not None], "gradients")
+            self.label([models.local(p.grad) for p in parameters if p.grad is not None], "gradients")
         self.marks.append((len(self.events), ("optimizer",)))
         self.updating = True
 
@@ -106,11 +109,11 @@ class StepRecorder(TorchDispatchMode):
             self.counts["end_calls", *key] += 1
             self.counts["end_bytes", *key] += sent
 
-    def label(self, tensors, kind: str) -> None:
+    def label(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         for tensor in tensors:
             self.kinds[self.see(tensor.untyped_storage())] = kind
 
-    def run_compiled(self, graph: torch.fx.GraphModule, memory: RegionMemory, *args):
+    def run_compiled(self, graph: torch.fx.GraphModule, memory: RegionMemory, *args: Any) -> Any:
         """Runs a compiled region's graph. Of its tensors those that it returns are recorded, and `memory.peak` bytes
         that exist while it runs."""
         self.compiled_regions += 1
@@ -137,7 +140,9 @@ class StepRecorder(TorchDispatchMode):
             return "backward"
         return "optimizer" if self.last_microbatch and self.after_backward else "forward"
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, op: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not all(issubclass(t, FakeTensor) or t in (torch.Tensor, nn.Parameter) for t in types):
             return NotImplemented  # counted when a DTensor or a float8 tensor has become its parts
@@ -149,7 +154,7 @@ class StepRecorder(TorchDispatchMode):
             self._count_operator(op, args, kwargs, result)
         return result
 
-    def _count_operator(self, op, args, kwargs, result) -> None:
+    def _count_operator(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         inputs = tensors_in((args, kwargs))
         if op.namespace in ("c10d", "_c10d_functional"):
             self.counts["dispatches", self.phase] += self.weight
@@ -175,7 +180,7 @@ class StepRecorder(TorchDispatchMode):
             self.counts["bytes", *key] += self.weight * moved
             self.counts["flops", *key] += self.weight * flops
 
-    def _count_collective(self, name: str, args, inputs: list[torch.Tensor]) -> None:
+    def _count_collective(self, name: str, args: Sequence[Any], inputs: list[torch.Tensor]) -> None:
         """Its kind, how many ranks take part, on how many nodes, the fewest that are on one of them, and the bytes that
         this rank sends to others."""
         kinds = [kind for kind in COLLECTIVES if kind.replace("_", "") in name.replace("_", "")]
@@ -253,7 +258,7 @@ class StepRecorder(TorchDispatchMode):
         return peaks
 
 
-def group_of(args) -> dist.ProcessGroup:
+def group_of(args: Sequence[Any]) -> dist.ProcessGroup:
     """The process group among the arguments of a collective's operator. One of c10d gets an object of TorchScript, a
     functional one the group's name after the operation's."""
     for arg in args:

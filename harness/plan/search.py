@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from harness import base, flags
 from harness import model as models
 from harness.plan.predict import TIGHT
@@ -36,16 +38,16 @@ class Search:
     def __init__(
         self,
         settings: flags.Resolved,
-        config,
+        config: PretrainedConfig,
         worlds: tuple[int, ...],
-        plan,
+        plan: Callable[[flags.Settings, int], dict[str, Any]],
         capacity: float,
         ends: float,
         has_float8: bool = False,
     ):
         self.has_float8 = has_float8
         self.settings, self.config, self.worlds, self.world = settings, config, worlds, worlds[0]
-        self.plan: Callable[[flags.Settings, int], dict[str, Any]] = plan
+        self.plan = plan
         self.capacity, self.ends = capacity, ends  # GiB, seconds
         self.is_auto = settings.given.get("batch_size") == "auto"
         self.asked: dict = {"batch_size": settings.batch_step()} if self.is_auto else {}  # what "as asked" changes
@@ -72,7 +74,7 @@ class Search:
         except OutOfTimeError:
             self.is_complete = False
 
-    def row(self, world: int | None = None, **changes) -> dict:
+    def row(self, world: int | None = None, **changes: Any) -> dict:
         """The row of the asked run with these changes, planned if they are new: the single figures of its plan, and
         what makes it.
 

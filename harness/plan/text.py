@@ -3,6 +3,8 @@
 
 from collections.abc import Callable
 
+from transformers import PretrainedConfig
+
 from harness import base, flags, job
 from harness.plan.predict import FRAGMENTATION, OWN_RUNS, RESERVED_SHARE, TIGHT
 from harness.plan.rates import Rates
@@ -231,7 +233,7 @@ def own_share(rates: Rates, world: int) -> tuple[float, float] | None:
     return OWN_SHARE if world == 1 and rates.device in OWN_GPUS else None
 
 
-def published_share(rates: Rates, config) -> tuple[float, float, float] | None:
+def published_share(rates: Rates, config: PretrainedConfig) -> tuple[float, float, float] | None:
     """What published runs reached of such plans; None where no such run was compared."""
     text = config.get_text_config()
     experts = [getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from harness import base, flags, job
+from harness import data as corpora
 from harness import state as states
 
 
@@ -89,7 +90,11 @@ class MetricsFile:
 
 
 def describe_run(
-    settings: flags.Resolved, folder: pathlib.Path, state: states.TrainState, data, changed: str = ""
+    settings: flags.Resolved,
+    folder: pathlib.Path,
+    state: states.TrainState,
+    data: corpora.DataRecord,
+    changed: str = "",
 ) -> dict:
     """What config.json holds: what it takes to repeat the run, which run it is, and each of its starts.
 

@@ -2,8 +2,10 @@
 
 import torch
 import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import DeviceMesh
 
-from harness import base, flags, job
+from harness import base, data, flags, job
 from harness import model as models
 from harness import state as states
 
@@ -11,8 +13,8 @@ from harness import state as states
 def describe_setup(
     settings: flags.Resolved,
     state: states.TrainState,
-    mesh,
-    train_set,
+    mesh: DeviceMesh,
+    train_set: data.TrainingData,
     flops: str,
     peak: float | None,
     verified: str,
@@ -89,7 +91,7 @@ def describe_precision(settings: flags.Resolved, device_type: str, checkpoint: s
     return f"{words}; the default on a {'GPU' if device_type == 'cuda' else 'CPU'}"
 
 
-def describe_techniques(settings: flags.Resolved, model, device_type: str) -> str:
+def describe_techniques(settings: flags.Resolved, model: transformers.PreTrainedModel, device_type: str) -> str:
     mode = "compiled" if settings.compile else "eager"
     attention = models.describe_attention(settings, model.config, device_type)
     if settings.document_mask:

@@ -22,6 +22,7 @@ class StepResult(NamedTuple):
     loss: torch.Tensor  # of this rank
     grad_norm: torch.Tensor
     skipped: torch.Tensor  # 1 where the step was skipped, else 0
+    terms: dict[str, torch.Tensor]  # trained on beside the loss, of this rank
     router_loss: torch.Tensor | None = None  # of this rank; None without a router loss
     expert_load: torch.Tensor | None = None  # tokens of this rank that went to each expert, (layers, experts)
 
@@ -45,6 +46,15 @@ def read_results(results: list[StepResult]) -> list[StepNumbers]:
     skipped = torch.stack([result.skipped for result in results]).to(losses)
     numbers = torch.stack([losses / dist.get_world_size(), norms, skipped], dim=1)
     return [StepNumbers(*row) for row in numbers.tolist()]
+
+
+def read_terms(result: StepResult) -> dict[str, float]:
+    """What a step trained on beside the loss, averaged over all ranks."""
+    if not result.terms:
+        return {}
+    terms = torch.stack(list(result.terms.values())).float()
+    dist.all_reduce(terms)
+    return dict(zip(result.terms, (terms / dist.get_world_size()).tolist(), strict=True))
 
 
 def read_routing(result: StepResult) -> dict[str, float]:

@@ -19,6 +19,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from harness import state as states
 from harness.report import page
 from harness.report.figures import NOTES, of_all_ranks
 from harness.report.files import MetricsFile, describe_run, write_config
-from harness.report.health import StepResult, count_skipped, first_not_finite, read_results, read_routing
+from harness.report.health import StepResult, count_skipped, first_not_finite, read_results, read_routing, read_terms
 from harness.report.profiling import dump_memory, profiling
 from harness.report.prometheus import Prometheus
 from harness.report.summary import describe_held_out, describe_skipped, say_stories, summarize
@@ -125,7 +126,9 @@ class Log(contextlib.AbstractContextManager):
             job.say("compile    the layers, within the first step; of a large model that takes minutes")
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         gc.enable()
         if error is None:  # else another rank may be gone, for which a profile would wait
             self.profile.close()  # of a run that was stopped within it
@@ -162,7 +165,8 @@ class Log(contextlib.AbstractContextManager):
         """(the figures of a log line after the step that was just taken, what ends the run: NaN or infinity in a loss
         since the last call or in this step's gradient norm or update, too many skipped steps). A skipped step has no
         loss and no gradient norm."""
-        state, routing, steps = self.state, read_routing(self.results[-1]), read_results(self.results)
+        state, steps = self.state, read_results(self.results)
+        of_last = read_terms(self.results[-1]) | read_routing(self.results[-1])
         self.results.clear()
         skipped, too_many = count_skipped(state, steps, self.settings.max_skipped)
         self.skipped |= skipped
@@ -170,7 +174,7 @@ class Log(contextlib.AbstractContextManager):
             job.say(describe_skipped(skipped, self.data.record, self.folder))
         metrics: dict[str, Any] = {"step": state.step}
         if not steps[-1].skipped:
-            metrics |= {"loss": steps[-1].loss, "grad_norm": steps[-1].grad_norm} | routing  # of this step alone
+            metrics |= {"loss": steps[-1].loss, "grad_norm": steps[-1].grad_norm} | of_last  # of this step alone
         metrics |= {"learning_rate": self.learning_rate, "tokens_seen": state.tokens}
         metrics["skipped_steps"] = state.skipped_steps
         problem = first_not_finite(metrics, steps)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler_util import FunctionEvent
 
 from harness import base, job
 from harness import state as states
@@ -41,7 +42,7 @@ def profiling(folder: pathlib.Path, state: states.TrainState) -> Iterator[None]:
         dist.barrier()  # until rank 0 has written: the clocks of the other ranks must not count that either
 
 
-def say_profile(events, steps: int, seconds: float) -> None:
+def say_profile(events: list[FunctionEvent], steps: int, seconds: float) -> None:
     """The line of a profile that took so many seconds, with all that was among its steps."""
     seconds -= covered(excluded_spans(events)) / 1e6
     shares = time_shares(events, seconds)
@@ -64,7 +65,7 @@ def dump_memory(folder: pathlib.Path) -> None:
     torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
 
 
-def time_shares(events, seconds: float) -> dict[str, float]:
+def time_shares(events: list[FunctionEvent], seconds: float) -> dict[str, float]:
     """Percent of `seconds` in which a device computed, communicated, communicated without computing, and was idle.
 
     Args:
@@ -93,13 +94,13 @@ def time_shares(events, seconds: float) -> dict[str, float]:
     return {name: 100 * value / (1e6 * seconds) for name, value in microseconds.items()}
 
 
-def excluded_spans(events) -> list[tuple[float, float]]:
+def excluded_spans(events: list[FunctionEvent]) -> list[tuple[float, float]]:
     """When the clock was stopped, by the marks that it leaves in a profile."""
     of_host = (event for event in events if event.device_type == torch.autograd.DeviceType.CPU)
     return [(event.time_range.start, event.time_range.end) for event in of_host if event.name == base.CLOCK_STOPPED]
 
 
-def own_spans(event) -> Iterator[tuple[float, float]]:
+def own_spans(event: FunctionEvent) -> Iterator[tuple[float, float]]:
     """When an event ran, without the events inside it: FSDP waits for a collective inside an operator of autograd."""
     reached = event.time_range.start
     for child in sorted(event.cpu_children, key=lambda child: child.time_range.start):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from harness import base, flags, job
+from harness import data as corpora
 from harness import state as states
 from harness.report.files import as_json
 from harness.report.health import ADVICE
@@ -98,7 +99,7 @@ def say_evaluation(
 # ---- Skipped steps ---------------------------------------------------------------------------------------------------
 
 
-def describe_skipped(reasons: dict[int, str], data, folder: pathlib.Path) -> str:
+def describe_skipped(reasons: dict[int, str], data: corpora.DataRecord, folder: pathlib.Path) -> str:
     """Which steps were skipped and why, with the command that shows what the first one trained on. `data` is the record
     of the run's data."""
     first = next(iter(reasons))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from harness import base, flags, job
 from harness import model as models
@@ -90,7 +90,7 @@ def checksum_of_command(settings: flags.Settings) -> str:
     return hashlib.sha256(given.encode()).hexdigest()[:20]
 
 
-def export(settings: flags.Resolved, state: TrainState, tokenizer) -> None:
+def export(settings: flags.Resolved, state: TrainState, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Writes the folder of --export, which AutoModelForCausalLM and AutoTokenizer.from_pretrained load, in the place of
     an earlier export there. The weights keep their training precision: fp32, or bf16 with bf16-pure. Of adapters it is
     a folder of peft's or, with --export-weights merged, the model with them, in the precision of its frozen weights.
@@ -212,7 +212,9 @@ def gather(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # ---- What is beside the weights --------------------------------------------------------------------------------------
 
 
-def write_configs(folder: pathlib.Path, settings: flags.Resolved, model, tokenizer) -> None:
+def write_configs(
+    folder: pathlib.Path, settings: flags.Resolved, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
     if exports_adapters(settings):
         models.write_adapter_config(folder, settings, model)
     else:
@@ -229,7 +231,7 @@ def write_configs(folder: pathlib.Path, settings: flags.Resolved, model, tokeniz
         shutil.copymode(next(folder.glob("*config.json")), path)
 
 
-def model_config(model, tokenizer, pretrained: bool) -> dict:
+def model_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, pretrained: bool) -> dict:
     """The config of an export. For a model that began with random weights, the tokens that begin and end a text are the
     tokenizer's, as in its training. The padding token stays: its embedding gets no gradient."""
     config = copy.deepcopy(model.config)
@@ -246,7 +248,9 @@ def model_config(model, tokenizer, pretrained: bool) -> dict:
     return with_old_names(content)
 
 
-def generation_config(settings: flags.Resolved, model, tokenizer) -> dict:
+def generation_config(
+    settings: flags.Resolved, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> dict:
     """The generation config of an export: that of the source of the weights, or, where they began at random, the
     model's own with the tokens of the tokenizer. The token that ended documents in training ends a text too. A source's
     that cannot be read is said and left out: at the end of a run it must not cost the export."""

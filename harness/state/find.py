@@ -4,6 +4,7 @@ import pathlib
 
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from harness import base, flags, job
 from harness.state.identity import check_same_model
@@ -51,7 +52,7 @@ def load_to_read(resume: str, state: TrainState, checkpoint: Checkpoint) -> Chec
     return load_to_read(resume, state, find_checkpoint(resume, None))
 
 
-def load_mean(settings: flags.Resolved, state: TrainState, config, newest: pathlib.Path) -> str:
+def load_mean(settings: flags.Resolved, state: TrainState, config: PretrainedConfig, newest: pathlib.Path) -> str:
     """Loads the mean of the weights of a run's newest --average-checkpoints complete checkpoints, summed in fp32, the
     same on any number of ranks; returns their steps in words. Every rank calls this.
 

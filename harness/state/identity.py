@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from harness import base
 from harness import data as corpora
@@ -25,7 +26,12 @@ BATCH_FLAGS = ("batch_size", "gradient_accumulation_steps")
 ADVICE = "a resumed run must have the same; to train on from these weights start a new run from an --export"
 
 
-def describe_identity(settings: flag_rules.Resolved, config, tokenizer, data) -> dict:
+def describe_identity(
+    settings: flag_rules.Resolved,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    data: corpora.TrainingData,
+) -> dict:
     """What no flag says of a run and a resume of it must have again, for the manifests of its checkpoints: the model's
     config, checksums of the tokenizer and of weights that no checkpoint has, and the record of the data. Every rank
     calls this."""
@@ -40,7 +46,7 @@ def describe_identity(settings: flag_rules.Resolved, config, tokenizer, data) ->
     }
 
 
-def digest_of_base(settings: flag_rules.Resolved, config) -> str | None:
+def digest_of_base(settings: flag_rules.Resolved, config: PretrainedConfig) -> str | None:
     """The checksum of the frozen weights that adapters are trained for; None where the model itself is trained. Every
     rank calls this."""
     if not settings.lora_rank:
@@ -48,7 +54,7 @@ def digest_of_base(settings: flag_rules.Resolved, config) -> str | None:
     return base.on_main_rank(lambda: models.digest_of_weights(models.find_source(settings.model)[1], config))
 
 
-def fields_of(config) -> dict:
+def fields_of(config: PretrainedConfig) -> dict:
     return {key: value for key, value in config.to_dict().items() if key not in NOT_COMPARED}
 
 
@@ -56,7 +62,13 @@ def as_json(values: dict) -> dict:
     return json.loads(json.dumps(values, default=str))
 
 
-def check_resume(settings: flag_rules.Resolved, config, identity: dict, data, checkpoint: Checkpoint | None) -> str:
+def check_resume(
+    settings: flag_rules.Resolved,
+    config: PretrainedConfig,
+    identity: dict,
+    data: corpora.TrainingData,
+    checkpoint: Checkpoint | None,
+) -> str:
     """What changed since the checkpoint and may change, in words; empty for a fresh start. `identity` is that of
     `describe_identity`. Every rank calls this.
 
@@ -84,7 +96,7 @@ def check_resume(settings: flag_rules.Resolved, config, identity: dict, data, ch
     return ", ".join(changed)
 
 
-def check_same_model(config, manifest: dict) -> None:
+def check_same_model(config: PretrainedConfig, manifest: dict) -> None:
     """Raises a UserError where the model is another than that of a checkpoint. Fields that one of two versions of
     transformers lacks are not compared."""
     now = as_json(fields_of(config))

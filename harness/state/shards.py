@@ -3,8 +3,11 @@
 import hashlib
 import pathlib
 import pickle
+from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.storage import WriteResult
 
 from harness import base
 
@@ -23,7 +26,7 @@ INDEX_RECORDS = {
 
 
 class Records(pickle.Unpickler):
-    def find_class(self, module: str, name: str):
+    def find_class(self, module: str, name: str) -> Any:
         if name not in INDEX_RECORDS.get(module, "").split():
             raise pickle.UnpicklingError(f"the index names {module}.{name}")
         return super().find_class(module, name)
@@ -37,7 +40,7 @@ class SafeReader(dcp.FileSystemReader):
         super().__init__(folder)
         self.index = index
 
-    def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         if self.index:
             return self.index
         path = pathlib.Path(self.path, ".metadata")
@@ -60,7 +63,7 @@ class Writer(dcp.FileSystemWriter):
         # staged tensors are on the host: with 0 the writer neither copies nor waits for a stream
         super().__init__(folder, per_thread_copy_ahead=0)
 
-    def write_data(self, *args, **kwargs):
+    def write_data(self, *args: Any, **kwargs: Any) -> torch.futures.Future[list[WriteResult]]:
         try:
             return super().write_data(*args, **kwargs)
         except RuntimeError as error:

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -54,7 +55,9 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, Exception):
             self.finish()
 
@@ -130,19 +133,19 @@ class Checkpoints:
         final = self.folder / base.checkpoint_name(manifest["step"])
         temporary = self.folder / f".{final.name}.writing"
 
-        def prepare():
+        def prepare() -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             self.folder.mkdir(exist_ok=True)
             temporary.mkdir()
 
-        def write():
+        def write() -> dict[str, list]:
             dcp.save(tensors, storage_writer=Writer(temporary), process_group=self.group)
             written = list(temporary.glob(f"__{dist.get_rank()}_*.distcp"))
             if dist.get_rank() == 0:
                 written.append(temporary / ".metadata")
             return {path.name: [path.stat().st_size, sha256(path)] for path in written}
 
-        def publish():
+        def publish() -> None:
             for name, (size, _) in files.items():
                 if not (temporary / name).exists() or (temporary / name).stat().st_size != size:
                     raise OSError(f"rank 0 does not see {name}; --output-dir must be a disk that all nodes share")

@@ -15,9 +15,11 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import transformers
 from torch.distributed.tensor import DTensor
 
 from harness import base, job
+from harness import data as corpora
 from harness import model as models
 from harness.state.shards import SafeReader, checkpoint_error
 
@@ -38,7 +40,7 @@ def new_run_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def of_the_run(**options) -> Any:
+def of_the_run(**options: Any) -> Any:
     """A counter that a run which goes on from another run's checkpoint begins anew."""
     return dataclasses.field(metadata={"of_the_run": True}, **options)
 
@@ -81,12 +83,12 @@ class TrainState(Counters):
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: transformers.PreTrainedModel,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         *,
         tracker: Any = None,
-        **counters,
+        **counters: Any,
     ):
         super().__init__(**counters)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
@@ -96,7 +98,7 @@ class TrainState(Counters):
 
     # ---- Counting ----------------------------------------------------------------------------------------------------
 
-    def advance(self, data) -> int:
+    def advance(self, data: corpora.TrainingData) -> int:
         """Counts an optimizer step of `data`, a run's training data: its samples and tokens, the schedule. Returns the
         tokens of the step, over all ranks."""
         self.step += 1

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 # The fields of 4 for the base frequency of each kind of layer, where a family's layers differ in it.
 BASES_BY_LAYER = {
     "gemma3_text": {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
@@ -60,7 +62,7 @@ def old_rope(content: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     return old
 
 
-def old_tokenizer_config(content: dict[str, Any], tokenizer) -> dict[str, Any]:
+def old_tokenizer_config(content: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The fields of a tokenizer_config.json that 5 wrote, as 4 reads them too: the class that takes tokenizer.json as
     it is, special tokens under the name that both know, and no `token_type_ids`, which that class adds in 4."""
     content = {name: value for name, value in content.items() if name not in ("is_local", "local_files_only")}

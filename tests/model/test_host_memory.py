@@ -6,13 +6,13 @@ import re
 
 import pytest
 import torch
-from conftest import forked, parse
+from conftest import forked
+from multirank import resolved
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
-from harness import job, plan
-from harness.model.configs import load_config
+from harness import job
 
 SIZES = {"vocab_size": 1024, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
@@ -25,9 +25,8 @@ def resident_megabytes() -> float:
 
 def build(folder: pathlib.Path, init: str) -> None:
     device = job.start_processes()
-    config = load_config(str(folder))
     flags = f"--model {folder} --init {init} --dataset synthetic --num-steps 1 --precision fp32 --no-compile"
-    settings = plan.resolve(parse(flags.split()), config)
+    settings, config = resolved(flags.split())
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
     built = resident_megabytes()
     ctypes.CDLL(None).malloc_trim(0)

@@ -217,7 +217,7 @@ DEMO = "--plan --demo --no-compile --plan-gpu H200 --sequence-length 512 --gpu-h
 @pytest.mark.slow
 def test_a_plan_opens_with_the_answer_and_the_advised_command_does_what_it_says(tmp_path):
     """On a card on which the demo does not fit as asked."""
-    program = [sys.executable, copy_with_gpu(tmp_path, "Voodoo", 1.3)]
+    program = [sys.executable, copy_with_gpu(tmp_path, "Voodoo", 1.2)]
     command = [*program, *words(DEMO), *words("--plan-gpu Voodoo --plan-gpus 2 --batch-size 8 --num-tokens 10000000")]
     command += ["--plan-seconds", "600"]  # enough to compare all three, on a busy machine too
     short, details = (start([*command, *more]).stdout.partition("\n")[2] for more in ((), ("--plan-details",)))

@@ -20,7 +20,7 @@ COMPANIONS = (".idx",)
 HAS_FIELDS = False
 
 HEADER_BYTES = 256 * 4  # of llm.c
-LLMC = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}  # by its magic number
+LLMC: dict[int, np.dtype] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}  # by its magic number
 SAMPLE = 4096  # tokens that are looked at
 CHUNK = 2**18  # entries of an index that are read at once: pages of a mapped one would stay in memory
 

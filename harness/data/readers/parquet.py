@@ -3,6 +3,7 @@
 import io
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from harness.data.records import (
     choose_field,
     read_fields,
 )
+
+if TYPE_CHECKING:
+    import pyarrow
 
 SUFFIXES = (".parquet",)
 PLACE = "row"
@@ -66,7 +70,7 @@ def count(stream: io.RawIOBase) -> int:
     return pyarrow.parquet.ParquetFile(io.BufferedReader(stream, BLOCK)).metadata.num_rows
 
 
-def read_batch(batch, field: str) -> Iterator[Record]:
+def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
     """The documents of rows in Arrow."""
     columns = {name: rows_of_integers(batch[name]) for name in batch.schema.names}
     ids = columns.pop(field)
@@ -82,7 +86,7 @@ def are_token_ids(rows: list[np.ndarray]) -> bool:
     return all(0 <= row.min(initial=0) <= row.max(initial=0) <= MAX_TOKEN_ID for row in rows)
 
 
-def rows_of_integers(column) -> list[np.ndarray] | None:
+def rows_of_integers(column: "pyarrow.Array") -> list[np.ndarray] | None:
     """The integers of each row, slices of one array; None where a row has anything else, which is then found row by
     row."""
     import pyarrow.compute

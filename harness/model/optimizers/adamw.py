@@ -19,7 +19,7 @@ class AdamW(torch.optim.AdamW):
     """
 
     @torch.no_grad()
-    def __init__(self, groups: list[dict], moments: torch.dtype | None = None, update: Any = None, **options):
+    def __init__(self, groups: list[dict], moments: torch.dtype | None = None, update: Any = None, **options: Any):
         super().__init__(groups, **options, fused=True)
         self.moments, self.update = moments, update
         self.grad_scale: torch.Tensor | None = None
@@ -51,14 +51,30 @@ class AdamW(torch.optim.AdamW):
             [state["step"] for state in states],
         )
 
-    def update_by_torch(self, group: dict, parameters, gradients, exp_avgs, exp_avg_sqs, steps) -> None:
+    def update_by_torch(
+        self,
+        group: dict,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        exp_avgs: list[torch.Tensor],
+        exp_avg_sqs: list[torch.Tensor],
+        steps: list[torch.Tensor],
+    ) -> None:
         """One step of a group's parameters, all of them this rank's local tensors, by torch's kernel."""
         options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
         options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
         options |= {"grad_scale": self.grad_scale, "found_inf": self.skip}
         adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, **options)
 
-    def update_each(self, group: dict, parameters, gradients, exp_avgs, exp_avg_sqs, steps) -> None:
+    def update_each(
+        self,
+        group: dict,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        exp_avgs: list[torch.Tensor],
+        exp_avg_sqs: list[torch.Tensor],
+        steps: list[torch.Tensor],
+    ) -> None:
         """As `update_by_torch`, each parameter by `self.update`."""
         options = {"weight_decay": group["weight_decay"], "eps": group["eps"]}
         options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
@@ -69,7 +85,20 @@ class AdamW(torch.optim.AdamW):
             self.update(*(tensor.view(-1) for tensor in tensors), step, self.grad_scale, self.skip, rate, **options)
 
 
-def update(param, grad, exp_avg, exp_avg_sq, step, scale, skip, rate, weight_decay, eps, beta1, beta2) -> None:
+def update(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    step: torch.Tensor,
+    scale: torch.Tensor | None,
+    skip: torch.Tensor | None,
+    rate: torch.Tensor,
+    weight_decay: float,
+    eps: float,
+    beta1: float,
+    beta2: float,
+) -> None:
     """AdamW of one tensor, in fp32 whatever its tensors are kept in; they are rounded when the update has used them.
     Nothing changes where `skip`, a scalar if it is not None, is 1.
 

@@ -22,7 +22,7 @@ def adamw8bit() -> Any:
 
     class AdamW8bit(Torchaos):
         @torch.no_grad()
-        def __init__(self, *args, **options):
+        def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self.update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
             for group in self.param_groups:

@@ -1,0 +1,21 @@
+"""The recipe: the functions of train_fsdp.py and utils.py that a plan drives."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness import flags
+
+
+class Recipe(NamedTuple):
+    build_mesh: Callable[[flags.Settings, torch.device], DeviceMesh]
+    build_model: Callable[[flags.Resolved, transformers.PretrainedConfig, DeviceMesh], nn.Module]
+    # the last argument is what `make_tracker` makes, a `utils.PerformanceTracker`
+    train_step: Callable[[flags.Resolved, nn.Module, torch.optim.Optimizer, Iterator[dict[str, Any]], Any], object]
+    make_tracker: Callable[[int, int, float], Any]
+    estimate_mfu: Callable[[float, float, float, int, float | None], dict[str, float]]
+    flops_per_token: Callable[[transformers.PreTrainedModel, int], int]
