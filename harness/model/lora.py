@@ -130,24 +130,22 @@ def adapter_injector(settings: flags.Resolved, model: Any) -> Callable[[nn.Modul
     names = {model.get_submodule(name): name for name in targets}
 
     def inject(layer: nn.Module) -> None:
-        import peft
-
         inside = {name: names[module] for name, module in layer.named_modules() if module in names}
         if not inside:
             return
-        with warnings.catch_warnings():  # that the weights of a Conv1D are transposed, which peft then heeds
-            warnings.simplefilter("ignore", UserWarning)
-            # by whole names: a layer knows only the ends of those that --lora-targets matches
-            pattern = "|".join(map(re.escape, inside))
-            peft.inject_adapter_in_model(place(target_modules=pattern), layer)
+        # by whole names: a layer knows only the ends of those that --lora-targets matches
+        inject_on_meta(place(target_modules="|".join(map(re.escape, inside))), layer)
         for name, whole_name in inside.items():
-            adapted = layer.get_submodule(name)
-            for part in ("lora_A", "lora_B"):
-                weight = getattr(adapted, part)["default"].weight
-                weight.data = weight.data.to(weight_dtype(settings))
+            adapted: Any = layer.get_submodule(name)
+            device = adapted.base_layer.weight.device
+            linears = {part: getattr(adapted, part)["default"] for part in ("lora_A", "lora_B")}
+            for linear in linears.values():
+                linear.weight = nn.Parameter(torch.empty_like(linear.weight, device=device, dtype=torch.float32))
+            adapted.reset_lora_parameters("default", True)
+            for part, linear in linears.items():
+                linear.weight.data = linear.weight.data.to(weight_dtype(settings))
                 if read:
-                    with torch.no_grad():
-                        weight.copy_(read(f"{PREFIX}{whole_name}.{part}.weight"))
+                    linear.weight.data.copy_(read(f"{PREFIX}{whole_name}.{part}.weight"))
 
     return inject
 
@@ -155,23 +153,27 @@ def adapter_injector(settings: flags.Resolved, model: Any) -> Callable[[nn.Modul
 def trained_on_meta(settings: flags.Resolved, config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
     """The model without storage, with its adapters if it has any."""
     model = on_meta(config, settings.attention)
-    with torch.device("meta"):
-        inject = adapter_injector(settings, model)
-        for layer in decoder_layers(model):
-            inject(layer)
+    inject = adapter_injector(settings, model)
+    for layer in decoder_layers(model):
+        inject(layer)
     return model
+
+
+def inject_on_meta(config: LoraConfig, model: nn.Module) -> None:
+    """Has peft put adapters without storage into a model, or a layer of one."""
+    import peft
+
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore", UserWarning)  # that the weights of a Conv1D are transposed, which it heeds
+        peft.inject_adapter_in_model(config, model)
 
 
 def freeze_as_in(trained: Any, model: nn.Module) -> None:
     """Gives a model without adapters those of a model that is `trained`, if it has some, and freezes what is frozen
     there."""
     if adapters := getattr(trained, "peft_config", None):
-        import peft
-
         (config,) = adapters.values()
-        with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore", UserWarning)
-            peft.inject_adapter_in_model(copy.deepcopy(config), model)
+        inject_on_meta(copy.deepcopy(config), model)
     is_trained = {name.removeprefix(PREFIX): one.requires_grad for name, one in trained.named_parameters()}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained.get(name, True))

@@ -49,7 +49,7 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
 
     @functools.cache
     def flops_of(rank: int) -> tuple[int, str]:
-        model = models.trained_on_meta(dataclasses.replace(settings, lora_rank=rank), config)
+        model = models.trained_on_meta(dataclasses.replace(settings, lora_rank=rank, lora_alpha=2 * rank), config)
         return models.known_flops(model, settings.sequence_length, recipe.flops_per_token)
 
     @functools.cache
