@@ -87,6 +87,8 @@ def build_model(
     models.adapt_forward(model, settings)  # its loss, and labels that are shifted already
     layers, weights, convert_to_fp8 = models.decoder_layers(model), None, None
     add_adapters = models.adapter_injector(settings, model)  # with --lora-rank, which freezes all else
+    if not settings.cpu_offload:
+        models.check_room(model, device, mesh["shard"].size())
     if settings.init == "pretrained" and (read_weights or models.has_frozen(model)):
         weights = models.PretrainedWeights(model, layers, models.find_source(settings.model)[1], dtype)
     if settings.precision == "fp8":

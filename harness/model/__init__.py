@@ -31,7 +31,7 @@ from harness.model.skipping import decide_skip, skips_on_device, step_or_skip
 from harness.model.stand_ins import without_data
 from harness.model.tokenizer import load_files
 from harness.model.verify import verify_sharding
-from harness.model.weights import as_in_checkpoint, decoder_layers, layer_period, materialize, on_meta
+from harness.model.weights import as_in_checkpoint, check_room, decoder_layers, layer_period, materialize, on_meta
 
 __all__ = [
     "MENDED",
@@ -42,6 +42,7 @@ __all__ = [
     "as_in_checkpoint",
     "build_optimizer",
     "check_float8",
+    "check_room",
     "choose_attention",
     "choose_loss",
     "choose_precision",

@@ -14,6 +14,7 @@ import pathlib
 import re
 import warnings
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,10 +117,12 @@ def adapter_injector(settings: flags.Resolved, model: Any) -> Callable[[nn.Modul
     its adapters: those of the folder that --model names, or new ones. Without --lora-rank it does nothing.
 
     Raises:
-        UserError: --lora-targets, or the adapters in the folder, do not fit the model.
+        UserError: peft is missing; --lora-targets, or the adapters in the folder, do not fit the model.
     """
     if not settings.lora_rank:
         return lambda layer: None
+    if not find_spec("peft"):
+        raise base.UserError("--lora-rank: needs the package peft (pip install peft)")
     refuse_quantized(settings, model.config)
     model.requires_grad_(False)
     targets = find_targets(settings, model)

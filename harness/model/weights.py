@@ -57,6 +57,22 @@ def layer_period(model: nn.Module) -> int:
     return len(layers)
 
 
+def check_room(model: nn.Module, device: torch.device, shards: int) -> None:
+    """Looks at a model without storage before its weights are made or read.
+
+    Raises:
+        UserError: a rank's shard of the weights and of the gradients of trained ones is larger than its GPU.
+    """
+    if device.type != "cuda":
+        return
+    needed = sum(p.numel() * p.itemsize * (2 if p.requires_grad else 1) for p in model.parameters()) / shards
+    capacity = torch.cuda.get_device_properties(device).total_memory
+    if needed > capacity:
+        sizes = f"{needed / base.GIB:,.0f} GiB of weights and gradients for each rank, and its GPU has"
+        advice = "more GPUs, --zero-stage 3, --cpu-offload or --lora-rank 16; --plan says what fits"
+        raise base.UserError(f"--model: {sizes} {capacity / base.GIB:,.0f} GiB; {advice}")
+
+
 def materialize(
     model: nn.Module,
     modules: list[nn.Module],

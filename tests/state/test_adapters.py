@@ -126,12 +126,10 @@ def test_a_folder_of_adapters_goes_on_from_them_on_its_base(workspace, flags, de
     evaluated = ["--eval-interval", 4, "--eval-steps", 2]
     assert train(flags("llama", "--export", adapters, *evaluated, "--lora-targets", "q_proj", "up_proj"), device) == 0
     loss = next(line["eval_loss"] for line in metrics_of(run) if "eval_loss" in line)
-    without_rank = [
-        word for word in flags(adapters, *evaluated) if word not in ("--lora-rank", "2", "--init", "pretrained")
-    ]
-    index = without_rank.index("--run-name")
-    without_rank[index + 1] = "second"
-    assert train([*without_rank, "--lr", "1e-12"], device) == 0
+    without_rank = flags(adapters, *evaluated)
+    first = without_rank.index("--init")
+    del without_rank[first : first + 4]  # and --lora-rank
+    assert train([*without_rank, "--run-name", "second", "--lr", "1e-12"], device) == 0
     second = metrics_of(tmp_path / "out" / "second")
     assert next(line["eval_loss"] for line in second if "eval_loss" in line) == pytest.approx(loss, rel=1e-6)
     given = json.loads((tmp_path / "out" / "second" / "config.json").read_text())["flags"]
@@ -172,7 +170,7 @@ REFUSED = {
     "--precision fp8 --fp8-emulate": "--lora-rank: not with --precision fp8",
     "--optimizer muon": "--lora-rank: not with --optimizer muon",
     "--init random": "--lora-rank: adapters of random weights",
-    "--lora-targets lm_head": "--lora-targets lm_head: it matches lm_head, and adapters are for linears of decoder layers",
+    "--lora-targets lm_head": "lm_head: it matches lm_head, and adapters are for linears of decoder layers",
     "--lora-targets embed_tokens": "it matches model.embed_tokens",
     "--lora-targets input_layernorm": "it matches model.layers.0.input_layernorm",
     "--lora-targets q_proj w1": "--lora-targets w1: ",
@@ -193,7 +191,7 @@ def test_what_adapters_cannot_be_is_one_line(flags, device, given):
 
 def test_experts_in_one_weight_are_refused_by_any_name_for_them(flags, device):
     for target in ("gate_up_proj", "down_proj", ".*mlp.*", "gate"):
-        with pytest.raises(base.UserError, match="--lora-targets .*q_proj, k_proj, v_proj, o_proj"):
+        with pytest.raises(base.UserError, match=r"--lora-targets .*q_proj, k_proj, v_proj, o_proj"):
             train(flags("qwen3_moe", "--lora-targets", target), device)
 
 
@@ -218,7 +216,7 @@ def test_flops_of_adapters_are_those_that_torch_counts(workspace, flags, device,
     settings = resolving.resolve(settings, config, plan.choose_batch_size)
     sharded = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
     plain = AutoModelForCausalLM.from_pretrained(settings.model, attn_implementation="eager", dtype=torch.float32)
-    all_linears = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+    all_linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     by_peft = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=[targets] if targets else all_linears))
     with FlopCounterMode(display=False) as counter:
         by_peft(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
