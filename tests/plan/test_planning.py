@@ -161,6 +161,21 @@ def test_what_does_not_fit_is_told_what_makes_it_fit(tmp_path):
     assert changed["memory_gib"]["reserved"] == pytest.approx(plan["fits_with"]["reserved_gib"])
 
 
+@pytest.mark.slow
+def test_a_model_to_be_tuned_that_does_not_fit_is_told_that_adapters_do(tmp_path):
+    flags = words("--model llama3.2-1b --init pretrained --plan --no-compile --plan-gpus 1 --plan-gpu Voodoo")
+    flags += words("--sequence-length 512 --plan-seconds 20")
+    command = [sys.executable, copy_with_gpu(tmp_path, "Voodoo", 12), *flags]
+    plan = json.loads(start([*command, "--json"]).stdout)
+    advised = plan["with_adapters"]
+    assert not plan["fits"] and advised["fits"] and "--lora-rank 16" in advised["command"]
+    assert not plan["fastest"] or "lora_rank" not in plan["fastest"]["changes"]  # it is other training
+    changed = json.loads(start([*command, "--json", "--plan-seconds", 0, *words(advised["flags"])]).stdout)
+    assert changed["memory_gib"]["reserved"] == pytest.approx(advised["reserved_gib"])
+    assert changed["trained_parameters"] < 0.02 * changed["parameters"]
+    assert "adapters   --lora-rank 16" in start(command).stdout
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [

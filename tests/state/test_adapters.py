@@ -139,12 +139,12 @@ def test_a_folder_of_adapters_goes_on_from_them_on_its_base(workspace, flags, de
         "is not there": config | {"base_model_name_or_path": "/nowhere/llama"},
         "do not name the model": config | {"base_model_name_or_path": None},
         "its adapters have use_dora": config | {"use_dora": True},
-        "its adapters have model": config | {"target_modules": ["q_proj"]},
+        "its adapters have base_model": config | {"target_modules": ["q_proj"]},
     }
     for problem, content in wrong.items():
         (adapters / base.ADAPTER_CONFIG).write_text(json.dumps(content))
         with pytest.raises(base.UserError, match=problem):
-            train(without_rank, device)
+            train([*without_rank, "--run-name", "third"], device)
 
 
 def test_without_a_step_adapters_are_evaluated_averaged_and_continued(flags, device, tmp_path, capsys):
