@@ -4,9 +4,10 @@
     torchrun --nproc_per_node=4 train_fsdp.py --model smollm3-3b --zero-stage 2
     accelerate launch --num_processes=4 train_fsdp.py --model smollm3-3b
 
-Read it from the top: the model and how it is sharded, a step, an evaluation, what may be saved, what a run prepares,
-its loop, its end; run() and main() put them in order. utils.py has the FLOP and MFU math and the clock. Everything else
-is behind the doors of harness/, whose `__init__.py` files list what there is:
+Read it from the top: the model and how it is sharded, a step, an evaluation, what a run prepares, its loop, its end;
+run() and main() put them in order. `given` are the flags of a command line, `settings` what they were resolved to.
+utils.py has the FLOP and MFU math and the clock. Everything else is behind the doors of harness/, whose `__init__.py`
+files list what there is:
 
     base     errors, text, GPUs                        models   weights, loss, optimizers (harness/model)
     flags    every flag, and the rules between them    state    checkpoints, resume, export
@@ -112,9 +113,8 @@ def build_model(
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
-    # on a rank that shares its parameters with nobody FSDP2 would copy them and their gradients for nothing
-    models.alias_reduce_scatter_buffers(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
-    models.make_replicas_equal(model, mesh)
+    models.avoid_copies_of_one_rank(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
+    models.make_replicas_equal(model, mesh)  # another kind of GPU draws other numbers of the same seed
     base.give_back_freed_memory()  # whole layers
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
     return model
@@ -138,8 +138,8 @@ def transform_layer(
     if settings.activation_checkpointing == "full":
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     elif settings.activation_checkpointing == "selective":
-        selective = functools.partial(checkpoint, use_reentrant=False, context_fn=selective_contexts)
-        layer.forward = functools.partial(selective, layer.forward)
+        recompute = functools.partial(checkpoint, use_reentrant=False, context_fn=selective_contexts)
+        layer.forward = functools.partial(recompute, layer.forward)
     if settings.compile:
         layer.forward = torch.compile(layer.forward)
     shard(layer, reshard_after_forward=reshards_early(settings))
@@ -200,6 +200,7 @@ def train_step(
     so are the terms of `chosen_terms` in harness/model/loss.py, which count tokens as the loss does.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
+    # at stage 0 there is nothing to reduce in a shard group of one rank: its replicas reduce below
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
     adapted: Any = model  # by `models.adapt_forward`
     routing = adapted.routing  # of a mixture of experts
@@ -234,6 +235,8 @@ def train_step(
         job.enter_phase("backward")
         loss.backward()
     job.enter_phase("optimizer")
+    # The gradients are means over the ranks by now: FSDP2 divides where it reduces. Neither clipping nor skipping waits
+    # for the norm: the optimizer applies both on the device.
     norm = models.clip_grad_norm(optimizer, settings.max_grad_norm)
     skip = models.decide_skip(norm)
     models.step_or_skip(optimizer, skip)
@@ -252,36 +255,15 @@ def evaluate(
     """Returns the mean loss over every token of the held-out windows as `eval_loss`, of several sources also that of
     each as `eval_loss/NAME`; and how many tokens these are."""
     totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)  # of each source: summed loss, tokens
-    job.enter_phase("evaluation")
     with models.evaluating(model):
         for of_source, windows in zip(totals, held_out.values(), strict=True):
             for batch in data.held_out_batches(settings, windows, device):
-                job.enter_phase("evaluation")  # anew, as the ranks wait for each other in each batch
+                job.enter_phase("evaluation")
                 tokens = (batch["labels"] != base.IGNORE_INDEX).sum()
                 loss = model(**batch, use_cache=False).loss
                 of_source += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
     return data.mean_losses(held_out, totals)
-
-
-# ---- What may be saved -----------------------------------------------------------------------------------------------
-
-
-def why_not_to_save(run: "Run", metrics: dict, first_step: int) -> str:
-    """Why the state after the last step, whose figures are `metrics`, is neither saved nor called done: weights or
-    optimizer states are NaN or infinite, or the loss or the gradient norm that they give. Empty where all are finite.
-    The loss in `metrics` is of before the update. `first_step` is the first one since this start."""
-    batch = run.batches.last_finite(was_skipped="loss" not in metrics)
-    with run.state.tracker.excluded():
-        if problem := run.state.broken_by_update():
-            return problem
-        loss, norm = models.loss_and_norm(run.state.model, run.state.optimizer, batch)
-    for name, value in (("loss", loss), ("gradient norm", norm)):
-        if not math.isfinite(value):
-            # where steps were skipped, the last update; of weights that were broken from the start, the first step
-            step = max(first_step, run.state.step - run.state.skipped_in_a_row)
-            return f"the {name} of the weights became {value} at step {step}"
-    return ""
 
 
 # ---- Before the first step -------------------------------------------------------------------------------------------
@@ -315,8 +297,8 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
     """Everything before the first step, in its order, up to the lines that say what will run. What is cheap and may
     fail comes first."""
     folder = job.take_folder(given)
-    peak = given.peak_tflops or utils.get_gpu_peak_tflops()
-    report.check_measurable(given, device, peak)
+    peak_tflops = given.peak_tflops or utils.get_gpu_peak_tflops()
+    report.check_measurable(given, device, peak_tflops)
     trackers = report.open_trackers(given, folder)
     if given.memory_snapshot:
         report.record_memory(folder)
@@ -334,17 +316,21 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
     optimizer = models.build_optimizer(settings, model)
     scheduler = build_scheduler(settings, optimizer)
     verified = models.verify_sharding(settings, model, optimizer, mesh)
-    flops_per_token, flops = models.known_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
+    flops_per_token, flops_text = models.known_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
     if settings.min_mfu and not flops_per_token:
-        raise base.UserError(f"--min-mfu: {flops}")
-    tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
+        raise base.UserError(f"--min-mfu: {flops_text}")
+    tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak_tflops or 0)
     train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
     if checkpoint:
         train_state.load(checkpoint, of_another_run=not state.goes_on(checkpoint, folder))
         changed = ", ".join(filter(None, [changed, train_state.describe_jump()]))
     state.refuse_broken(settings, train_state, checkpoint)
     has_room = train_state.step == settings.num_steps or job.check_disk(settings, *train_state.saved_bytes(), folder)
-    job.say(report.describe_setup(settings, train_state, mesh, dataset, flops, peak, verified, checkpoint, changed))
+    job.say(
+        report.describe_setup(
+            settings, train_state, mesh, dataset, flops_text, peak_tflops, verified, checkpoint, changed
+        )
+    )
     log = report.Log(settings, train_state, dataset, folder, device, trackers, flops_per_token, changed)
     return Run(
         **vars(opened),
@@ -352,7 +338,7 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
         data=dataset,
         state=train_state,
         folder=folder,
-        batches=data.training_batches(settings, dataset, train_state, device),
+        batches=data.Batches(data.training_batches(settings, dataset, train_state, device)),
         log=log,
         checkpoints=state.Checkpoints(settings, folder, identity, device, log.sync),
         has_room=has_room,
@@ -399,6 +385,23 @@ def train(run: Run, stop: job.StopRequest) -> None:
     run.checkpoints.finish()
 
 
+def why_not_to_save(run: Run, metrics: dict, first_step: int) -> str:
+    """Why the state after the last step, whose figures are `metrics`, is neither saved nor called done; empty where it
+    may be. Weights or optimizer states are NaN or infinite, or what one more forward and backward pass gives is: the
+    loss in `metrics` is of before the update. `first_step` is the first one since this start."""
+    batch = run.batches.last_finite(was_skipped="loss" not in metrics)
+    with run.state.tracker.excluded():
+        if problem := run.state.broken_by_update():
+            return problem
+        loss, norm = models.loss_and_norm(run.state.model, run.state.optimizer, batch)
+    for name, value in (("loss", loss), ("gradient norm", norm)):
+        if not math.isfinite(value):
+            # where steps were skipped, the last update; of weights that were broken from the start, the first step
+            step = max(first_step, run.state.step - run.state.skipped_in_a_row)
+            return f"the {name} of the weights became {value} at step {step}"
+    return ""
+
+
 def evaluate_and_log(run: Run, due: job.Due, metrics: dict, problem: str, stop: job.StopRequest) -> str:
     """An evaluation where one is due, which adds `eval_loss` to `metrics`, and then a log line. Returns what is NaN or
     infinite: `problem`, or the evaluation's loss."""
@@ -424,8 +427,7 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
     settings = run.settings
     with stop.before_each_forward(run.state.model):
         stories = run.stories()
-    if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long
-        stop.raise_if_asked()
+    stop.raise_if_asked()  # what follows may take long: an export, waiting for a plan
     stop.can_save = False
     metrics = run.log.finish(stories, plan.predicted_figures(planned))
     if settings.export:

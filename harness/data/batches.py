@@ -218,7 +218,7 @@ class Batches:
 
 def training_batches(
     settings: flags.Resolved, data: TrainingData, state: DataPosition, device: torch.device
-) -> Batches:
+) -> Iterator[dict[str, Any]]:
     """Endless microbatches of this rank on its device, from the global sample `state.samples` on.
 
     `state` is the run's `TrainState`; `state.positions` moves with the batches. Where samples have other numbers of
@@ -228,7 +228,7 @@ def training_batches(
     each time they are ten times as many.
     """
     batches = read_batches(settings, data, state, device)
-    return Batches(batches if data.knows_trained else count_labels(batches, settings.gradient_accumulation_steps))
+    return batches if data.knows_trained else count_labels(batches, settings.gradient_accumulation_steps)
 
 
 def count_labels(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[dict[str, Any]]:

@@ -66,7 +66,7 @@ def set_threads(settings: flags.Settings) -> None:
 
     One thread a core, the cores divided among the ranks of this host. Threads that wait for each other keep their cores
     for a while where those are free (`may_spin`). Otherwise they sleep at once: beside a busy process a waiting thread
-    takes the core of the thread that it waits for. docs/SHARDING.md says why.
+    takes the core of the thread that it waits for.
 
     What the user has set stays. torchrun and accelerate set OMP_NUM_THREADS=1 where it was unset: their own environment
     tells which.

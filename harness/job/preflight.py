@@ -31,7 +31,7 @@ def check_machine(settings: flags.Resolved, mesh: DeviceMesh, device: torch.devi
     """
     base.from_main_process(lambda: check_shared_memory(settings), os.environ.get("LOCAL_RANK", "0") == "0")
     taken = describe_taken(holders_of_gpu()) if device.type == "cuda" else ""
-    for line in [*base.of_all_ranks(taken), describe_spread(settings, mesh)]:
+    for line in [*base.of_all_ranks(taken), describe_spread(settings, mesh["shard"].size(), host.ranks_here())]:
         if line:
             terminal.warn(line)
 
@@ -39,10 +39,9 @@ def check_machine(settings: flags.Resolved, mesh: DeviceMesh, device: torch.devi
 # ---- Nodes and GPUs --------------------------------------------------------------------------------------------------
 
 
-def describe_spread(settings: flags.Resolved, mesh: DeviceMesh) -> str:
-    """The warning of a shard group that spans several nodes of several ranks, by what the launcher says; empty for any
-    other, and where --dp-replicate-size was given."""
-    shards, of_node = mesh["shard"].size(), host.ranks_here()
+def describe_spread(settings: flags.Resolved, shards: int, of_node: int) -> str:
+    """The warning of a group of so many shards that spans several nodes of so many ranks; empty for any other, for
+    nodes of one rank, and where --dp-replicate-size was given."""
     if of_node == 1 or shards <= of_node or "dp_replicate_size" in settings.given:
         return ""
     nodes = shards // of_node

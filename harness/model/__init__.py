@@ -5,7 +5,7 @@ Elsewhere: `from harness import model as models`, as a model is called `model` t
 """
 
 from harness.model.attention import choose_attention, describe_attention
-from harness.model.collectives import alias_reduce_scatter_buffers, fsdp_group, make_replicas_equal, sharded_modules
+from harness.model.collectives import avoid_copies_of_one_rank, fsdp_group, make_replicas_equal, sharded_modules
 from harness.model.configs import choose_sequence_length, find_source, load_config, read_generation_config
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
@@ -38,8 +38,8 @@ __all__ = [
     "PretrainedWeights",
     "adapt_forward",
     "adapter_injector",
-    "alias_reduce_scatter_buffers",
     "as_in_checkpoint",
+    "avoid_copies_of_one_rank",
     "build_optimizer",
     "check_float8",
     "check_room",

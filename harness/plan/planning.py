@@ -10,7 +10,7 @@ import os
 import time
 from typing import Any
 
-from harness import base, flags, resolving
+from harness import base, flags, job, resolving
 from harness import model as models
 from harness.plan import own_plan
 from harness.plan.evidence import own_runs
@@ -70,6 +70,7 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
     result["search"] |= {"seconds": time.monotonic() - began, "plan_seconds": settings.plan_seconds}
     if settings.num_steps and settings.given.keys() & {"num_steps", "num_tokens"}:
         result["run"] = price_of_run(settings, result)
+    result["warnings"] = list_warnings(settings, worlds)
     result["rates"] = rates.values
     result["own_runs"] = own_runs()
     result["own_share"] = own_share(rates, worlds[0])
@@ -87,6 +88,17 @@ def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
             whole, divisor = -(-world // per_node) * per_node, math.gcd(world, per_node)
             advice = f"plan whole nodes, such as --plan-gpus {whole}, or give --gpus-per-node {divisor}"
             raise base.UserError(f"--plan-gpus {world}: that is {nodes}; {advice}")
+
+
+def list_warnings(settings: flags.Resolved, worlds: tuple[int, ...]) -> list[str]:
+    """What the run would warn of: the first of these numbers of GPUs that spreads shards over nodes."""
+    if settings.zero_stage == 0:
+        return []
+    for world in worlds:
+        spread = job.describe_spread(settings, world // settings.dp_replicate_size, settings.gpus_per_node)
+        if spread:
+            return [f"on {world:,} GPUs, {spread}"]
+    return []
 
 
 def price_of_run(settings: flags.Resolved, plan: dict) -> dict:

@@ -24,6 +24,7 @@ def describe_plan(settings: flags.Resolved, result: dict) -> str:
     """The answer and the table; with --plan-details all of it."""
     answer = {"verdict": describe_verdict(result)} | describe_speed(result) | describe_advice(result)
     lines = [job.columns({name: text}) if name == "command" else fill(name, text) for name, text in answer.items()]
+    lines += [fill("warning", warning) for warning in result["warnings"]]
     if len(result["configurations"]) > 1:
         lines += describe_configurations(result)
     if settings.plan_details:

@@ -140,10 +140,9 @@ def describe_training(metrics: dict, state: states.TrainState, seconds: float) -
     words = base.counted(metrics["step"], "step")
     if metrics["skipped_steps"]:
         words += f" ({metrics['skipped_steps']:,} skipped)"
-    which = ""
-    if state.elapsed_before:  # of the starts before, only the time of their steps is known
-        which, seconds = "first ", metrics.get("trained_seconds", seconds)
-    words += f", {metrics['tokens_seen']:,} tokens, {tqdm.format_interval(seconds)} of training, "
+    which = "first " if state.elapsed_before else ""
+    trained = tqdm.format_interval(metrics.get("trained_seconds", seconds))  # all starts' steps, as the metrics have it
+    words += f", {metrics['tokens_seen']:,} tokens, {trained} of training, "
     words += f"{tqdm.format_interval(state.elapsed)} since the {which}start"
     if "loss" in metrics:  # the last step was not skipped
         words += f", loss {metrics['loss']:.4f}"

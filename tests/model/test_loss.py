@@ -79,7 +79,8 @@ def test_every_path_has_the_loss_the_terms_and_the_gradients_that_autograd_has(p
 
 
 @by_path
-def test_without_a_gradient_every_path_has_the_loss_and_no_term(path):
+def test_without_a_gradient_every_path_has_the_loss_and_no_term(path, monkeypatch):
+    monkeypatch.setattr(loss, "add_product", None)  # nor the product of one
     hidden, weight, offset, labels = inputs_of(2500)
     with torch.no_grad():
         value, means = path(hidden, weight, offset, labels, TERMS)
@@ -143,6 +144,7 @@ def test_a_term_that_is_chosen_trains_the_model_and_is_not_evaluated(is_fused, c
         loss.adapt_forward(model, settings)
         with torch.no_grad():
             evaluated = model(**batch).loss
+        assert model.loss_terms == {}  # nor a gradient
         trained = model(**batch).loss
         trained.backward()
         return evaluated, trained.detach(), model.loss_terms, model.lm_head.weight.grad, model

@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import train_fsdp
 from harness import plan as planning
 from harness.model import loss
+from harness.plan.planning import list_warnings
+from harness.plan.text import describe_plan
 
 GIB = 2**30
 
@@ -278,3 +280,34 @@ def test_selective_checkpointing_recomputes_the_products_of_experts(tmp_path):
         held[level] = json.loads(process.stdout)["memory_gib"]["activations"]
     products = 2 * 4 * 2048 * 8 * (2 * 64 + 64) * 2 / 2**30  # two layers: each expert's gate and up, and down
     assert held["selective"] < held["none"] - products
+
+
+@pytest.mark.parametrize(
+    "flags, spread_on",
+    [
+        ("--plan-gpus 16", 16),
+        ("--plan-gpus 8,16,32", 16),
+        ("--plan-gpus 4 --gpus-per-node 2", 4),
+        ("--plan-gpus 8", None),
+        ("--plan-gpus 16 --dp-replicate-size 2", None),
+        ("--plan-gpus 16 --dp-replicate-size 1", None),
+        ("--plan-gpus 16 --zero-stage 0", None),
+    ],
+)
+def test_a_plan_warns_once_of_shards_that_are_spread_over_nodes(flags, spread_on):
+    settings = parse(["--plan", "--demo", "--no-compile", *words(flags)])
+    warnings = list_warnings(settings, settings.plan_gpus)
+    said = f"on {spread_on} GPUs, --dp-replicate-size: the shards are spread over 2 nodes, so every all-gather "
+    assert [warning[: len(said)] for warning in warnings] == ([said] if spread_on else [])
+
+
+def test_what_a_plan_warns_of_is_in_its_object_and_once_in_its_text():
+    forked(1, plan_on_two_nodes)
+
+
+def plan_on_two_nodes() -> None:
+    flags = "--plan --demo --no-compile --plan-gpus 16 --plan-gpu H200 --sequence-length 64 --plan-seconds 0"
+    settings, result = planning.make_plan(parse(words(flags)), train_fsdp.RECIPE)
+    (warning,) = result["warnings"]
+    assert "--dp-replicate-size" in warning
+    assert describe_plan(settings, result).count(f"\nwarning    {warning}\n") == 1
