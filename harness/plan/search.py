@@ -179,7 +179,7 @@ class Search:
         """With adapters, where a model that is to be tuned does not fit: of all memory savers they save most."""
         if self.settings.init != "pretrained" or self.row()["fits"] or not self.allowed(ADAPTERS):
             return
-        for level in ("none", "selective", "full"):
+        for level in ("none", "full"):  # selective keeps the results of frozen matmuls, which nothing needs
             if self.row(**ADAPTERS, activation_checkpointing=level)["verdict"] == "fits":
                 return
 
