@@ -13,6 +13,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConf
 
 from harness import base, flags
 
+NAME_BASE = f"set base_model_name_or_path in its {base.ADAPTER_CONFIG} to the folder or hub id of the model"
+
 
 def find_source(model: str) -> tuple[str, str]:
     """(where the config is, where weights and tokenizer are) of a preset, a local folder or a hub id."""
@@ -47,14 +49,15 @@ def find_base(adapters: str) -> tuple[str, str]:
         model = base.read_json(path).get("base_model_name_or_path")
     except (OSError, ValueError) as error:
         raise base.UserError(f"--model {adapters}: {path.name} cannot be read ({base.first_line(error)})") from error
-    advice = f"set base_model_name_or_path in its {path.name} to the folder or hub id of the model"
     if not model or folder_of_adapters(model):
-        raise base.UserError(f"--model {adapters}: adapters, which do not name the model that they are for; {advice}")
+        raise base.UserError(
+            f"--model {adapters}: adapters, which do not name the model that they are for; {NAME_BASE}"
+        )
     try:
         return find_source(model)
     except base.UserError as error:
         problem = f"adapters for {model}, which is not there ({error})"
-        raise base.UserError(f"--model {adapters}: {problem}; {advice}") from error
+        raise base.UserError(f"--model {adapters}: {problem}; {NAME_BASE}") from error
 
 
 def load_config(model: str) -> PretrainedConfig:
@@ -66,6 +69,8 @@ def load_config(model: str) -> PretrainedConfig:
     except Exception as error:  # transformers raises many kinds
         refuse_foreign_code(f"--model {model}", error)
         nowhere = f"not a preset ({', '.join(flags.PRESETS)}), not a local folder, and not to be had from the hub"
+        if folder_of_adapters(model):
+            nowhere = f"adapters for {source}, which is no folder and not to be had from the hub; {NAME_BASE}"
         problem = "its config.json cannot be used" if os.path.exists(source) else nowhere
         raise base.UserError(f"--model {model}: {problem} ({base.first_line(error)})") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
