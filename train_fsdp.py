@@ -354,14 +354,14 @@ def train(run: Run, stop: job.StopRequest) -> None:
     settings, log, tracker = run.settings, run.log, run.state.tracker
     model, optimizer = run.state.model, run.state.optimizer
     first_step, stop.resumed_step = run.state.step + 1, run.state.step
-    due = job.due(settings, run.state.step, first_step)  # at the step that this start goes on from
+    due = job.due(settings, run.state.step, first_step, ends_epoch=run.data.ends_epoch)  # where this start goes on from
     if due.evaluate and base.on_main_rank(log.lacks_evaluation):  # a stop came before it
         evaluation = {"step": run.state.step, "tokens_seen": run.state.tokens}
         if problem := evaluate_and_log(run, due, evaluation, "", stop):
             raise report.divergence_error(problem, run.folder, run.checkpoint)
     tracker.open_window()  # until here a run is set up, which is no part of a step
     while run.state.step < settings.num_steps:
-        due = job.due(settings, run.state.step + 1, first_step, run.has_room)
+        due = job.due(settings, run.state.step + 1, first_step, run.has_room, run.data.ends_epoch)
         job.enter_phase("data", due.step)
         with log.step(due):
             with stop.before_each_forward(model), run.state.step_undone_if_stopped():
@@ -417,6 +417,7 @@ def evaluate_and_log(run: Run, due: job.Due, metrics: dict, problem: str, stop: 
             run.log.write(metrics)  # without the evaluation, which the next start makes
             raise
         problem = report.first_not_finite(metrics, [])
+        run.checkpoints.note_evaluation(run.state, metrics["eval_loss"])
     run.log.write(metrics, stories)
     return problem
 
@@ -429,10 +430,10 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
         stories = run.stories()
     stop.raise_if_asked()  # what follows may take long: an export, waiting for a plan
     stop.can_save = False
-    metrics = run.log.finish(stories, plan.predicted_figures(planned))
+    metrics = run.log.finish(stories, plan.predicted_figures(planned) | run.checkpoints.best_figures())
     if settings.export:
         state.export(settings, run.state, run.tokenizer)
-    job.say(report.next_commands(settings, run.folder, run.state.step))
+    job.say(report.next_commands(settings, run.folder, run.state.step, metrics))
     run.checkpoints.check_saved()
     run.log.check_written()
     base.on_main_rank(lambda: report.check_gates(settings, metrics))

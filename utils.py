@@ -64,8 +64,8 @@ def get_dataset(
         split: with an optional slice; by default `train`, of hub data its first 5 %.
         vocab_size: embeddings of the model; by default the tokenizer's own size.
         cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.
-        text_field: column of the text, or of token ids where it is `input_ids`; of several the first that is there,
-            after `messages`, the conversations. Beside ids `labels`, `attention_mask` and masks of the loss are read.
+        text_field: column of the text, of messages, or of token ids where it is `input_ids`; of several the first that
+            is there, after conversations. Beside ids `labels`, `attention_mask` and masks of the loss are read.
         skip_bad_records: leave out, and count, records that have no text; otherwise the first is a UserError.
         packing: "concatenate" cuts documents where windows end, "best-fit" fills windows with whole ones; by default
             conversations and rows with labels are packed best-fit and all else concatenated.

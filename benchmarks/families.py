@@ -292,27 +292,27 @@ def list_families(names: list[str]) -> str:
 
 
 def table(result: dict) -> str:
-    """The families that train by how their FLOPs are counted, then the others by the reason, in Markdown."""
+    """The families that train by how their FLOPs are counted, those that are refused by the reason, and the others, in
+    Markdown."""
     trained: dict[str, list[str]] = collections.defaultdict(list)
-    others: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    refused: dict[str, list[str]] = collections.defaultdict(list)
+    not_built = [name for name, family in result["families"].items() if family["verdict"] == "not built"]
     for name, family in result["families"].items():
         if family["verdict"] == "trains":
             trained[family["flops"]].append(name)
-        else:
+        elif family["verdict"] == "refused":
             why = family.get("why", "").replace("|", "/")
             why = re.sub(rf"(--model:?) {re.escape(name)} ", r"\1 … ", why)
             why = re.sub(r"\w+ForCausalLM|\w+LMHeadModel", "…", why)
-            others[family["verdict"], why].append(name)
+            refused[why].append(name)
 
     rows = ["| FLOPs | families that train |", "|---|---|"]
     for kind, names in sorted(trained.items(), key=lambda item: -len(item[1])):
         rows.append(f"| {kind}: {len(names)} | {list_families(names)} |")
-    for verdict in ("refused", "not built"):
-        rows += ["", f"| {verdict} | why |", "|---|---|"]
-        groups = [(names, why) for (group_verdict, why), names in others.items() if group_verdict == verdict]
-        for names, why in sorted(groups, key=lambda group: (-len(group[0]), group[0])):
-            rows.append(f"| {list_families(names)} | {why} |")
-    return "\n".join(rows)
+    rows += ["", "| refused | why |", "|---|---|"]
+    for why, names in sorted(refused.items(), key=lambda item: (-len(item[1]), item[1])):
+        rows.append(f"| {list_families(names)} | {why} |")
+    return "\n".join([*rows, "", f"Not built: {list_families(not_built)}."])
 
 
 def write_table(result: dict) -> None:

@@ -51,7 +51,7 @@ def figures_of(planned: dict) -> dict:
 
 
 def table(runs: dict[str, dict]) -> str:
-    """As docs/PLAN.md has it: measured, and the plan as a share of it."""
+    """Measured, and the plan as a share of it, in Markdown."""
     lines = [
         "| run | ms a step | planned | allocated | planned | reserved | planned |",
         "|---|---|---|---|---|---|---|",

@@ -197,7 +197,7 @@ def percent(error: float | None) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """As docs/PLAN.md has it."""
+    """The runs beside their plans, in Markdown."""
     lines = ["| run | tokens/s a GPU | planned | error | GiB | planned | error |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         cells = [row["name"], f"{row['published']:,.0f}", f"{row['planned']:,.0f}", percent(row["error"])]

@@ -2,13 +2,14 @@
 files and the checkpoint, and decides what the flags leave open; nothing is built yet."""
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import transformers
 
-from harness import base, data, flags, resolving, state
+from harness import base, data, flags, job, resolving, state
 from harness import model as models
 
 
@@ -43,12 +44,17 @@ def open_run(
     corpora = data.find(given) if given.num_steps or given.eval_interval or given.show_samples else []
     config, tokenizer, prompts = models.load_files(given, data.needs_tokenizer(given, corpora))
     checkpoint = state.find_checkpoint(given.resume, folder)
+    begins_at_random = given.trains() and given.init == "random" and not checkpoint
+    unread = base.on_main_rank(lambda: models.describe_unread(given.model)) if begins_at_random else ""
+    if unread:
+        job.warn(unread)
     if given.export:
         state.check_export(given, checkpoint, folder)
     # what is trained keeps the batch and the warmup of its checkpoint; what only reads one has none
     manifest = checkpoint.manifest if checkpoint and given.trains() else None
+    epoch = functools.partial(data.count_epoch, corpora, tokenizer, config, manifest)
     return Opened(
-        settings=resolving.resolve(given, config, choose_batch_size, corpora, manifest),
+        settings=resolving.resolve(given, config, choose_batch_size, corpora, manifest, epoch),
         corpora=corpora,
         config=config,
         tokenizer=tokenizer,

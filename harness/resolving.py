@@ -18,6 +18,7 @@ def resolve(
     choose_batch_size: Callable[[flags.Settings], int],
     corpora: Sequence[data.Corpus] = (),
     manifest: dict | None = None,
+    count_epoch: Callable[[flags.Settings], int] = lambda known: 0,
 ) -> flags.Resolved:
     """What a run does and what it records, of what was given.
 
@@ -26,6 +27,7 @@ def resolve(
         choose_batch_size: called for --batch-size auto, on rank 0, with all that is decided by then.
         corpora: that are read.
         manifest: of the checkpoint that the run goes on from, if there is one.
+        count_epoch: called for --num-epochs, with all else that is decided: how many samples the data have.
 
     Raises:
         UserError: what was decided does not go together, or does not run here.
@@ -40,6 +42,7 @@ def resolve(
         sequence_length=models.choose_sequence_length(asked, config),
         document_mask=data.masks_documents(asked, corpora),
         num_workers=choose_num_workers(asked),
+        lr=choose_lr(asked, manifest),
         final_checkpoint=asked.keeps_last(),
     )
     known = dataclasses.replace(
@@ -55,7 +58,7 @@ def resolve(
         known, batch_size=batch.size, gradient_accumulation_steps=batch.accumulation, given=batch.given
     )
     if not asked.plan:
-        steps, warmup = job.count_steps(known, manifest)
+        steps, warmup = job.count_steps(known, manifest, count_epoch(known) if known.num_epochs else 0)
         windows = state.count_eval_windows(known, batch.size, manifest)
         known = dataclasses.replace(known, num_steps=steps, warmup_steps=warmup, eval_windows=windows)
     # a flag that has no effect with so many microbatches may have one on the ranks of another start
@@ -63,6 +66,13 @@ def resolve(
     if problem := flags.contradiction(as_asked):
         raise base.UserError(problem)
     return flags.Resolved(**vars(known))
+
+
+def choose_lr(settings: flags.Settings, manifest: dict | None) -> float:
+    """--lr; by default the checkpoint's that a run goes on from, of a new run one that goes with its weights."""
+    if settings.lr is not None:
+        return settings.lr
+    return manifest["flags"]["lr"] if manifest else flags.default_lr(settings)[0]
 
 
 def choose_num_workers(settings: flags.Settings) -> int:

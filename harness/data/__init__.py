@@ -11,7 +11,7 @@ from harness.data.batches import Batches, TrainingData, held_out_batches, mean_l
 from harness.data.corpora import Corpus, Reading, find, masks_documents, needs_tokenizer, open_windows
 from harness.data.encode import vocabulary_of
 from harness.data.mixture import DataRecord, WindowOrder, describe_changes, read_record, renamed
-from harness.data.sources import evaluates_own_data, load, show_samples, story_beginning
+from harness.data.sources import count_epoch, evaluates_own_data, load, show_samples, story_beginning
 from harness.data.windows import PackedDataset, SyntheticDataset, create_collate_fn
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "SyntheticDataset",
     "TrainingData",
     "WindowOrder",
+    "count_epoch",
     "create_collate_fn",
     "describe_changes",
     "evaluates_own_data",

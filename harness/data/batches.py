@@ -54,7 +54,8 @@ class TrainingData:
     record: DataRecord
     seq_len: int
     seed: int
-    held_out: dict[str, Any] | None = None  # windows of each source; None where nothing is evaluated
+    held_out: dict[str, Any] | None = None  # windows of each source, or apart; None where nothing is evaluated
+    held_out_identity: dict[str, str] = field(default_factory=dict)  # what tells each of these from others
     header: dict[str, str] = field(default_factory=dict)  # lines of the header
     beginning: str = ""  # the first words of the text, for a story
 
@@ -121,6 +122,13 @@ class TrainingData:
         """How often each source is read by the first `samples` of the run; without streams, whose size is not known."""
         counts = self.mixture.counts(samples)
         return {name: counts.get(name, 0) / order.windows for name, order in self.orders.items()}
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether with this optimizer step all windows have been read once more: of one source, or of several that are
+        mixed by size. The step takes windows of the next epoch too where the last ones do not fill it."""
+        windows = sum(order.windows for order in self.orders.values())
+        samples = self.record.samples_of_step(step)
+        return samples.stop // windows > samples.start // windows
 
     def figures(self, samples: int, tokens: int) -> dict[str, float]:
         """The figures of a log line after so many samples and tokens: of each source of a mixture its share now and how

@@ -1,5 +1,11 @@
 """Chat: conversations as tokens, by a chat template, with a mask of what is trained on. A template is run in
-transformers' sandbox of jinja; no other code of a tokenizer's folder runs."""
+transformers' sandbox of jinja; no other code of a tokenizer's folder runs.
+
+The assistant's are the characters that a template marks with {% generation %}. In a template without it a turn of the
+assistant's goes from the end of (what comes before it, rendered with the generation prompt) to the end of (all up to
+it, rendered). So the token that ends the turn is in it, which a model must learn to write, and the generation prompt
+is not, which it is given. Both renderings must be how the whole conversation begins.
+"""
 
 import copy
 import datetime
@@ -15,7 +21,8 @@ import numpy as np
 import tokenizers
 
 from harness import base
-from harness.data.encode import Encoded, TextFormat, backend_of, encode_texts, take
+from harness.data.conversations import layout_of
+from harness.data.encode import Encoded, TextFormat, backend_of, encode_texts, own_tokens_around, take
 from harness.data.records import Conversation, refuse_or_count
 from harness.data.windows import PackedDataset, Window
 
@@ -25,6 +32,8 @@ if TYPE_CHECKING:
 TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: the date that Llama's takes where it has no clock
 DATE_CODES = ["%a", "%A", "%b", "%B", "%c", "%d", "%-d", "%F", "%H"]
 DATE_CODES += ["%I", "%j", "%m", "%-m", "%M", "%p", "%S", "%y", "%Y"]
+COMPLETIONS = "prompt+completion"  # the layout that needs no template where it is text
+SHOWN = 30  # characters of a text in a message, on each side of a place
 EXAMPLES, EXAMPLE_TOKENS = 3, 200  # that are printed, and tokens of each
 
 
@@ -35,37 +44,79 @@ class Rendered(NamedTuple):
     spans: list[tuple[int, int]]  # (first, after the last) character of each part that is trained on
 
 
+class BadConversationError(Exception):
+    """A conversation that cannot be trained on, in words."""
+
+
 class ChatFormat(TextFormat):
     """Conversations as tokens."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, template: str | None, loss: str, skip_bad: bool = False):
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        template: str | None,
+        loss: str,
+        skip_bad: bool = False,
+        layout: str = "messages",
+    ):
         """`template` is a jinja template, by default the tokenizer's; `loss` says which tokens are trained on, those of
-        the "assistant" or "all"."""
+        the "assistant" or "all"; `layout` is that of the records."""
         super().__init__(tokenizer, vocab_size)
-        self.template, self.loss, self.skip_bad = template, loss, skip_bad
+        self.template, self.loss, self.skip_bad, self.layout = template, loss, skip_bad, layout
+        self.has_template = bool(template or tokenizer.chat_template)
 
     def identity(self) -> list:
         special_tokens = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
         template = self.template or self.tokenizer.chat_template
         return [*super().identity(), template, self.loss, special_tokens, str(TODAY)]
 
+    def describe(self) -> dict[str, str]:
+        """The header's lines about the layout of the records and about what is trained on."""
+        layout, trained = layout_of(self.layout).title, "the assistant's turns"
+        if self.layout == COMPLETIONS:
+            trained = "the assistant's turns of the completions"
+            if not self.has_template:
+                layout, trained = f"{layout}, end to end, as there is no chat template", "the completions"
+        if self.loss == "all":
+            trained = "all tokens"
+        elif self.has_template:
+            marked = has_generation(self.tokenizer.get_chat_template(self.template))
+            trained += ", marked by the chat template" if marked else ", found by rendering prefixes"
+            if self.lacks_end():
+                trained += "; the template puts no end to them, from which a model learns to stop"
+        return {"format": layout, "trained on": trained}
+
+    def lacks_end(self) -> bool:
+        """Whether an answer's last character is the last one that is trained on, as in templates that end a turn only
+        by the next one's beginning."""
+        question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        try:
+            text, spans = self.render(Conversation([question, answer]))
+        except Exception:  # of this conversation, as in `check`
+            return False
+        return bool(spans) and text[: spans[-1][1]].endswith("b")
+
     def check(self, dataset: str) -> None:
         """Raises a UserError where no conversation could be rendered or masked."""
         source = "--chat-template" if self.template else f"--tokenizer {self.tokenizer.name_or_path}"
-        try:
-            template = self.tokenizer.get_chat_template(self.template)
-        except ValueError as error:
-            problem = f"holds conversations, and {source} has no chat template to render them"
-            raise base.UserError(f"--dataset {dataset}: {problem}; give one with --chat-template FILE") from error
-        if self.loss == "assistant" and not re.search(r"{%-?\s*generation\s*-?%}", template):
-            raise no_assistant_mask(f"{source}: its chat template has no {{% generation %}}")
-        try:
-            self.tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template)
-        except jinja2.TemplateSyntaxError as error:
-            problem = f"its chat template has a syntax error in line {error.lineno}, {error.message}"
-            raise base.UserError(f"{source}: {problem}; mend it") from error
-        except Exception:  # of this conversation; what those of the corpus lack is found when they are rendered
-            pass
+        if not self.has_template and self.layout != COMPLETIONS:
+            raise self.no_template(f"--dataset {dataset}: holds conversations")
+        if not self.has_template and self.tokenizer.eos_token is None:
+            raise base.UserError(f"{source}: it has no end-of-text token (eos_token), which completions end with")
+        if self.has_template:
+            try:
+                template = self.tokenizer.get_chat_template(self.template)
+            except ValueError as error:
+                problem = f"{source}: {base.first_line(error).rstrip('.')}"
+                raise base.UserError(f"{problem}; give one with --chat-template FILE") from error
+            try:
+                self.tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template)
+            except jinja2.TemplateSyntaxError as error:
+                problem = f"its chat template has a syntax error in line {error.lineno}, {error.message}"
+                raise base.UserError(f"{source}: {problem}; mend it") from error
+            except Exception:  # of this conversation; what those of the corpus lack is found when they are rendered
+                pass
         if self.loss == "assistant" and not self.tokenizer.is_fast:
             problem = f"{type(self.tokenizer).__name__} does not say which characters a token has"
             raise base.UserError(
@@ -73,12 +124,20 @@ class ChatFormat(TextFormat):
                 "known; give a tokenizer that has a tokenizer.json, or train on all tokens with --chat-loss all"
             )
 
+    def no_template(self, problem: str) -> base.UserError:
+        missing = f"and --tokenizer {self.tokenizer.name_or_path} has no chat template to render them"
+        return base.UserError(f"{problem}, {missing}; give one with --chat-template FILE")
+
     def encode(self, documents: list, counts: Counter) -> Encoded:
         """Conversations as tokens and masks. Those without a token to train on are left out, and counted."""
         rendered = []
         for conversation in documents:
             try:
                 rendered.append(self.render(conversation))
+            except base.UserError:
+                raise
+            except BadConversationError as error:
+                refuse_or_count(conversation.place, str(error), self.skip_bad, counts)
             except Exception as error:  # a template may raise anything
                 fault = f"the chat template fails, {base.first_line(error)}"
                 refuse_or_count(conversation.place, fault, self.skip_bad, counts)
@@ -93,8 +152,12 @@ class ChatFormat(TextFormat):
         return self.joined(tokens, counts, masks)
 
     def render(self, conversation: Conversation) -> Rendered:
-        """The text of a conversation, as `apply_chat_template` renders it."""
+        """The text of a conversation, as `apply_chat_template` renders it, and what is trained on of it."""
+        if not self.has_template:
+            return self.end_to_end(conversation)
         template = self.tokenizer.get_chat_template(self.template, conversation.tools)
+        if conversation.is_text:
+            self.refuse_rendered(conversation, template)
         if "strftime_now" in template:
             template = with_fixed_date(template)
         if self.loss == "all":
@@ -102,18 +165,92 @@ class ChatFormat(TextFormat):
                 conversation.messages, tools=conversation.tools, chat_template=template, tokenize=False
             )
             return Rendered(text, [(0, len(text))])
+        text, spans = self.render_messages(conversation, template, len(conversation.messages), mark=True)
+        if not has_generation(template):
+            return Rendered(text, self.spans_by_prefixes(conversation, template, text))
+        if conversation.first_trained:
+            start = self.length_of_prompt(conversation, template, text)
+            spans = [(max(first, start), last) for first, last in spans if last > start]
+        return Rendered(text, spans)
+
+    def render_messages(
+        self, conversation: Conversation, template: str, count: int, prompt: bool = False, mark: bool = False
+    ) -> Rendered:
+        """The first `count` messages as text, with the generation prompt for `prompt`; the spans that the template
+        marks for `mark`."""
         from transformers.utils.chat_template_utils import render_jinja_template  # takes long to import
 
         tools: Any = conversation.tools  # typing takes no list of objects for one of objects or functions
         rendered: Any = render_jinja_template(
-            conversations=[conversation.messages],
+            conversations=[conversation.messages[:count]],
             tools=tools,
             chat_template=template,
-            return_assistant_tokens_mask=True,
+            return_assistant_tokens_mask=mark and has_generation(template),
+            add_generation_prompt=prompt,
             **self.tokenizer.special_tokens_map,
         )
-        (text,), (spans,) = rendered
-        return Rendered(text, spans)
+        (text,), spans = rendered
+        return Rendered(text, spans[0] if spans else [])
+
+    def spans_by_prefixes(self, conversation: Conversation, template: str, text: str) -> list[tuple[int, int]]:
+        """The characters of each turn of the assistant's in the rendered `text` of a conversation."""
+        spans = []
+        for number, message in enumerate(conversation.messages):
+            if message["role"] != "assistant" or number < conversation.first_trained:
+                continue
+            if number == 0:
+                first = self.length_before_first(conversation, template, text)
+            else:
+                before, _ = self.render_messages(conversation, template, number, prompt=True)
+                first = length_of_prefix(conversation, before, text)
+            turns = text
+            if number + 1 < len(conversation.messages):
+                turns, _ = self.render_messages(conversation, template, number + 1)
+            spans.append((first, length_of_prefix(conversation, turns, text)))
+        return spans
+
+    def length_of_prompt(self, conversation: Conversation, template: str, text: str) -> int:
+        """How many characters stand before the messages that are trained on."""
+        before = ""
+        for with_generation_prompt in (False, True):  # without it some templates end a conversation
+            before, _ = self.render_messages(conversation, template, conversation.first_trained, with_generation_prompt)
+            if text.startswith(before):
+                return len(before)
+        raise changed_before(conversation, before, text)
+
+    def length_before_first(self, conversation: Conversation, template: str, text: str) -> int:
+        """How many characters stand before what the assistant says first in a conversation that it begins."""
+        try:
+            before, _ = self.render_messages(conversation, template, 0, prompt=True)
+        except Exception:  # templates look at the first message
+            before = None
+        if before is None or not text.startswith(before):
+            raise BadConversationError("it begins with the assistant, which the chat template has no prompt for")
+        return len(before)
+
+    def end_to_end(self, conversation: Conversation) -> Rendered:
+        """A prompt and its completion as they are, with the end-of-text token and what the tokenizer's own rule puts
+        before a text."""
+        if not conversation.is_text or len(conversation.messages) != 2 or conversation.tools:
+            raise self.no_template(f"--dataset {conversation.place}: holds messages, a system prompt or tools")
+        prompt, completion = (message["content"] for message in conversation.messages)
+        before = self.text_before + prompt
+        text = before + completion.removesuffix(self.tokenizer.eos_token) + self.tokenizer.eos_token
+        return Rendered(text, [(0 if self.loss == "all" else len(before), len(text))])
+
+    @functools.cached_property
+    def text_before(self) -> str:
+        """What the tokenizer's own rule puts before a text, such as <s>."""
+        return "".join(self.tokenizer.convert_ids_to_tokens(own_tokens_around(self.tokenizer)[0]))
+
+    def refuse_rendered(self, conversation: Conversation, template: str) -> None:
+        """Raises a BadConversationError for a text that has the special tokens of the template already."""
+        texts = [message["content"] for message in conversation.messages]
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        for token in special:
+            if token in template and any(token in text for text in texts):
+                problem = f"its text has {token}, so it is rendered already, and would be once more"
+                raise BadConversationError(f"{problem}; docs/DATA.md (Conversations) has a template that adds nothing")
 
     def encode_rendered(self, rendered: list[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(tokens, mask) of each: a token is trained on where one of its characters is. `apply_chat_template` looks for
@@ -158,9 +295,40 @@ def with_fixed_date(template: str) -> str:
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
 
 
+def has_generation(template: str) -> bool:
+    """Whether a template marks what the assistant writes."""
+    return re.search(r"{%-?\s*generation\s*-?%}", template) is not None
+
+
+def length_of_prefix(conversation: Conversation, beginning: str, text: str) -> int:
+    """The length of what the beginning of a conversation was rendered to; a UserError where the text of the whole does
+    not begin so."""
+    if not text.startswith(beginning):
+        raise changed_before(conversation, beginning, text)
+    return len(beginning)
+
+
+def changed_before(conversation: Conversation, beginning: str, text: str) -> base.UserError:
+    """What is wrong where a template renders the beginning of a conversation otherwise once more follows."""
+    pairs = enumerate(itertools.zip_longest(beginning, text))
+    at = next(place for place, (one, other) in pairs if one != other)
+    alone, followed = (repr(part[max(0, at - SHOWN) : at + SHOWN]) for part in (beginning, text))
+    problem = f"its chat template changes what came before as a conversation goes on ({alone} becomes {followed})"
+    why = "such as one that moves a system prompt or drops thoughts"
+    return no_assistant_mask(f"--dataset {conversation.place}: {problem}, {why}")
+
+
+def nothing_trained(dataset: str, conversations: int, chat: TextFormat) -> base.UserError:
+    """What is wrong where no conversation has a token to train on."""
+    problem = f"the chat template marks no token of any of the {conversations:,} conversations"
+    if isinstance(chat, ChatFormat) and "prefixes" in chat.describe()["trained on"]:
+        problem = f"none of its conversations, {conversations:,}, has a message with the role assistant"
+    return no_assistant_mask(f"--dataset {dataset}: {problem}")
+
+
 def no_assistant_mask(problem: str) -> base.UserError:
     """No token of any conversation would be trained on."""
-    advice = "give a template that has it around what the assistant writes with --chat-template FILE"
+    advice = "give a template that has {% generation %} around what the assistant writes with --chat-template FILE"
     return base.UserError(
         f"{problem}, so which tokens are the assistant's is not known; {advice}, or train on all tokens with "
         "--chat-loss all"

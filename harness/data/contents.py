@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
 from harness import base
+from harness.data.conversations import LAYOUTS, OF_PREFERENCES, describe_layouts
 from harness.data.files import DataFile
 from harness.data.readers import reader_of
 from harness.data.records import BLOCK, Field, NoFieldError, Record, names_of
@@ -49,7 +50,16 @@ def read_records(
                 yield f"{of_file} {number:,}{after}", record
     except NoFieldError as error:
         wanted, fields = names_of(text_field)[-1], ", ".join(error.args[0])
-        raise base.UserError(f"--text-field {wanted}: no such field in {file} (fields: {fields})") from error
+        if wanted in LAYOUTS:
+            needs = " and ".join(LAYOUTS[wanted].needs)
+            problem = f"no {needs}, which the first file has (fields: {fields})"
+            advice = "give files of another format a source of their own: --dataset FILE FILE"
+            raise base.UserError(f"--dataset {file}: {problem}; {advice}") from error
+        problem = f"no such field in {file} (fields: {fields})"
+        advice = f"conversations are {describe_layouts()}"
+        if {"chosen", "rejected"} <= set(error.args[0]):
+            advice = OF_PREFERENCES
+        raise base.UserError(f"--text-field {wanted}: {problem}; {advice}") from error
     except (OSError, ValueError, NotImplementedError, EOFError, zlib.error) as error:  # ValueError is Arrow's too
         raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
 

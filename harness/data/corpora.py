@@ -1,6 +1,7 @@
 """Corpora: what a source of --dataset is, and its tokens as windows: from the token cache, where it is tokenized once,
 or from token files. The way in for a library (`open_windows`)."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -17,18 +18,19 @@ from torch.utils.data import Subset
 from harness import base, flags
 from harness.data import cache, contents, files, token_files
 from harness.data.batches import TrainingData, mix
-from harness.data.chat import ChatFormat, no_assistant_mask
+from harness.data.chat import ChatFormat, nothing_trained
 from harness.data.contents import read_records
+from harness.data.conversations import LAYOUTS, describe_layouts
 from harness.data.encode import RowFormat, TextFormat, take
 from harness.data.files import DataFile, Listing
 from harness.data.mixture import WindowOrder
 from harness.data.readers import is_token_file, reader_of
 from harness.data.records import (
-    CHAT_FIELD,
     DEFAULT_FIELD,
     KINDS,
     MASKED_KINDS,
     BadRecord,
+    Conversation,
     Field,
     kind_of,
     read_documents,
@@ -36,6 +38,7 @@ from harness.data.records import (
 from harness.data.windows import BestFitDataset, PackedDataset, Tokens
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
+DEFAULT_EVAL_SPLIT = "validation"
 LOOKED_AT = 100  # files, and records of each, among which the first good one tells what a corpus is
 
 
@@ -50,13 +53,19 @@ class Corpus:
     source: flags.Source
     listing: Listing
     split: str  # that is trained on, with its slice
-    text_field: Field
+    text_field: Field  # of conversations their layout
     is_mapped: bool  # whether its files are token files
     kind: str  # of its records, one of `records.KINDS`; of token files "ids"
+    is_apart: bool = False  # of an --eval-split that is a place of its own: evaluated whole, never trained on
 
     @property
     def name(self) -> str:
         return self.source.name
+
+    @property
+    def files(self) -> list[DataFile]:
+        """The files of its split."""
+        return self.listing.of_split(parse_split(self.split)[0])
 
     @property
     def is_chat(self) -> bool:
@@ -69,15 +78,54 @@ class Corpus:
 
 
 def find(settings: flags.Settings) -> list[Corpus]:
-    """The corpora of a run, listed once, by rank 0; none of synthetic data. Every rank calls this."""
+    """The corpora of a run, listed once, by rank 0: its sources, none of synthetic data, and behind them that of an
+    --eval-split that is a place of its own, which alone is read where nothing is trained. Every rank calls this."""
     chat_flags = {"chat_template": "--chat-template", "chat_loss": "--chat-loss"}
     idle = [flag for name, flag in chat_flags.items() if name in settings.given and settings.trains()]
-    if settings.dataset == "synthetic":
-        refuse_idle(idle, [])
-        return []
-    corpora = base.on_main_rank(lambda: [find_corpus(settings, source) for source in settings.sources()])
+    corpora = base.on_main_rank(lambda: find_all(settings))
     refuse_idle(idle, corpora)
     return corpora
+
+
+def find_all(settings: flags.Settings) -> list[Corpus]:
+    """The corpora of `find`, listed by this process."""
+    holds_apart = settings.eval_interval and flags.is_place(settings.eval_split) and not settings.show_samples
+    if holds_apart and settings.num_steps == 0:
+        return [find_apart(settings)]
+    corpora = []
+    if settings.dataset != "synthetic":
+        corpora = [find_corpus(settings, source) for source in settings.sources()]
+    if not holds_apart:
+        return corpora
+    apart = find_apart(settings)
+    held_out = {file.version()[0] for file in apart.files}
+    for corpus in corpora:
+        if shared := [file for file in corpus.files if file.version()[0] in held_out]:
+            problem = f"{shared[0]} is in --dataset {corpus.source.dataset} too, which is trained on"
+            advice = "take it out of there, or name a pattern without it"
+            raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; {advice}")
+    return [*corpora, apart]
+
+
+def find_apart(settings: flags.Settings) -> Corpus:
+    """The corpus of an --eval-split that is a place of its own: its split `validation`, or where it has none `train`,
+    which is all that is in no split."""
+    place = str(settings.eval_split)
+    with named_by_eval_split():
+        listing = files.find_files(place)
+        split = DEFAULT_EVAL_SPLIT if DEFAULT_EVAL_SPLIT in listing.splits else "train"
+        source = flags.Source(flags.name_of(place), place, None)
+        corpus = look_into(source, split, text_field_of(settings), None)
+    return dataclasses.replace(corpus, is_apart=True)
+
+
+@contextlib.contextmanager
+def named_by_eval_split() -> Iterator[None]:
+    """What is wrong with the corpus of --eval-split names that flag, where any other's names --dataset."""
+    try:
+        yield
+    except base.UserError as error:
+        raise base.UserError(re.sub("^--dataset", "--eval-split", str(error)), error.exit_code) from error
 
 
 def refuse_idle(chat_flags: list[str], corpora: list[Corpus]) -> None:
@@ -85,15 +133,17 @@ def refuse_idle(chat_flags: list[str], corpora: list[Corpus]) -> None:
     if chat_flags and not any(corpus.is_chat for corpus in corpora):
         found = ", ".join(f"{corpus.source.dataset} has {KINDS[corpus.kind]}" for corpus in corpora)
         found = found or "synthetic data have none"
-        problem = f"only with conversations, which are records with `messages`; {found}"
+        problem = f"only with conversations, which are records with {describe_layouts()}; {found}"
         raise base.UserError(f"{', '.join(chat_flags)}: {problem}; leave it out")
 
 
 def find_corpus(settings: flags.Settings, source: flags.Source) -> Corpus:
-    text_field: Field = ("input_ids", settings.text_field)
-    if "text_field" in settings.given:
-        text_field = settings.text_field
+    text_field = text_field_of(settings)
     return look_into(source, settings.dataset_split, text_field, settings.dataset_config, settings.streaming)
+
+
+def text_field_of(settings: flags.Settings) -> Field:
+    return settings.text_field if "text_field" in settings.given else ("input_ids", settings.text_field)
 
 
 def look_into(
@@ -108,8 +158,8 @@ def look_into(
     is_mapped = are_mapped(of_split)
     kind = "ids"
     if not is_mapped:
-        kinds = (kind_of_records(file, text_field) for file in of_split[:LOOKED_AT])
-        kind = next(filter(None, kinds), "text")
+        found = (look_at_records(file, text_field) for file in of_split[:LOOKED_AT])
+        kind, text_field = next(filter(None, found), ("text", text_field))
     return Corpus(source, listing, split, text_field, is_mapped, kind)
 
 
@@ -131,23 +181,25 @@ def are_mapped(of_split: list[DataFile]) -> bool:
     return True
 
 
-def kind_of_records(file: DataFile, text_field: Field) -> str:
-    """What the records of a file are, as the first good one is; "" where there is none. Where a record has `messages`
-    and a field of `text_field`, the messages count, but for a single field, which somebody has named. What cannot be
-    read is found later."""
+def look_at_records(file: DataFile, text_field: Field) -> tuple[str, Field] | None:
+    """(what the records of a file are, the field or layout that is read of them), as the first good one is; None where
+    there is none. Where a record has a conversation and a field of `text_field`, the conversation counts, but for a
+    single field, which somebody has named. What cannot be read is found later."""
     if not getattr(reader_of(file.name), "HAS_FIELDS", True):
-        return "text"
-    names = (text_field, CHAT_FIELD) if isinstance(text_field, str) else (CHAT_FIELD, *text_field)
+        return "text", text_field
+    names = (text_field, *LAYOUTS) if isinstance(text_field, str) else (*LAYOUTS, *text_field)
     try:
         for _, record in itertools.islice(read_records(file, names), LOOKED_AT):
             if isinstance(record, BadRecord):
-                if record.of_chat:
-                    return "chat"
+                if record.layout:
+                    return "chat", record.layout
+            elif isinstance(record, Conversation):
+                return "chat", record.layout
             elif record is not None and len(record):
-                return kind_of(record)
+                return kind_of(record), text_field
     except base.UserError:
         pass
-    return ""
+    return None
 
 
 def needs_tokenizer(settings: flags.Settings, corpora: list[Corpus]) -> bool:
@@ -155,7 +207,7 @@ def needs_tokenizer(settings: flags.Settings, corpora: list[Corpus]) -> bool:
     asks for text or for the ends of documents."""
     if settings.tokenizer or settings.sample_prompt:
         return True
-    if settings.dataset == "synthetic":
+    if settings.dataset == "synthetic" and not corpora:
         return False
     ends = settings.document_mask or settings.eval_interval or "[" in (settings.dataset_split or "")
     if ends or settings.packing == "best-fit" or settings.export:
@@ -164,9 +216,11 @@ def needs_tokenizer(settings: flags.Settings, corpora: list[Corpus]) -> bool:
 
 
 def masks_documents(settings: flags.Settings, corpora: Sequence[Corpus]) -> bool:
-    """--document-mask, which by default is on where a run reads conversations or labels."""
+    """--document-mask, which by default is on where a run trains on conversations or labels, or evaluates them without
+    training."""
     if settings.document_mask is None:
-        return any(corpus.has_mask for corpus in corpora)
+        sources = [corpus for corpus in corpora if not corpus.is_apart] or corpora
+        return any(corpus.has_mask for corpus in sources)
     return settings.document_mask
 
 
@@ -199,10 +253,14 @@ class Reading:
             return RowFormat(self.tokenizer, self.vocab_size)
         if not corpus.is_chat:
             return TextFormat(self.tokenizer, self.vocab_size)
-        template = base.read_template(self.chat_template)
-        chat = ChatFormat(self.tokenizer, self.vocab_size, template, self.chat_loss, self.skip_bad_records)
+        chat = self.chat_format(corpus)
         chat.check(corpus.source.dataset)
         return chat
+
+    def chat_format(self, corpus: Corpus) -> ChatFormat:
+        template = base.read_template(self.chat_template)
+        layout = str(corpus.text_field)
+        return ChatFormat(self.tokenizer, self.vocab_size, template, self.chat_loss, self.skip_bad_records, layout)
 
     def open(self, corpus: Corpus, split: str) -> tuple[Tokens, str]:
         """(the tokens of a split, mapped; where they come from, in words). Text is tokenized where it was not. A slice
@@ -230,12 +288,11 @@ class Reading:
     def _tokenize(self, corpus: Corpus, of_split: list[DataFile], rows: tuple[int, int] | None) -> tuple:
         """What `cache.tokenize_once` returns, of these files, or of some of their rows."""
         encoder = self.encoder(corpus)
-        text_field = CHAT_FIELD if corpus.is_chat else corpus.text_field
         content = [file.version() for file in of_split]
-        identity = [content, rows, text_field, corpus.has_mask, *encoder.identity()]
+        identity = [content, rows, corpus.text_field, corpus.has_mask, *encoder.identity()]
 
         def tokenize(counts: Counter) -> Iterator:
-            records = itertools.chain.from_iterable(read_records(file, text_field) for file in of_split)
+            records = itertools.chain.from_iterable(read_records(file, corpus.text_field) for file in of_split)
             if rows:
                 records = itertools.islice(records, *rows)  # type: ignore[assignment]
             documents = read_documents(records, self.vocab_size, self.skip_bad_records, counts, corpus.kind)
@@ -244,8 +301,7 @@ class Reading:
             if not counts["tokens"]:
                 left_out = counts["conversations without a trained token"]
                 if left_out:
-                    problem = f"the chat template marks no token of any of the {left_out:,} conversations"
-                    raise no_assistant_mask(f"--dataset {corpus.source.dataset}: {problem}")
+                    raise nothing_trained(corpus.source.dataset, left_out, encoder)
                 if left_out := counts["rows without a trained token"]:
                     problem = f"none of its {left_out:,} rows has a token to train on by its labels and masks"
                     raise base.UserError(f"--dataset {corpus.source.dataset}: {problem}; mend these, or drop them")

@@ -15,6 +15,7 @@ from harness.data.records import COMPRESSIONS
 
 # by a file's or folder's name
 SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
+NO_DATA = ("readme.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")  # in a folder
 NUMBERED = r"-\d{5}-of-\d{5}"  # the part of a file's name that says which of several it is
 
 
@@ -109,10 +110,13 @@ def find_files(place: str, subset: str | None = None) -> Listing:
         name = names[file]
         if not is_one_file and any(part.startswith(".") for part in name.split("/")):
             continue
-        if readers.reader_of(file.name) and (is_one_file or file.name.lower() != "readme.md"):
+        if readers.reader_of(file.name) and (is_one_file or file.name.lower() not in NO_DATA):
             files.append(file)
         elif not file.name.endswith(readers.companions()):
             left_out.append(name if name.isprintable() else ascii(name))
+    if not all(is_only_alone(file) for file in files):
+        left_out += [names[file] for file in files if is_only_alone(file)]
+        files = [file for file in files if not is_only_alone(file)]
     if not files:
         raise base.UserError(f"--dataset {place}: {describe_nothing(left_out)}")
     if is_one_file:
@@ -126,6 +130,11 @@ def find_files(place: str, subset: str | None = None) -> Listing:
     elif unnamed:
         splits = {"train": unnamed} | splits
     return Listing(place, splits, sorted(left_out))
+
+
+def is_only_alone(file: DataFile) -> bool:
+    """Whether a file is data only where no other data files lie beside it."""
+    return getattr(readers.reader_of(file.name), "ONLY_ALONE", False)
 
 
 def split_in(name: str) -> str:

@@ -1,6 +1,5 @@
 """Records: what readers give for each record of a file, what they share, and the documents in records."""
 
-import contextlib
 import json
 import re
 import sys
@@ -22,7 +21,6 @@ FIRST_TAIL = 2**13  # of the first read behind a part of a file, for the end of 
 
 Field = str | tuple[str, ...]  # the column that is trained on, or several: the first one that is there
 DEFAULT_FIELD = ("input_ids", "text")
-CHAT_FIELD = "messages"  # of a conversation
 LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # 1 for each token that is trained on
 BESIDE_IDS = ("labels", "attention_mask", "position_ids", *LOSS_MASKS)  # fields of token ids, a number for each of them
 
@@ -31,7 +29,7 @@ class BadRecord(NamedTuple):
     """A record that cannot be trained on."""
 
     fault: str  # what stands there, in words
-    of_chat: bool = False  # whether it has messages
+    layout: str = ""  # of the conversation that it should be
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +38,9 @@ class Conversation:
 
     messages: list[dict]
     tools: list[dict] | None = None
+    layout: str = "messages"  # in which its record has it, one of `conversations.LAYOUTS` or a column
+    first_trained: int = 0  # of the messages: those before it are a prompt
+    is_text: bool = False  # whether it was a prompt and a completion that are text
     place: str = ""  # of the record, as messages name it
 
     def __len__(self) -> int:
@@ -83,20 +84,10 @@ def names_of(text_field: Field) -> tuple[str, ...]:
     return (text_field,) if isinstance(text_field, str) else text_field
 
 
-def choose_field(names: list[str], text_field: Field) -> str:
-    """The column that is trained on, of those in a file; a NoFieldError where there is none."""
-    for name in names_of(text_field):
-        if name in names:
-            return name
-    raise NoFieldError(names)
-
-
-def read_fields(fields: dict[str, Any], field: str) -> Record:
-    """The document in a field of a record: token ids in `input_ids`, a conversation in `messages`, in any other a text
-    or token ids; with what the fields beside it say of it."""
+def read_value(fields: dict[str, Any], field: str) -> Record:
+    """The document in a field of a record, no conversation: token ids in `input_ids`, in any other a text or token ids;
+    with what the fields beside it say of it."""
     value = fields[field]
-    if field == CHAT_FIELD and not isinstance(value, str):
-        return check_conversation(value, fields.get("tools"))
     if field == "input_ids" or (value and isinstance(value, list)):
         are_ints = isinstance(value, list) and set(map(type, value)) <= {int}
         if are_ints and 0 <= min(value, default=0) <= max(value, default=0) <= MAX_TOKEN_ID:
@@ -151,43 +142,6 @@ def is_flat(values: Any) -> bool:
     return isinstance(values, np.ndarray) or (
         isinstance(values, list) and not any(isinstance(value, list) for value in values)
     )
-
-
-def check_conversation(messages: Any, tools: Any = None) -> Conversation | BadRecord:
-    """Messages as a conversation: a list of objects with a role and a content, a text or a list of parts, which only a
-    message that calls tools may lack. Tools are a list, or one as JSON text."""
-    if isinstance(tools, str):
-        with contextlib.suppress(ValueError):
-            tools = json.loads(tools)
-    messages, tools = without_nulls(messages), without_nulls(tools)
-    if not isinstance(messages, list) or not messages:
-        return BadRecord(f"{excerpt(messages)} instead of a list of messages", of_chat=True)
-    for number, message in enumerate(messages):
-        if not is_message(message):
-            problem = f"messages[{number}] is {excerpt(message)} instead of an object with role and content"
-            return BadRecord(problem, of_chat=True)
-    if not isinstance(tools, list | None):
-        return BadRecord(f"tools are {excerpt(tools)} instead of a list", of_chat=True)
-    if has_half_pair(json.dumps([messages, tools], ensure_ascii=False, default=str)):
-        return BadRecord(f"{excerpt(messages)} with half a surrogate pair", of_chat=True)
-    return Conversation(messages, tools or None)
-
-
-def without_nulls(value: Any) -> Any:
-    """A value of JSON without the fields that are null. Parquet gives each object of a column all fields that any of
-    them has, so there null and absent are one; a template would render a null, and what it renders is trained on."""
-    if isinstance(value, dict):
-        return {name: without_nulls(of_name) for name, of_name in value.items() if of_name is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value
-
-
-def is_message(message: Any) -> bool:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return False
-    content = message.get("content")
-    return isinstance(content, str | list) or (content is None and bool(message.get("tool_calls")))
 
 
 def has_half_pair(text: str) -> bool:

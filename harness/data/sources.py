@@ -4,6 +4,7 @@ header says of them; what an evaluation of a run reads."""
 import copy
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -14,21 +15,29 @@ import torch.distributed as dist
 from harness import base, job
 from harness import flags as flag_rules
 from harness.data import stream, token_files
-from harness.data.batches import TrainingData, describe_step
+from harness.data.batches import TrainingData, describe_step, mix
 from harness.data.chat import describe_examples, render_prompt
 from harness.data.contents import read_records
-from harness.data.corpora import Corpus, Reading, are_mapped, find_corpus, parse_split
+from harness.data.corpora import (
+    DEFAULT_EVAL_SPLIT,
+    Corpus,
+    Reading,
+    are_mapped,
+    find_apart,
+    find_corpus,
+    named_by_eval_split,
+    parse_split,
+)
 from harness.data.encode import own_tokens_around
 from harness.data.files import DataFile
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
-from harness.data.records import CHAT_FIELD, Conversation
+from harness.data.records import Conversation, Field
 from harness.data.stream import HeldOutWindows, Stream
 from harness.data.windows import EVERY, BestFitDataset, PackedDataset, SyntheticDataset, tokens_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-DEFAULT_EVAL_SPLIT = "validation"
 SYNTHETIC_EVAL_WINDOWS = 1024
 STREAM_EVAL_WINDOWS = 256  # of a stream without a split that is held out: all would be all of the corpus
 HELD_OUT = f"one of every {EVERY} documents of it"  # the rules as a checkpoint records them
@@ -40,12 +49,23 @@ HELD_OUT_BY_CONTENT = f"{HELD_OUT}, by content"
 
 
 @dataclass
+class HeldOut:
+    """Windows that are evaluated."""
+
+    windows: Any
+    name: str  # in words
+
+    def identity(self) -> str:
+        """What tells it from others, of windows of a stream in words."""
+        return self.windows.tokens.fingerprint() if isinstance(self.windows, PackedDataset) else self.name
+
+
+@dataclass
 class OpenedSource:
     """One source of a run."""
 
     train: Any  # a data set of windows, or a Stream
-    held_out: Any  # windows; None where nothing is evaluated
-    held_out_name: str  # in words
+    held_out: HeldOut | None  # None where nothing of it is evaluated
     rules: dict[str, Any]  # how it is read and what tells it from others, as a checkpoint records it
 
 
@@ -57,35 +77,27 @@ def load(
     manifest: dict | None = None,
     whole: bool = False,
 ) -> TrainingData:
-    """What a run trains on and holds out, with the header's lines about it. Every rank calls this.
+    """What a run trains on and holds out, with the header's lines about it; where nothing is trained and --eval-split
+    is a place of its own, only that. Every rank calls this.
 
     Args:
         manifest: that of the checkpoint that the run goes on from: its sources are read by its rules, and the mixture
             goes on from its cursors.
         whole: whether the data was not trained on, and all documents of a source without a held-out split are held out.
     """
-    from accelerate import PartialState  # not with this file: it loads much that nothing here needs
-
-    vocab_size = config.get_text_config().vocab_size
+    apart = next((corpus for corpus in corpora if corpus.is_apart), None)
+    corpora = [corpus for corpus in corpora if not corpus.is_apart]
+    reading = reading_of(settings, tokenizer, config)
+    if apart and not settings.num_steps:
+        return load_apart(settings, apart, reading)
     per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
     before = recorded_data(settings, manifest)
     lanes = choose_lanes(settings, corpora, before, per_step)
-    reading = Reading(
-        tokenizer,
-        settings.sequence_length,
-        vocab_size,
-        settings.cache_dir,
-        settings.skip_bad_records,
-        settings.packing,
-        settings.chat_template,
-        settings.chat_loss,
-        bool(settings.document_mask),
-        settings.seed,
-        PartialState(cpu=not torch.cuda.is_available()).is_local_main_process,
-    )
+    if before and (settings.num_epochs or settings.eval_interval == "epoch"):
+        refuse_other_sources(settings, corpora, before)
     opened: dict[str, OpenedSource] = {}
     if settings.dataset == "synthetic":
-        opened["synthetic"] = open_synthetic(settings, vocab_size)
+        opened["synthetic"] = open_synthetic(settings, reading.vocab_size)
     for corpus in corpora:
         rules = before.sources.get(corpus.name) if before else None
         if before and rules is None and not settings.num_steps:
@@ -111,16 +123,108 @@ def load(
     data = TrainingData(
         {name: source.train for name, source in opened.items()}, record, settings.sequence_length, settings.seed
     )
+    held_out = {name: source.held_out for name, source in opened.items() if source.held_out}
+    if apart:
+        held_out = {apart.name: open_apart(settings, apart, reading)}
     if settings.eval_interval:
-        data.held_out = {name: source.held_out for name, source in opened.items()}
+        data.held_out = {name: of_source.windows for name, of_source in held_out.items()}
+        data.held_out_identity = {name: of_source.identity() for name, of_source in held_out.items()}
     if settings.num_steps:
         check_size(settings, data, corpora, per_step)
     data.header = describe(settings, data, opened, corpora, per_step, tokenizer)
+    if apart:
+        data.header["held out"] = describe_held_out(held_out[apart.name])
     data.beginning = base.on_main_rank(lambda: first_words(corpora, data.held_out or data.sources, tokenizer))
     return data
 
 
-def recorded_data(settings: flag_rules.Resolved, manifest: dict | None) -> DataRecord | None:
+def reading_of(
+    settings: flag_rules.Settings, tokenizer: "PreTrainedTokenizerBase | None", config: "PretrainedConfig"
+) -> Reading:
+    """How a run reads its corpora."""
+    from accelerate import PartialState  # not with this file: it loads much that nothing here needs
+
+    return Reading(
+        tokenizer,
+        int(settings.sequence_length or 0),
+        config.get_text_config().vocab_size,
+        settings.cache_dir,
+        settings.skip_bad_records,
+        settings.packing,
+        settings.chat_template,
+        settings.chat_loss,
+        bool(settings.document_mask),
+        settings.seed,
+        PartialState(cpu=not torch.cuda.is_available()).is_local_main_process,
+    )
+
+
+def count_epoch(
+    corpora: list[Corpus],
+    tokenizer: "PreTrainedTokenizerBase | None",
+    config: "PretrainedConfig",
+    manifest: dict | None,
+    settings: flag_rules.Settings,
+) -> int:
+    """The samples of an epoch: the windows of all sources that are trained on. Every rank calls this.
+
+    Args:
+        manifest: as `load` has it.
+        settings: with all that decides how the corpora are cut.
+    """
+    before, reading = recorded_data(settings, manifest), reading_of(settings, tokenizer, config)
+    windows = 0
+    for corpus in corpora:
+        if not corpus.is_apart:
+            rules = before.sources.get(corpus.name) if before else None
+            _, rule = choose_held_out(settings, corpus, rules, HELD_OUT, whole=False)
+            tokens, line = reading.open(corpus, corpus.split)
+            if line.startswith("tokenized"):  # `load` finds it in the cache then
+                job.say("data      ", line)
+            if rule:
+                tokens, _ = reading.with_ends(tokens).divide()
+            windows += len(reading.windows(tokens, f"{corpus.source.dataset}, split {corpus.split!r}"))
+    return windows
+
+
+def refuse_other_sources(settings: flag_rules.Settings, corpora: list[Corpus], before: DataRecord) -> None:
+    """Raises a UserError where a run that counts epochs has other sources than its checkpoint, or had weights: each
+    source goes on from its own place, and there is no epoch of all."""
+    had_weights = len(before.sources) > 1 and any(before.asked["weights"].values())
+    if had_weights or len(before.segments) > 1 or {corpus.name for corpus in corpora} != before.sources.keys():
+        flag, advice = "--eval-interval epoch", "a number of steps"
+        if settings.num_epochs:
+            flag, advice = "--num-epochs", "--num-steps or --num-tokens"
+        problem = "the sources or their weights are not those of the run's beginning, so they have no epoch in common"
+        raise base.UserError(f"{flag}: {problem}; give {advice}")
+
+
+def open_apart(settings: flag_rules.Resolved, corpus: Corpus, reading: Reading) -> HeldOut:
+    """What an --eval-split that is a place of its own holds, from the token cache or token files, also beside
+    streams."""
+    place = settings.eval_split
+    if corpus.has_mask and not settings.document_mask and "document_mask" not in settings.given:
+        problem = "its documents do not see each other, and those that the run trains on do"
+        raise base.UserError(f"--eval-split {place}: {problem}; give --document-mask or --no-document-mask")
+    with named_by_eval_split():
+        tokens, line = reading.open(corpus, corpus.split)
+        windows = reading.windows(tokens, f"{place}, split {corpus.split!r}")
+    job.say("data      ", f"{place}: {line}")
+    documents = f", {base.counted(len(tokens.ends), 'document')}" if tokens.knows_ends else ""
+    split = f", {corpus.split}" if len(corpus.listing.splits) > 1 else ""
+    return HeldOut(windows, f"{place}{split}, all of it{documents}")
+
+
+def load_apart(settings: flag_rules.Resolved, corpus: Corpus, reading: Reading) -> TrainingData:
+    """An --eval-split that is a place of its own, for an evaluation of it without training."""
+    held_out = open_apart(settings, corpus, reading)
+    data = mix({corpus.name: held_out.windows}, {corpus.name: None}, settings.sequence_length, settings.seed)
+    data.held_out, data.header = {corpus.name: held_out.windows}, {"held out": describe_held_out(held_out)}
+    data.record.sources[corpus.name]["chat"] = corpus.is_chat
+    return data
+
+
+def recorded_data(settings: flag_rules.Settings, manifest: dict | None) -> DataRecord | None:
     """What a checkpoint's manifest records of the data; the only source has the name that it has now."""
     if not manifest:
         return None
@@ -134,22 +238,26 @@ def open_synthetic(settings: flag_rules.Resolved, vocab_size: int) -> OpenedSour
     """Random windows to train on, and others to evaluate on."""
     length, seed = settings.sequence_length, settings.seed
     train = SyntheticDataset(vocab_size, length, seed)
-    held_out = (
-        SyntheticDataset(vocab_size, length, seed + 1, SYNTHETIC_EVAL_WINDOWS) if settings.eval_interval else None
-    )
-    return OpenedSource(train, held_out, "synthetic", {"dataset": f"synthetic, {vocab_size:,} ids"})
+    held_out = None
+    if settings.eval_interval:
+        held_out = HeldOut(SyntheticDataset(vocab_size, length, seed + 1, SYNTHETIC_EVAL_WINDOWS), "synthetic")
+    return OpenedSource(train, held_out, {"dataset": f"synthetic, {vocab_size:,} ids"})
 
 
 def choose_held_out(
-    settings: flag_rules.Resolved, corpus: Corpus, rules: dict[str, Any] | None, rule: str, whole: bool
+    settings: flag_rules.Settings, corpus: Corpus, rules: dict[str, Any] | None, rule: str, whole: bool
 ) -> tuple[str | None, str | None]:
     """(the split that is held out, the rule by which documents of the training split are); None for what does not
     apply. Held out is the split --eval-split; by default the split `validation`, and where there is none some of the
-    documents, or with `whole` all. `rules` are those of the checkpoint that a run goes on from."""
+    documents, or with `whole` all; beside an --eval-split that is a place of its own nothing more than before. `rules`
+    are those of the checkpoint that a run goes on from."""
     if not settings.eval_interval:
         return None, None
     was_divided = bool(rules and rules["held_out"])
-    split = settings.eval_split
+    split, is_apart = settings.eval_split, flag_rules.is_place(settings.eval_split)
+    if split and not is_apart and parse_split(split)[0] not in corpus.listing.splits and os.path.exists(split):
+        problem = f"{corpus.source.dataset} has no split of that name"
+        raise base.UserError(f"--eval-split {split}: {problem}; for the file or folder of that name give ./{split}")
     if split is None and not was_divided and DEFAULT_EVAL_SPLIT in corpus.listing.splits:
         split = DEFAULT_EVAL_SPLIT
     if split is None and whole:
@@ -160,6 +268,8 @@ def choose_held_out(
     if was_divided and rules["held_out"] != rule:
         how = "needs" if rule == HELD_OUT else "was read without"
         raise base.UserError(f"--dataset {corpus.source.dataset}: what the run held out of it {how} --streaming")
+    if is_apart:
+        return None, rule if was_divided else None
     return split, rule if split is None or was_divided else None
 
 
@@ -175,32 +285,33 @@ def open_cached(
     warning = token_files.differing_tokenizer(tokens.files, reading.tokenizer)
     if warning and dist.get_rank() == 0:
         job.print_error(f"train_fsdp.py: warning: {warning}")
-    held_out, name = None, split or ""
+    held_out = None
     if rule:
         tokens = reading.with_ends(tokens)
         documents = len(tokens.ends)
         divided = tokens.divide()
         tokens = divided[0]
-        held_out = reading.windows(divided[1], f"{place}, {rule}")
         name = f"{rule}, {len(divided[1].ends):,} of {documents:,}"
         if len(tokens.starts) == 1:
             name = f"the last {100 // EVERY} % of it"
+        if not flag_rules.is_place(settings.eval_split):
+            held_out = HeldOut(reading.windows(divided[1], f"{place}, {rule}"), name)
     if split:
         of_split = tokens
         if split != corpus.split:
             of_split, line = reading.open(corpus, split)
             job.say("data      ", of_source + line)
-        held_out, name = reading.windows(of_split, f"{corpus.source.dataset}, split {split!r}"), split
+        held_out = HeldOut(reading.windows(of_split, f"{corpus.source.dataset}, split {split!r}"), split)
         if of_split is tokens and tokens.knows_ends:  # elsewhere all tokens would be read to count them
-            name = f"all of it, {base.counted(len(tokens.ends), 'document')}"
+            held_out.name = f"all of it, {base.counted(len(tokens.ends), 'document')}"
     train = reading.windows(tokens, place)
     trains = settings.num_steps > 0 and not settings.show_samples
-    for word, line in describe_packing(corpus, train, reading.tokenizer, with_example=trains).items():
+    for word, line in describe_packing(corpus, train, reading, with_example=trains).items():
         job.say(f"{word:10}", of_source + line)
     recorded: dict[str, Any] = {"held_out": rule, "dataset": tokens.fingerprint()}
     if corpus.is_chat:
         recorded["chat"] = True
-    return OpenedSource(train, held_out, name, recorded)
+    return OpenedSource(train, held_out, recorded)
 
 
 def open_stream(
@@ -249,15 +360,15 @@ def open_stream(
         train.held_out = False
     if rule and not split:
         held_out.held_out = True
-    windows, name = None, split or rule or ""
-    if settings.eval_interval:
+    evaluated = None
+    if settings.eval_interval and not flag_rules.is_place(settings.eval_split):
         count = settings.eval_windows
         if not split:
             count = count or STREAM_EVAL_WINDOWS
-        windows = held_out.held_out_windows(count, settings.batch_size)
-        if len(windows) == count:
-            name += f", the first {base.counted(count, 'window')}"
-    return OpenedSource(train, windows, name, {"held_out": rule} | fingerprint)
+        evaluated = HeldOut(held_out.held_out_windows(count, settings.batch_size), split or rule or "")
+        if len(evaluated.windows) == count:
+            evaluated.name += f", the first {base.counted(count, 'window')}"
+    return OpenedSource(train, evaluated, {"held_out": rule} | fingerprint)
 
 
 def choose_lanes(settings: flag_rules.Resolved, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
@@ -311,25 +422,28 @@ def check_size(settings: flag_rules.Resolved, data: TrainingData, corpora: list[
             advice = "use a smaller batch, a shorter sequence or more text"
             split = f", split {corpora[0].split!r}" if corpora else ""
             raise base.UserError(f"--dataset {settings.describe_dataset()}{split}: {problem} of {per_step}; {advice}")
-    samples = data.record.samples_of_step(settings.num_steps).stop
+    last = data.record.samples_of_step(settings.num_steps)
     if settings.max_epochs:
-        for name, epochs in data.epochs(samples).items():
-            if epochs > settings.max_epochs:
+        for name, epochs in data.epochs(last.stop).items():
+            if data.epochs(last.start)[name] >= settings.max_epochs:  # the last step may begin the next epoch
                 problem = f"{name} would be read {epochs:.4g} times in {settings.num_steps:,} steps"
-                raise base.UserError(
-                    f"--max-epochs {settings.max_epochs:g}: {problem}; give it a smaller weight, or fewer --num-steps"
-                )
+                advice = "give it a smaller weight, or fewer --num-steps"
+                if len(data.sources) == 1:
+                    samples = math.ceil(Fraction(str(settings.max_epochs)) * data.orders[name].windows)
+                    steps = data.record.step_of_sample(samples - 1)
+                    advice = f"{settings.max_epochs:g} epochs are --num-steps {steps}"
+                raise base.UserError(f"--max-epochs {settings.max_epochs:g}: {problem}; {advice}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What is said of them
 
 
-def describe_packing(
-    corpus: Corpus, train: PackedDataset, tokenizer: "PreTrainedTokenizerBase | None", with_example: bool
-) -> dict[str, str]:
+def describe_packing(corpus: Corpus, train: PackedDataset, reading: Reading, with_example: bool) -> dict[str, str]:
     """The lines about documents that are packed whole, and about what is trained on of conversations and rows."""
-    lines = {}
+    lines: dict[str, str] = {}
+    if corpus.is_chat:
+        lines |= reading.chat_format(corpus).describe()
     if isinstance(train, BestFitDataset):
         lines["packing"] = train.describe()
     if train.has_mask:
@@ -338,7 +452,7 @@ def describe_packing(
         documents = base.counted(len(train.tokens.ends), document)
         lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
     if train.has_mask and with_example:
-        lines["examples"] = f"([[ ]] is around what is trained on)\n{describe_examples(train, tokenizer)}"
+        lines["examples"] = f"([[ ]] is around what is trained on)\n{describe_examples(train, reading.tokenizer)}"
     return lines
 
 
@@ -373,13 +487,14 @@ def describe(
     epochs = data.epochs(data.record.samples_of_step(settings.num_steps).stop)
     found: dict[str, list[str]] = {"data": [], "files": [], "tokenizer": [], "held out": []}
     for corpus in corpora:
-        train, size = opened[corpus.name].train, "streamed"
+        source = opened[corpus.name]
+        train, size = source.train, "streamed"
         if corpus.name in epochs:
             read = f"{len(train) / per_step:,.1f} steps an epoch" if alone else f"{epochs[corpus.name]:.1f} epochs"
             size = f"{train.total_tokens():,} tokens, {read}{describe_left_out(train)}"
         place = ", ".join(filter(None, [corpus.source.dataset, settings.dataset_config, corpus.split]))
         of_source = [f"{place}: {size}", corpus.listing.describe(), describe_tokenizer(train)]
-        for texts, text in zip(found.values(), [*of_source, describe_held_out(opened[corpus.name])], strict=True):
+        for texts, text in zip(found.values(), [*of_source, describe_held_out(source.held_out)], strict=True):
             if text:
                 texts.append(text if alone else f"{corpus.name}: {text}")
     lines = {word: "; ".join(texts) for word, texts in found.items() if texts}
@@ -406,14 +521,15 @@ def lanes_of_rank(lanes: int, batch_size: int, ranks: int) -> int:
     return lanes // apart * min(batch_size, apart)
 
 
-def describe_held_out(source: OpenedSource) -> str:
-    """For the header: what is held out of a source; "" where nothing is."""
-    if source.held_out is None:
+def describe_held_out(held_out: HeldOut | None) -> str:
+    """For the header: what is held out, of a source or apart; "" where nothing is."""
+    if held_out is None:
         return ""
-    line = f"{source.held_out_name}: {source.held_out.total_tokens():,} tokens"
-    if source.held_out.has_mask:
-        line += f", {source.held_out.total_trained():,} of them in the loss"
-    return line + describe_left_out(source.held_out)
+    windows = held_out.windows
+    line = f"{held_out.name}: {windows.total_tokens():,} tokens"
+    if windows.has_mask:
+        line += f", {windows.total_trained():,} of them in the loss"
+    return line + describe_left_out(windows)
 
 
 def describe_tokenizer(train: PackedDataset | Stream) -> str:
@@ -430,7 +546,8 @@ def story_beginning(
     """The text that a story goes on from: the prompt, where the data of `record` are conversations or a chat template
     is given, as a user's message rendered by the template."""
     is_chat = record is not None and any(rules.get("chat") for rules in record.sources.values())
-    if not is_chat and settings.chat_template is None:
+    has_template = bool(tokenizer.chat_template)  # without one a prompt and its completion are text
+    if not (is_chat and has_template) and settings.chat_template is None:
         return prompt
     return render_prompt(tokenizer, base.read_template(settings.chat_template), prompt)
 
@@ -440,7 +557,7 @@ def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreT
     empty where it has no text."""
     if corpora and corpora[0].is_chat:
         files = corpora[0].listing.of_split(parse_split(corpora[0].split)[0])
-        return first_question(files[0])
+        return first_question(files[0], corpora[0].text_field)
     dataset = next(iter(sources.values()))
     if tokenizer is None or isinstance(dataset, Stream | SyntheticDataset):
         return ""
@@ -450,9 +567,9 @@ def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreT
     return " ".join(words[:-1] or words)  # the last one may be cut
 
 
-def first_question(file: DataFile) -> str:
+def first_question(file: DataFile, layout: Field) -> str:
     """The first words of a user in a file of conversations; empty where there are none."""
-    for _, record in read_records(file, CHAT_FIELD):
+    for _, record in read_records(file, layout):
         messages = record.messages if isinstance(record, Conversation) else []
         for message in messages:
             if message["role"] == "user" and isinstance(message.get("content"), str):
@@ -486,6 +603,13 @@ def evaluates_own_data(settings: flag_rules.Settings, manifest: dict) -> bool:
     run = dataclasses.replace(
         settings, dataset=dataset, dataset_split=flags["dataset_split"], streaming=flags["streaming"]
     )
+    if flag_rules.is_place(settings.eval_split):
+        trained = files_of_training(run) if dataset != "synthetic" else {}
+        for held_out in find_apart(settings).files:
+            if held_out.version()[0] in trained:
+                problem = f"the run trained on {held_out}"
+                raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give what it did not train on")
+        return False
     trained, read = files_of_training(run), files_of_training(settings)
     shared = trained.keys() & read.keys()
     for file in shared:

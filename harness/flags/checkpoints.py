@@ -45,7 +45,7 @@ def flags_of_checkpoint(settings: Settings) -> dict[str, Any]:
         return {}
     names = flags_where("from_checkpoint", "model")
     is_same = same_dataset(settings.given.get("dataset", flags["dataset"]), flags["dataset"])
-    if is_same and (settings.eval_interval > 0 or settings.show_samples is not None):
+    if is_same and (settings.eval_interval or settings.show_samples is not None):
         names += flags_where("from_checkpoint", "data")
         if "eval_steps" not in settings.given:
             names.append("eval_windows")

@@ -94,6 +94,11 @@ def batch_size(text: str) -> int | str:
     return text if text == "auto" else number(int, 1, MAX_SEQUENCES + 1)(text)
 
 
+def evaluation_interval(text: str) -> int | str:
+    """An argparse type: a number of steps, 0 too, or epoch."""
+    return text if text == "epoch" else number(int, 0)(text)
+
+
 def stage(text: str) -> str:
     """An argparse type: SHARE:NAME=WEIGHT,NAME=WEIGHT, which `sources.parse_stage` reads."""
     try:

@@ -18,6 +18,7 @@ from harness.flags.names import no_such_flag
 from harness.flags.rules import contradiction
 from harness.flags.settings import ASSETS, FLAGS, LENGTHS, Settings, as_flag, default_split, default_warmup
 
+MAX_STEPS = 2**31 - 1  # that --num-steps takes
 EXAMPLES = """examples:
   train_fsdp.py --demo                                                                # all embedded, a minute
   train_fsdp.py --demo --dataset corpus.txt --eval-interval 100                       # the same on a text of yours
@@ -131,6 +132,8 @@ def complete(given: dict[str, typing.Any], file: str | None = None) -> Settings:
             del recipe["sample_prompt"]  # it is that of the demo's stories; a text of the user's own has its own
         if given.get("model", "demo") != "demo":
             del recipe["compile"]  # the demo's four layers compile for longer than all its steps take
+        if given.get("init") == "pretrained":
+            del recipe["lr"]  # it is one of random weights
         defaults |= recipe
     settings = Settings(**defaults | given)
     if adapters := flags_of_adapters(settings.model):
@@ -140,8 +143,8 @@ def complete(given: dict[str, typing.Any], file: str | None = None) -> Settings:
         defaults |= flags_of_checkpoint(settings) | {"compile": False}
         settings = Settings(**defaults | given)
     changes: dict[str, typing.Any] = {}
-    if settings.num_tokens:
-        changes["num_steps"] = settings.num_tokens  # an upper bound, until `resolve` knows how many tokens a step has
+    if settings.num_tokens or settings.num_epochs:  # an upper bound, until `resolve` knows a step's tokens and the data
+        changes["num_steps"] = settings.num_tokens or MAX_STEPS
     if settings.dataset_split is None and isinstance(settings.dataset, str):  # each of several has its own default
         changes["dataset_split"] = default_split(settings.dataset, settings.streaming)
     if settings.fp8_recipe is None and settings.precision == "fp8":

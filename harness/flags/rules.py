@@ -24,6 +24,7 @@ from harness.flags.settings import (
     default_split,
     is_local,
     is_pattern,
+    is_place,
 )
 from harness.flags.sources import splits_overlap, wrong_mixture
 
@@ -39,8 +40,9 @@ def contradiction(s: Settings) -> str:
 
 def contradictions(s: Settings) -> Iterator[str]:
     """The table of what does not go together, and of flags without effect, each as an error; the first one counts."""
-    if s.given.keys() >= {*LENGTHS}:
-        yield "--num-tokens: --num-steps is given too; leave out one of them"
+    lengths = [as_flag(name) for name in LENGTHS if name in s.given]
+    if len(lengths) > 1:
+        yield f"{lengths[1]}: {lengths[0]} is given too; leave out one of them"
     if s.resume == "auto" and s.num_steps == 0:
         yield "--resume: --num-steps 0 takes one checkpoint, give its PATH"
     if problem := unknown_model(s.model):
@@ -62,6 +64,8 @@ def contradictions(s: Settings) -> Iterator[str]:
         yield f"--packing best-fit: {needs}; leave out --streaming"
     if s.streaming and s.max_epochs:
         yield "--max-epochs: how large a stream is, is not known; leave out --streaming"
+    if s.num_steps and not s.plan:
+        yield from without_epochs(s)
     if s.document_mask and s.dataset == "synthetic":
         yield "--document-mask: synthetic tokens are no documents; use another --dataset"
 
@@ -134,7 +138,7 @@ def without_effect(s: Settings) -> Iterator[str]:
         if conditions and not any(is_met(s, condition) for condition in conditions):
             needed = " or ".join(map(as_words_of_condition, conditions))
             yield f"{as_flag(name)}: only with {needed}; give that too, or leave it out"
-    if not s.checkpoint_interval and not s.keeps_last():
+    if not s.saves_on_the_way() and not s.keeps_last():
         yield from idle("keep_checkpoints", "no save is due without --checkpoint-interval and --final-checkpoint")
     if s.dataset == "synthetic":
         fields = "dataset_split eval_split skip_bad_records text_field dataset_config"
@@ -211,9 +215,26 @@ def misfits_float8(s: Settings) -> str:
     return f"--sequence-length {s.sequence_length}: {what}, {s.batch_size} x {s.sequence_length} is none; {advice}"
 
 
+def without_epochs(s: Settings) -> Iterator[str]:
+    """An error for each flag that counts epochs, where the data have none."""
+    why, otherwise = "", ""
+    if s.streaming:
+        why, otherwise = "how large a stream is, is not known", "leave out --streaming"
+    elif s.dataset == "synthetic":
+        why, otherwise = "random tokens have no end", "use another --dataset"
+    elif len(s.sources()) > 1 and (s.mixture_stage or any(source.weight is not None for source in s.sources())):
+        why, otherwise = "by weights each source is read at a rate of its own", "leave out the weights"
+    if why and s.num_epochs:
+        yield f"--num-epochs: {why}; give --num-steps or --num-tokens, or {otherwise}"
+    if why and s.eval_interval == "epoch":
+        yield f"--eval-interval epoch: {why}; give a number of steps, or {otherwise}"
+
+
 def trained_eval_split(s: Settings) -> str:
     """What is wrong with an --eval-split that holds what a run trains on, as an error; empty where nothing is."""
     if not (s.eval_interval and s.eval_split and s.num_steps) or s.dataset == "synthetic":
+        return ""
+    if is_place(s.eval_split):  # its files are compared when they are listed
         return ""
     for source in s.sources():
         trained = s.dataset_split or default_split(source.dataset, s.streaming)
@@ -230,6 +251,9 @@ def missing_files(s: Settings) -> Iterator[str]:
     for source in s.sources() if s.trains() else []:
         if not is_local(source.dataset) and not may_be_on_the_hub(source.dataset):
             yield f"--dataset {source.dataset}: no such file or folder"
+    place = s.eval_split if s.eval_interval and not s.plan else None
+    if is_place(place) and not is_local(place) and not may_be_on_the_hub(place):
+        yield f"--eval-split {place}: no such file or folder"
 
 
 def may_be_on_the_hub(name: str) -> bool:

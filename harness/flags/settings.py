@@ -16,6 +16,7 @@ from harness.flags.flag_types import (
     Collect,
     DatasetWords,
     batch_size,
+    evaluation_interval,
     gpu_counts,
     number,
     path,
@@ -41,7 +42,7 @@ PLAIN_SUFFIXES = [suffix for reader in READERS if not reader.get("HAS_FIELDS", T
 FIELD_SUFFIXES = [suffix for suffix in SUFFIXES if suffix not in PLAIN_SUFFIXES]
 COMPRESSIONS = tuple(constants_of(base.ROOT / "harness" / "data" / "records.py")["COMPRESSIONS"])
 PROFILED_STEPS = 3
-LENGTHS = ("num_steps", "num_tokens")  # of which a run has one
+LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # of which a run has one
 Precision = Literal["bf16", "fp8", "fp32", "bf16-pure"]
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Attention = Literal["sdpa", "flash", "cudnn", "flash_attention_2", "flex_attention", "eager"]
@@ -99,25 +100,25 @@ class Settings:
 
     model: str = flag("smollm3-3b", f"preset ({', '.join(PRESETS)}), local folder with a config.json, or hub id [smollm3-3b]", group="model", type=path, also="model-name-or-path model-name pretrained-model-name-or-path", from_checkpoint="model")
     init: Literal["random", "pretrained"] = flag("random", "random weights from the config, or the safetensors of the folder or hub id [random]", from_checkpoint="model")
-    lora_rank: int = flag(0, "LoRA by peft: adapters of this rank are trained, the model's own weights are frozen, in bf16 but with --precision fp32; 0 trains the model itself [0; that of a folder of adapters as --model]", least=0, on_resume="same", from_checkpoint="model", also="lora-r lora-dim use-peft use-lora lora")
+    lora_rank: int = flag(0, "LoRA by peft: adapters of this rank are trained, the model's own weights are frozen, in bf16 but with --precision fp32; 0 trains the model itself [0; that of a folder of adapters as --model]", least=0, on_resume="same", from_checkpoint="model", also="lora-dim lora")
     lora_alpha: int | None = flag(None, "what adapters add is multiplied by this / --lora-rank [2 x rank]", only_with="lora_rank", on_resume="same", from_checkpoint="model")
-    lora_targets: tuple[str, ...] | None = flag(None, "linears of decoder layers that have adapters: names, or one pattern, as peft's target_modules takes them [all]", type=text, nargs="+", metavar="NAME", only_with="lora_rank", on_resume="same", from_checkpoint="model", also="lora-target-modules target-modules")
+    lora_targets: tuple[str, ...] | None = flag(None, "linears of decoder layers that have adapters: names, or one pattern, as peft's target_modules takes them [all]", type=text, nargs="+", metavar="NAME", only_with="lora_rank", on_resume="same", from_checkpoint="model", also="target-modules")
     tokenizer: str | None = flag(None, "hub id or folder [the model's]", type=path, from_checkpoint="model")
 
     dataset: str | tuple[str, ...] = flag("roneneldan/TinyStories", f"hub id; {listed(SUFFIXES)} file, also {listed(COMPRESSIONS)}, a folder of them or a pattern in quotes; synthetic (random tokens, for throughput runs); demo. Several are mixed: web=a.jsonl:0.7 b.jsonl:0.3 by these shares of the tokens, without numbers by size [roneneldan/TinyStories]", group="data", type=path, nargs="+", action=DatasetWords, metavar="DATASET", also="dataset-name data train-file", from_checkpoint="model")
     mixture_stage: tuple[str, ...] | None = flag(None, "from this share of the planned run on the sources have these weights, and those that are not named none; each further one adds a stage [none]", metavar="SHARE:NAME=WEIGHT,...", type=stage, action=Collect, from_checkpoint="data")
     max_epochs: float | None = flag(None, "refuse a run in which a source would be repeated more often than this [any number]")
     dataset_config: str | None = flag(None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1 [its default]", also="dataset-config-name", from_checkpoint="data")
-    text_field: str = flag("text", f"column of the text in {', '.join(FIELD_SUFFIXES)} and hub data [messages, input_ids or text, the first that is there]", also="text-column text-column-name", from_checkpoint="data")
+    text_field: str = flag("text", f"column of the text in {', '.join(FIELD_SUFFIXES)} and hub data [conversations, input_ids or text, the first that is there]", also="text-column text-column-name dataset-text-field", from_checkpoint="data")
     dataset_split: str | None = flag(None, "training split, with an optional slice [train[:5%%]; of local data and with --streaming: train]", from_checkpoint="data")
-    eval_split: str | None = flag(None, "held-out split, with an optional slice [validation; where there is none 5 %% of the training documents, one of every 20]", only_with="eval_interval", from_checkpoint="data")
+    eval_split: str | None = flag(None, "what is held out: a split of --dataset, with an optional slice, or a file, folder, pattern or hub id of its own [the split validation; where there is none 5 %% of the training documents, one of every 20]", type=path, only_with="eval_interval", from_checkpoint="data")
     sequence_length: int | None = flag(None, "tokens per sample [8192, or as many positions as the model has]", also="seq-len max-seq-len max-seq-length block-size context-length", on_resume="same", from_checkpoint="model")
     batch_size: int | Literal["auto"] = flag(1, "sequences per rank and microbatch; auto takes the largest that fits by --plan [1]", type=batch_size, also="per-device-train-batch-size device-batch-size micro-batch-size local-batch-size", on_resume="reported", from_checkpoint="data")
     gradient_accumulation_steps: int = flag(1, "microbatches per optimizer step [1]", on_resume="reported", from_checkpoint="data")
     document_mask: bool | None = flag(None, "attention and labels stay inside each document, up to the tokenizer's end-of-text token [off, on for conversations and labels]", on_resume="reported", from_checkpoint="model")
     packing: Literal["concatenate", "best-fit"] | None = flag(None, "concatenate cuts documents where a window ends; best-fit fills windows with whole documents and pads them [concatenate, best-fit for conversations and labels]", from_checkpoint="data")
-    chat_template: str | None = flag(None, "Jinja file that renders conversations (records with messages) [the tokenizer's]", metavar="FILE", type=path, from_checkpoint="model")
-    chat_loss: Literal["assistant", "all"] = flag("assistant", "tokens of a conversation that are trained on [assistant]", from_checkpoint="data")
+    chat_template: str | None = flag(None, "Jinja file that renders conversations [the tokenizer's]", metavar="FILE", type=path, also="chat-template-path", from_checkpoint="model")
+    chat_loss: Literal["assistant", "all"] = flag("assistant", "tokens of a conversation that are trained on; of a prompt and its completion assistant is the completion [assistant]", from_checkpoint="data")
     streaming: bool = flag(False, "read and tokenize while training: no full download, no cache; whole splits only [off]", on_resume="same", from_checkpoint="data")
     streams: int | None = flag(None, "logical streams that --streaming cuts a corpus into, one for each sequence of a step in turn; what is read is divided among ranks and workers by them [the smallest multiple of a step's sequences that gives each file one]", below=2**20, only_with="streaming")
     skip_bad_records: bool = flag(False, "count and leave out records that cannot be read: a text that is null or a number, broken JSON, bytes that are not UTF-8 [the first one is an error]", from_checkpoint="data")
@@ -137,10 +138,11 @@ class Settings:
     compile: bool | None = flag(None, "torch.compile each decoder layer [on with CUDA]")
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 
-    num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates (--eval-interval 1), writes stories (--sample-prompt) and exports (--export) [1000]", least=0, group="optimization", also="max-steps steps max-iters num-iterations epochs num-epochs num-train-epochs", on_resume="reported")
+    num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates (--eval-interval 1), writes stories (--sample-prompt) and exports (--export) [1000]", least=0, group="optimization", also="max-steps steps max-iters num-iterations", on_resume="reported")
     num_tokens: int | None = flag(None, "instead of --num-steps: tokens of the whole run, such as 20e9, 20B, 500M or 1.5T; the global batch decides how many steps these are [--num-steps]", type=token_count)
+    num_epochs: float | None = flag(None, "instead of --num-steps: how often the whole run reads its data, such as 3 or 0.5; the windows of the data and the global batch decide how many steps these are [--num-steps]", below=1_000_000, also="epochs num-train-epochs")
     optimizer: Literal[*OPTIMIZERS] = flag("adamw", f"{OPTIMIZERS_HELP} [adamw]", also="optim", on_resume="same", from_checkpoint="model")  # type: ignore[valid-type]  # the files of a folder
-    lr: float = flag(3e-4, "peak learning rate [3e-4]", also="learning-rate max-lr", on_resume="reported")
+    lr: float | None = flag(None, "peak learning rate [3e-4; of --init pretrained 2e-5; a checkpoint's on a resume]", also="learning-rate max-lr", on_resume="reported")
     adamw_lr: float | None = flag(None, "peak learning rate of what muon leaves to adamw: embedding, head, norms, biases [--lr]", on_resume="reported")
     lr_scheduler: Literal[*SCHEDULES] = flag("cosine", "shape of the learning rate [cosine]", on_resume="reported")  # type: ignore[valid-type]  # the rows of a table
     warmup_steps: int | None = flag(None, "learning rate warmup [5 %% of the steps; 0 with constant]", least=0, on_resume="reported")
@@ -151,7 +153,7 @@ class Settings:
     max_grad_norm: float = flag(1.0, "clip the global gradient norm; 0 never clips [1.0]", least=0, on_resume="reported")
     seed: int = flag(42, "of weights and data order [42]", least=0, below=2**63, on_resume="same", from_checkpoint="data")
 
-    eval_interval: int = flag(0, "steps between evaluations on the held-out split; 0 never [0]", least=0, group="evaluation", also="eval-every", from_checkpoint="data")
+    eval_interval: int | Literal["epoch"] = flag(0, "steps between evaluations on what is held out, or epoch for one at the end of each; 0 never [0]", type=evaluation_interval, group="evaluation", also="eval-every", from_checkpoint="data")
     eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split, of a stream without one 256 windows; a run that goes on, and an evaluation of it, take the same windows on any ranks [0]", least=0, only_with="eval_interval", from_checkpoint="data")
     show_samples: int | None = flag(None, "no training: prints the documents that this optimizer step of a run trains on, or trained on [none]", metavar="STEP")
     average_checkpoints: int | None = flag(None, "with --num-steps 0 --resume RUN: evaluates, samples or exports the mean of the run's newest so many checkpoints, summed in fp32 [the one that --resume names]", metavar="K")
@@ -160,7 +162,8 @@ class Settings:
 
     checkpoint_interval: int = flag(0, "steps between checkpoints; 0 saves at the end, and on SIGTERM and SIGUSR1 [0]", least=0, group="checkpoints", also="save-steps save-interval save-every")
     keep_checkpoints: int = flag(2, "how many complete ones to keep, the newest [2]", also="save-total-limit")
-    async_checkpoint: bool = flag(True, "write in the background, the loop waits only for the copy [on]", only_with="checkpoint_interval")
+    keep_best: bool = flag(False, "each evaluation saves a checkpoint, and the one with the lowest held-out loss is kept beside the newest [off]", only_with="eval_interval")
+    async_checkpoint: bool = flag(True, "write in the background, the loop waits only for the copy [on]", only_with="checkpoint_interval keep_best")
     final_checkpoint: bool | None = flag(None, "keep the state after the last step [on; off for --dataset synthetic without --checkpoint-interval, and where the disk has no room for it]")
     resume: str = flag("none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]", metavar="{none,auto,PATH}", type=path, of_one_run=True, also="resume-from-checkpoint")
     export: str | None = flag(None, "at the end, a folder that from_pretrained loads, of adapters one that peft loads", metavar="DIR", type=path, of_one_run=True)
@@ -216,19 +219,29 @@ class Settings:
         """Whether the state after the last step is to be saved."""
         if self.final_checkpoint is not None:
             return self.final_checkpoint
-        return self.checkpoint_interval > 0 or self.dataset != "synthetic"
+        return self.saves_on_the_way() or self.dataset != "synthetic"
+
+    def saves_on_the_way(self) -> bool:
+        """Whether checkpoints are due before the last step."""
+        return self.checkpoint_interval > 0 or (self.keep_best and bool(self.eval_interval))
 
     def saves_beside(self) -> bool:
         """Whether checkpoints are written in the background, from copies, while the training goes on."""
-        return self.checkpoint_interval > 0 and self.async_checkpoint
+        return self.saves_on_the_way() and self.async_checkpoint
 
     def tokens_per_step(self, world: int) -> int:
         """Tokens of one optimizer step: every rank, every microbatch."""
         return world * self.gradient_accumulation_steps * int(self.batch_size) * self.sequence_length
 
-    def steps_for(self, tokens: int, world: int) -> int:
+    def steps_for(self, tokens: int | Fraction, world: int) -> int:
         """The optimizer steps that train on at least so many tokens."""
         return math.ceil(Fraction(tokens, self.tokens_per_step(world)))
+
+    def describe_epochs(self) -> str:
+        """--num-epochs in words; empty without it."""
+        if not self.num_epochs:
+            return ""
+        return f"{self.num_epochs:g} epoch{'' if self.num_epochs == 1 else 's'}"
 
     def batch_step(self) -> int:
         """The number of which the batch size has to be a multiple. In float8 the matmul of the weights' gradient takes
@@ -257,8 +270,19 @@ class Resolved(Settings):
     attention: Attention = dataclasses.field()
     compile: bool = dataclasses.field()
     fused_loss: bool = dataclasses.field()
+    lr: float = dataclasses.field()
     warmup_steps: int = dataclasses.field()
     final_checkpoint: bool = dataclasses.field()
+
+
+# Peak learning rates of AdamW. 2e-5 is what Llama 2 was fine-tuned with (arXiv 2307.09288, section 3.1), and the default
+# of TRL's SFTConfig.
+DEFAULT_LR = {"random": 3e-4, "pretrained": 2e-5}
+
+
+def default_lr(settings: Settings) -> tuple[float, str]:
+    """(--lr where it was not given, whose default that is, in words)."""
+    return DEFAULT_LR[settings.init], f"the default of --init {settings.init}"
 
 
 def default_warmup(lr_scheduler: str, num_steps: int) -> int:
@@ -311,3 +335,14 @@ def is_local(dataset: str) -> bool:
     """Whether a source is files and no hub id: what exists, a pattern for it, which no hub id can be, or a URL."""
     path = os.path.expanduser(dataset)
     return dataset == "demo" or base.is_url(dataset) or os.path.exists(path) or glob.has_magic(path)
+
+
+def is_place(split: str | None) -> bool:
+    """Whether an --eval-split is a file, folder, pattern, URL or hub id of its own, by its form, and no split of
+    --dataset."""
+    if split is None:
+        return False
+    name, last_suffix = os.path.splitext(split.lower())
+    if last_suffix not in COMPRESSIONS:
+        name += last_suffix
+    return "/" in split or split.startswith("~") or name.endswith(tuple(SUFFIXES))

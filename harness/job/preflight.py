@@ -139,13 +139,14 @@ def find_room(settings: flags.Resolved, checkpoint: int, weights: int, folder: p
     # what a killed save left is removed before the first save
     left_over = sum(file.stat().st_size for part in base.unfinished_checkpoints(folder) for file in part.glob("*"))
     free, warning = free_bytes(folder) + left_over, ""
-    missing = max(0, settings.keep_checkpoints + 1 - len(base.complete_checkpoints(folder)))
+    kept = settings.keep_checkpoints + settings.keep_best
+    missing = max(0, kept + 1 - len(base.complete_checkpoints(folder)))
     have = f"a checkpoint takes {amount(checkpoint)}, {folder} has {amount(free)} free"
     has_room = checkpoint <= free
-    if not has_room and (settings.checkpoint_interval or settings.given.get("final_checkpoint")):
+    if not has_room and (settings.saves_on_the_way() or settings.given.get("final_checkpoint")):
         raise base.UserError(f"--output-dir: {have}; name another disk, or make room", 1)
-    if settings.checkpoint_interval and missing * checkpoint > free:
-        what = f"{settings.keep_checkpoints} that are kept and the next one take {amount(missing * checkpoint)}"
+    if settings.saves_on_the_way() and missing * checkpoint > free:
+        what = f"{kept} that are kept and the next one take {amount(missing * checkpoint)}"
         warning = f"--output-dir: {have}: {what}; make room, or give a smaller --keep-checkpoints"
     elif not has_room and settings.final_checkpoint:
         warning = f"--output-dir: {have}: the last state will not be kept; make room"

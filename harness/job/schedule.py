@@ -1,21 +1,25 @@
 """Schedule: what is due at which optimizer step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 from harness import flags
 
 
-def count_steps(settings: flags.Settings, manifest: dict | None) -> tuple[int, int]:
-    """(optimizer steps of a run, those that give --num-tokens; steps of its warmup, 5 % of them where none was
-    given). A run that goes on from the checkpoint of `manifest` counts its tokens and keeps its warmup."""
+def count_steps(settings: flags.Settings, manifest: dict | None, epoch: int = 0) -> tuple[int, int]:
+    """(optimizer steps of a run, the fewest that give --num-tokens or --num-epochs; steps of its warmup, 5 % of them
+    where none was given). A run that goes on from the checkpoint of `manifest` counts its samples and keeps its warmup.
+    `epoch` is how many samples the data have."""
     import torch.distributed as dist
 
     steps, warmup = settings.num_steps, settings.warmup_steps
-    if settings.num_tokens:
-        steps, done = 0, 0
-        if manifest:
-            steps, done = manifest["step"], manifest["samples"] * settings.sequence_length
-        steps += settings.steps_for(max(0, settings.num_tokens - done), dist.get_world_size())
+    samples = Fraction(settings.num_tokens or 0, settings.sequence_length or 1)
+    if settings.num_epochs:
+        samples = Fraction(str(settings.num_epochs)) * epoch  # as it was typed: 0.1 is a tenth
+    if samples:
+        steps, done = (manifest["step"], manifest["samples"]) if manifest else (0, 0)
+        steps += settings.steps_for(max(0, samples - done) * settings.sequence_length, dist.get_world_size())
     if "warmup_steps" not in settings.given:
         warmup = flags.default_warmup(settings.lr_scheduler, steps)
         if manifest and manifest["flags"]["lr_scheduler"] == settings.lr_scheduler:
@@ -38,12 +42,21 @@ class Due:
     profile_ends: bool  # after this step
 
 
-def due(settings: flags.Resolved, step: int, first_step: int = 1, has_room: bool = True) -> Due:
+def due(
+    settings: flags.Resolved,
+    step: int,
+    first_step: int = 1,
+    has_room: bool = True,
+    ends_epoch: Callable[[int], bool] = lambda step: False,
+) -> Due:
     """What is due at `step` of a run that this start begins, or goes on with, at `first_step`; without the last state
-    where the disk has no room for it."""
+    where the disk has no room for it. `ends_epoch` tells of a step whether an epoch of the data ends in it."""
     last = step == settings.num_steps
-    evaluate = settings.eval_interval > 0 and (last or step % settings.eval_interval == 0)
-    save = last and settings.final_checkpoint and has_room
+    if settings.eval_interval == "epoch":
+        evaluate = last or ends_epoch(step)
+    else:
+        evaluate = settings.eval_interval > 0 and (last or step % settings.eval_interval == 0)
+    save = (last and settings.final_checkpoint and has_room) or (settings.keep_best and evaluate)
     if settings.checkpoint_interval:
         save = save or step % settings.checkpoint_interval == 0
     profile_begin = first_step + max(settings.perf_warmup_steps, 1)  # at least the first one is left out: it compiles

@@ -115,7 +115,11 @@ def describe_interrupt(
     the one that this start went on from."""
     if not settings.trains():
         return "stopped    by Ctrl-C"
-    length = f"{settings.num_tokens:,} tokens" if settings.num_tokens else f"{settings.num_steps:,}"
+    length = f"{settings.num_steps:,}"
+    if settings.num_tokens:
+        length = f"{settings.num_tokens:,} tokens"
+    elif settings.num_epochs:
+        length = settings.describe_epochs()
     where = f"in {phase} of step {step:,} of {length}" if step else "before the first step"
     lines = {"stopped": f"by Ctrl-C {where}"}
     newest = base.newest_checkpoint(folder)

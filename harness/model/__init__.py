@@ -24,7 +24,7 @@ from harness.model.lora import (
 from harness.model.loss import adapt_forward, choose_loss, full_loss
 from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer, local, memory_saving_optimizers
 from harness.model.precision import choose_precision
-from harness.model.pretrained import PretrainedWeights, digest_of_weights
+from harness.model.pretrained import PretrainedWeights, describe_unread, digest_of_weights
 from harness.model.routing import describe_routing
 from harness.model.sampling import evaluating, reshard, sample
 from harness.model.skipping import decide_skip, skips_on_device, step_or_skip
@@ -57,6 +57,7 @@ __all__ = [
     "describe_attention",
     "describe_float8",
     "describe_routing",
+    "describe_unread",
     "digest_of_weights",
     "eager_on_meta",
     "evaluating",

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import conversion_mapping
 
 from harness import base, job
+from harness.model import configs
 
 if TYPE_CHECKING:
     from transformers.quantizers import HfQuantizer
@@ -73,9 +74,7 @@ def digest_of_weights(source: str, config: transformers.PretrainedConfig) -> str
     tensors = {}
     try:
         for path in weight_files(source, config):
-            with path.open(
-                "rb"
-            ) as file:  # of safetensors: the length of its header in 8 bytes, the header, the tensors
+            with path.open("rb") as file:  # the length of its header in 8 bytes, the header, the tensors
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length))
                 header.pop("__metadata__", None)
@@ -91,6 +90,14 @@ def digest_of_weights(source: str, config: transformers.PretrainedConfig) -> str
     except Exception as error:  # as in PretrainedWeights
         raise base.UserError(f"--init pretrained: no weights from {source} ({base.first_line(error)})") from error
     return hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()
+
+
+def describe_unread(model: str) -> str:
+    """The warning of a run that begins with random weights though the folder of --model has some; empty for others."""
+    _, source = configs.find_source(model)
+    if not any(pathlib.Path(source).glob("*.safetensors")):
+        return ""
+    return f"random weights: {model} has weights, --init pretrained reads them"
 
 
 def why_none(folder: pathlib.Path) -> str:

@@ -70,6 +70,8 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
     result["search"] |= {"seconds": time.monotonic() - began, "plan_seconds": settings.plan_seconds}
     if settings.num_steps and settings.given.keys() & {"num_steps", "num_tokens"}:
         result["run"] = price_of_run(settings, result)
+    elif settings.num_epochs:
+        result["num_epochs"] = settings.num_epochs  # whose steps only the data could say
     result["warnings"] = list_warnings(settings, worlds)
     result["rates"] = rates.values
     result["own_runs"] = own_runs()

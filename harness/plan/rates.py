@@ -45,8 +45,8 @@ KERNEL_US = 3.0  # the least that a kernel takes on the GPU: assumed
 GAP_US = 3.3  # between two kernels that a plan counts the GPU idles: 5.7 of 393 ms on an H100, 9.7 in fp8 on an H200
 LINK_HOP, NETWORK_HOP = 1.9e-6, 4.0e-6  # seconds for each step of a ring: NCCL's tuning model (tuning.cc, LL128)
 # Of the time of a collective that runs beside computation, the share by which it slows that down: NCCL takes
-# multiprocessors, memory bandwidth and power. One number for the runs on several GPUs in the first table of published
-# runs in docs/PLAN.md.
+# multiprocessors, memory bandwidth and power. One number for the published runs that
+# name it in benchmarks/results/plan_published.json.
 CONTENTION = 0.8
 HOST_LINK, HOST_MEMORY = 25.0, 100.0  # GB/s, for --cpu-offload: pinned copies over PCIe, Adam in host memory; assumed
 

@@ -71,6 +71,9 @@ def describe_speed(result: dict) -> dict[str, str]:
             time += f", {ranged(run['cost'], share, dollars, inverse=True)}"
         length = f"{base.counted(run['steps'], 'step')}, {run['tokens']:,} tokens"
         lines["this run"] = f"{time}: {length}, without evaluation and checkpoints"
+    elif "num_epochs" in result:
+        problem = f"how many steps --num-epochs {result['num_epochs']:g} are, is not known without the data"
+        lines["this run"] = f"no hours: {problem}; a start says it, --num-steps N plans them"
     return lines
 
 

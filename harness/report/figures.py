@@ -33,6 +33,8 @@ grad_norm|train/grad_norm||Gradient norm||norm of the gradients before clipping
 learning_rate|train/learning_rate||Learning rate||learning rate of the step
 skipped_steps|train/skipped_steps|steps|||steps so far that were skipped, for a norm that is not finite
 data_wait_percent|data/wait_percent|%|Waiting for data|.1f|time that the host waited for batches, on the worst rank
+best_step|eval/best_step|steps|||step of the checkpoint that --keep-best keeps, on the last line
+best_eval_loss|eval/best_loss|nats per token|||eval_loss of that checkpoint
 goodput_percent|perf/goodput_percent|%||.1f|100 x trained_seconds / elapsed_seconds, at most 100
 trained_seconds|perf/trained_seconds|s|||time of all steps at their usual speed, that of the median window
 elapsed_seconds|perf/elapsed_seconds|s|||time since the run's first process started

@@ -39,6 +39,7 @@ def describe_setup(
     padded = " with padding" if train_set.has_padding else ""
     optimizer = models.find_optimizer(settings.optimizer)
     waits = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
+    steps = ", ".join(filter(None, [f"{settings.num_steps:,} steps", settings.describe_epochs()]))
     lines = {
         "model": f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
         f"{parameters:,} parameters, {flops}, {describe_peak(peak, device_type)}",
@@ -51,7 +52,8 @@ def describe_setup(
         "optimizer": f"{settings.optimizer} on {optimizer.describe(model)}" if optimizer.describe else "",
         "experts": models.describe_routing(model),
         "skipping": "" if models.skips_on_device(state.optimizer) else waits,
-        "batch": f"{settings.describe_batch(world_size)}{padded}, {settings.num_steps:,} steps",
+        "batch": f"{settings.describe_batch(world_size)}{padded}, {steps}",
+        "lr": describe_lr(settings, checkpoint),
         **train_set.header,
         "resumed": f"{checkpoint.path} at step {state.step:,}" if checkpoint else "",
         "changed": changed,
@@ -89,6 +91,19 @@ def describe_precision(settings: flags.Resolved, device_type: str, checkpoint: s
     if checkpoint:
         return f"{words}; as in the checkpoint"
     return f"{words}; the default on a {'GPU' if device_type == 'cuda' else 'CPU'}"
+
+
+def describe_lr(settings: flags.Resolved, checkpoint: states.Checkpoint | None) -> str:
+    """The learning rate's peak and schedule, and whose the peak is."""
+    default, whose = flags.default_lr(settings)
+    if "lr" in settings.given:
+        whose = "by --lr"
+    elif checkpoint:
+        whose = "as in the checkpoint"
+    elif settings.lr != default:
+        whose = "that of --demo"
+    warmup = f" after {base.counted(settings.warmup_steps, 'step')} of warmup" if settings.warmup_steps else ""
+    return f"{settings.lr:g} at its peak, {settings.lr_scheduler}{warmup}; {whose}"
 
 
 def describe_techniques(settings: flags.Resolved, model: transformers.PreTrainedModel, device_type: str) -> str:

@@ -74,6 +74,8 @@ def say_evaluation(
         UserError: a loss is NaN or infinite.
     """
     dataset, step = settings.describe_dataset(), None
+    if flags.is_place(settings.eval_split):
+        dataset = str(settings.eval_split)
     weights = settings.model
     if checkpoint:
         step = checkpoint.manifest["step"]
@@ -89,6 +91,10 @@ def say_evaluation(
     lines = {"evaluated": f"{weights} on {dataset}: {describe_held_out(losses)}, {size}"}
     if "held out" in data.header:
         lines["held out"] = data.header["held out"]
+        if (
+            not flags.is_place(settings.eval_split) and "one of every" in lines["held out"]
+        ):  # a part, as what these weights were trained on may be unknown
+            lines["held out"] += "; a file that is given as --eval-split is taken whole"
     job.say(job.columns(lines))
     if settings.json and dist.get_rank() == 0:
         figures = {"model": settings.model, "step": step, "dataset": dataset, "tokens": tokens} | losses
@@ -150,19 +156,25 @@ def describe_training(metrics: dict, state: states.TrainState, seconds: float) -
     return f"{words}, {held_out}" if held_out else words
 
 
-def next_commands(settings: flags.Resolved, folder: pathlib.Path, step: int) -> str:
-    """What can be done with what this run left after `step`, as commands to paste: go on, and export."""
+def next_commands(settings: flags.Resolved, folder: pathlib.Path, step: int, metrics: dict) -> str:
+    """What can be done with what this run left after `step`, as commands to paste: go on, and export. `metrics` are the
+    figures of its last line."""
     launcher, newest = job.launcher(), base.newest_checkpoint(folder)
     lines = {}
     if not (newest or settings.export):
         lines["kept"] = "no weights: --final-checkpoint or --export DIR keeps them"
+    if "best_step" in metrics:
+        best = folder / "checkpoints" / base.checkpoint_name(metrics["best_step"])
+        export = flags.to_paste(launcher, num_steps=0, resume=best, export=f"{folder}-best")
+        lines["best"] = f"{best.name}, held-out loss {metrics['best_eval_loss']:.4f}, exported by: {export}"
+        lines["from best"] = f"a new run goes on with --resume {best} --run-name NAME"
     if newest:
         if newest.name != base.checkpoint_name(step):
             lines["kept"] = f"{newest.name}, which these commands take: step {step:,} was not saved"
         if not settings.export:
             lines["export"] = flags.to_paste(launcher, num_steps=0, resume=folder, export=f"{folder}-export")
         given = flags.flags_of_run(settings, *flags.LENGTHS, "output_dir", "export", "export_weights")
-        length = "num_tokens" if settings.num_tokens else "num_steps"
+        length = next(name for name in ("num_tokens", "num_epochs", "num_steps") if getattr(settings, name))
         given[length] = 2 * getattr(settings, length)
         lines["go on"] = flags.to_paste(launcher, given, resume=folder)
     return "\n" + job.columns(lines | {"report": str(folder / "report.html")})

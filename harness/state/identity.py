@@ -33,8 +33,8 @@ def describe_identity(
     data: corpora.TrainingData,
 ) -> dict:
     """What no flag says of a run and a resume of it must have again, for the manifests of its checkpoints: the model's
-    config, checksums of the tokenizer and of weights that no checkpoint has, and the record of the data. Every rank
-    calls this."""
+    config, checksums of the tokenizer and of weights that no checkpoint has, and the record of the data; and
+    what is held out, of which a change is said. Every rank calls this."""
     vocabulary = None
     if tokenizer and not data.is_mapped:  # no token of token files is the tokenizer's
         vocabulary = hashlib.sha256(corpora.vocabulary_of(tokenizer).encode()).hexdigest()
@@ -43,6 +43,7 @@ def describe_identity(
         "base": digest_of_base(settings, config),
         "tokenizer": vocabulary,
         "data": as_json(data.record.record()),
+        "held_out": data.held_out_identity,
     }
 
 
@@ -88,6 +89,9 @@ def check_resume(
         refuse_changed(settings, manifest, ("tokenizer", "model", "dataset"))
         raise base.UserError(f"--tokenizer: its vocabulary is not what it was at the checkpoint; {ADVICE}")
     changed = check_data(settings, data.record, manifest)
+    evaluated_before, evaluated = manifest.get("held_out"), data.held_out_identity
+    if evaluated_before and evaluated and list(evaluated_before.values()) != list(evaluated.values()):
+        changed.append("other held-out data, whose losses do not compare with those before")
     world_before, world = manifest["world_size"], dist.get_world_size()
     values = {"world size": (world_before, world)}
     values["global batch"] = (global_batch(before, world_before), global_batch(now, world))

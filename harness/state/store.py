@@ -1,6 +1,7 @@
 """Checkpoints: how all ranks save a state together, and never leave half of one."""
 
 import contextlib
+import math
 import pathlib
 import shutil
 import threading
@@ -67,7 +68,7 @@ class Checkpoints:
         with state.tracker.excluded():
             start = time.perf_counter()
             job.enter_phase("save")
-            if wait:
+            if wait or self._is_best(state):
                 self.finish()
             if any(base.of_all_ranks(self.thread is not None and self.thread.is_alive())):
                 job.say(f"skipped    checkpoint at step {state.step}: the one before is still being written")
@@ -85,8 +86,44 @@ class Checkpoints:
     def check_saved(self) -> None:
         """Raises UserError where a save failed."""
         if self.failures:
-            flag = "--checkpoint-interval" if self.settings.checkpoint_interval else "--final-checkpoint"
+            flag = "--keep-best" if self.settings.keep_best else "--final-checkpoint"
+            if self.settings.checkpoint_interval:
+                flag = "--checkpoint-interval"
             raise base.UserError(f"{flag}: {self.failures} checkpoints could not be saved, see above", 1)
+
+    def note_evaluation(self, state: TrainState, loss: float) -> None:
+        """Takes the held-out loss of `state`, which a save records. The checkpoint that a run goes on from gets it too
+        where a stop came before it was evaluated. Every rank calls this."""
+        if not math.isfinite(loss):  # it ends the run
+            return
+        state.eval_loss = loss
+        if self.settings.keep_best:
+            base.on_main_rank(lambda: add_eval_loss(self.folder / base.checkpoint_name(state.step), state))
+
+    def best_figures(self) -> dict[str, float]:
+        """The step and the held-out loss of the checkpoint that --keep-best keeps; none without one. Every rank calls
+        this."""
+        best = base.on_main_rank(self._find_best) if self.settings.keep_best else None
+        return {"best_step": base.step_in_name(best[0]), "best_eval_loss": best[1]} if best else {}
+
+    def _is_best(self, state: TrainState) -> bool:
+        """Whether no checkpoint has a lower held-out loss than `state`, which then waits for the save before it."""
+        if not self.settings.keep_best or state.eval_loss is None:
+            return False
+        best = base.on_main_rank(self._find_best)
+        return best is None or state.eval_loss < best[1]
+
+    def _find_best(self) -> tuple[pathlib.Path, float] | None:
+        """The complete checkpoint with the lowest loss on the held-out data of this run, the first of equal ones."""
+        best = None
+        for path in base.complete_checkpoints(self.folder.parent):
+            with contextlib.suppress(OSError, ValueError):  # it is removed meanwhile
+                manifest = base.read_manifest(path)
+                loss = manifest.get("eval_loss")
+                is_comparable = loss is not None and held_out_of(manifest) == held_out_of(self.of_run)
+                if is_comparable and (best is None or loss < best[1]):
+                    best = path, loss
+        return best
 
     def finish(self) -> None:
         """Waits for the save that is under way."""
@@ -177,11 +214,30 @@ class Checkpoints:
         job.say(f"saved      {final.name}, {megabytes:,.1f} MB in {time.perf_counter() - start:.1f} s{paused}")
 
     def _rotate(self, latest: pathlib.Path) -> None:
-        """Removes the oldest checkpoints up to `latest`, but for as many as are to be kept."""
+        """Removes the oldest checkpoints up to `latest`, but for as many as are to be kept, and the best."""
         complete = [path for path in base.complete_checkpoints(self.folder.parent) if path.name <= latest.name]
+        best = self._find_best() if self.settings.keep_best else None
         for path in complete[: -self.settings.keep_checkpoints]:
-            path.rename(path.with_name(f".{path.name}.deleting"))
+            if best is None or path != best[0]:
+                path.rename(path.with_name(f".{path.name}.deleting"))
         remove_leftovers(self.folder.parent)
+
+
+def held_out_of(manifest: dict) -> tuple:
+    """What tells the windows that a checkpoint was evaluated on from others, whatever their sources are called."""
+    return [*manifest.get("held_out", {}).values()], manifest["flags"]["eval_windows"]
+
+
+def add_eval_loss(checkpoint: pathlib.Path, state: TrainState) -> None:
+    """Records the held-out loss of `state` in its checkpoint, if there is one without it."""
+    try:
+        manifest = base.read_manifest(checkpoint)
+        if manifest.get("eval_loss") is None and manifest["run_id"] == state.run_id:
+            job.replace_file(checkpoint / base.MANIFEST, base.seal(manifest | {"eval_loss": state.eval_loss}))
+    except FileNotFoundError:  # it is saved later
+        pass
+    except (OSError, ValueError) as error:
+        job.say(f"failed     {checkpoint.name}: its held-out loss is not recorded ({base.first_line(error)})")
 
 
 def make_stager(device: torch.device) -> DefaultStager | None:

@@ -58,6 +58,7 @@ class Counters:
     # of streams, by source and stream, the last place before `samples` where reading can begin
     positions: dict[str, dict[int, tuple]] = dataclasses.field(default_factory=dict)
     learning_rate: float | None = None  # of the next step
+    eval_loss: float | None = None  # held-out loss after `step`, where it was evaluated
     skipped_steps: int = 0
     skipped_in_a_row: int = 0  # the last steps
     run_id: str = of_the_run(default_factory=new_run_id)  # of the trackers
@@ -102,6 +103,7 @@ class TrainState(Counters):
         """Counts an optimizer step of `data`, a run's training data: its samples and tokens, the schedule. Returns the
         tokens of the step, over all ranks."""
         self.step += 1
+        self.eval_loss = None
         self.moved |= self.moved_in_step
         self.moved_in_step.clear()
         samples = data.record.samples_of_step(self.step)

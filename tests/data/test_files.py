@@ -77,9 +77,9 @@ def test_a_pattern_is_local_whatever_its_signs_are(tmp_path, monkeypatch, patter
 def test_a_folder_of_which_nothing_is_read_says_what_is_there(tmp_path):
     with pytest.raises(UserError, match=r"needs \.bin/.*\.jsonl/.* files, .* there are no files"):
         files.find_files(str(tmp_path))
-    make(tmp_path, "posts.json", "list.xyz")
+    make(tmp_path, "posts.csv", "list.xyz")
     for place in (tmp_path, tmp_path / "*"):
-        with pytest.raises(UserError, match=r"there is only .*list\.xyz, .*posts\.json; convert it"):
+        with pytest.raises(UserError, match=r"there is only .*list\.xyz, .*posts\.csv; convert it"):
             files.find_files(str(place))
 
 

@@ -10,7 +10,8 @@ import shlex
 import multirank
 import pytest
 import torch
-from conftest import ROOT, forked, metrics_of, parse, python, words
+from conftest import ROOT, forked, metrics_of, parse, python, train, words, write_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import flags, state
 
@@ -166,3 +167,37 @@ def test_other_batch_flags_are_another_batch_which_is_reported(run, tmp_path):
     printed = run("r", "--num-steps 6 --resume auto")
     assert header(printed, "changed").startswith("num steps 4 -> 6")
     assert "--batch-size 6" in header(printed, "go on")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The learning rate of pretrained weights
+
+
+def test_pretrained_weights_have_a_learning_rate_of_their_own_which_a_resume_keeps(tmp_path, device, capfd):
+    """And that a folder has weights, which are not read, is said."""
+    model = write_model(tmp_path / "model", "llama", **multirank.SIZES)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    small = words("--dataset synthetic --sequence-length 16 --num-workers 0 --no-compile --final-checkpoint")
+    small += ["--model", model, "--output-dir", str(tmp_path)]
+
+    def said(flags: str) -> tuple[str, str]:
+        capfd.readouterr()
+        assert train([*small, *words(flags)], device) == 0
+        printed = capfd.readouterr()
+        return header(printed.out, "lr"), printed.err
+
+    unread = f"train_fsdp.py: warning: random weights: {model} has weights, --init pretrained reads them"
+    line, warned = said("--num-steps 2 --run-name random")
+    assert line == "0.0003 at its peak, cosine; the default of --init random" and unread in warned
+    line, warned = said("--num-steps 2 --run-name p --init pretrained")
+    assert line == "2e-05 at its peak, cosine; the default of --init pretrained" and unread not in warned
+    line, warned = said("--num-steps 4 --run-name p --resume auto --lr-scheduler constant")
+    assert line == "2e-05 at its peak, constant; as in the checkpoint" and unread not in warned
+    line, _ = said("--num-steps 6 --run-name p --resume auto --lr 1e-4")
+    assert line == "0.0001 at its peak, cosine; by --lr"
+    assert record_of(tmp_path / "p")["flags"]["lr"] == 1e-4
+
+
+def test_the_demos_learning_rate_is_not_that_of_pretrained_weights():
+    assert (parse(["--demo"]).lr, parse(words("--demo --init pretrained")).lr) == (0.004, None)
+    assert parse(words("--demo --init pretrained --lr 1e-3")).lr == 1e-3

@@ -128,7 +128,7 @@ def test_what_is_printed_to_be_pasted_means_what_it_says(monkeypatch, tmp_path, 
     again = parse(flags_of(terminal.command(settings, folder)))
     assert (again.resume, again.run_name, again.output_dir, again.lr) == ("auto", "-r", name, 1)
     assert again.export == settings.export
-    said = next_commands(settings, folder, 2).strip()
+    said = next_commands(settings, folder, 2, {}).strip()
     found = re.findall(r"^(export|go on) +(.*?)(?=\n(?:export|go on|report) |\Z)", said, re.M | re.S)
     lines = {key: parse(flags_of(command)) for key, command in found}
     assert all(pathlib.Path(again.resume) == folder for again in lines.values())

@@ -4,8 +4,8 @@ A reader has `SUFFIXES`, the ends of its files' names, and one of these:
 
 - `read(stream, text_field)`, a generator that gives for each record in order its text, its token ids, a conversation, a
   `records.BadRecord` that says what is wrong, or None for nothing. `stream` has the file's bytes, unpacked. `PLACE` is
-  what its records are called ("line", "row"). `records` has what readers share: `read_fields` decides whether a value
-  is good, `choose_field` finds the column of --text-field.
+  what its records are called ("line", "row"). `records` and `conversations` have what readers share:
+  `read_fields` decides whether a record is good, `choose_field` and `find_document` find what is read of it.
 - `open_tokens(file, vocab_size)`, which maps a file of token ids and returns a `token_files.TokenFile`. Tokens are
   neither copied nor read. What can be checked of the file cheaply is checked here; a fault is `token_files.damaged`.
 
@@ -14,8 +14,9 @@ gives the records that begin within these bytes. Parts end to end must hold each
 ones, are read as a whole.
 
 What cannot be read at all is an OSError or a ValueError. `HAS_FIELDS = False` is for records without fields that
---text-field could name. `COMPANIONS` has the suffixes of files that belong to a data file. `SUFFIXES` and `HAS_FIELDS`
-are literals: `harness.flags` reads them without importing the module.
+--text-field could name. `ONLY_ALONE = True` is for files that are data only where no other data files lie beside them.
+`COMPANIONS` has the suffixes of files that belong to a data file. `SUFFIXES` and `HAS_FIELDS` are literals:
+`harness.flags` reads them without importing the module.
 """
 
 import functools

@@ -1,10 +1,11 @@
-"""JSON lines: an object a line, with its text, its token ids or its messages in a field."""
+"""JSON lines: an object a line, with its text, its token ids or its conversation in fields."""
 
 import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from harness.data.records import BadRecord, Field, Record, excerpt, names_of, read_fields, split_records
+from harness.data.conversations import find_document
+from harness.data.records import BadRecord, Field, Record, names_of, split_records
 
 SUFFIXES = (".jsonl",)
 PLACE = "line"
@@ -27,9 +28,4 @@ def parse(line: bytes, names: tuple[str, ...]) -> Record:
         return BadRecord("bytes that are not UTF-8")
     except (ValueError, RecursionError) as error:
         return BadRecord(f"broken JSON, {error}".replace("line 1 ", ""))
-    fields = record if isinstance(record, dict) else {}
-    for name in names:
-        if name in fields:
-            return read_fields(fields, name)
-    others = f", only {', '.join(fields)}" if len(fields) > 1 else ""
-    return BadRecord(f"no field {names[-1]!r} in {excerpt(record)}{others}; name it with --text-field")
+    return find_document(record, names)

@@ -1,4 +1,4 @@
-"""Parquet files: a row each document, with its text, its token ids or its messages in a column."""
+"""Parquet files: a row each document, with its text, its token ids or its conversation in columns."""
 
 import io
 import itertools
@@ -7,17 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from harness.data.records import (
-    BESIDE_IDS,
-    BLOCK,
-    CHAT_FIELD,
-    MAX_TOKEN_ID,
-    Field,
-    Record,
-    check_ids,
-    choose_field,
-    read_fields,
-)
+from harness.data.conversations import BESIDE_CHAT, choose_field, layout_of, read_fields
+from harness.data.records import BESIDE_IDS, BLOCK, MAX_TOKEN_ID, Field, Record, check_ids
 
 if TYPE_CHECKING:
     import pyarrow
@@ -44,8 +35,9 @@ def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | Non
     )
     names = parquet.schema_arrow.names
     field = choose_field(names, text_field)
-    beside = ("tools",) if field == CHAT_FIELD else BESIDE_IDS
-    columns = [field, *(name for name in beside if name in names)]
+    layout = layout_of(field)
+    beside = BESIDE_IDS if is_text_or_ids(parquet.schema_arrow, field) else (*layout.may_have, *BESIDE_CHAT)
+    columns = [*layout.needs, *(name for name in beside if name in names)]
     rows = parquet.metadata.num_rows
     first, last = -(-rows * start // size), rows if end is None else -(-rows * end // size)
     group_start = 0
@@ -61,6 +53,17 @@ def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | Non
         group_start = group_end
 
 
+def is_text_or_ids(schema: "pyarrow.Schema", name: str) -> bool:
+    """Whether a column holds no messages."""
+    from pyarrow import types
+
+    if name not in schema.names:  # a layout of several columns
+        return False
+    kind = schema.field(name).type
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return not (is_list and types.is_struct(kind.value_type))
+
+
 def count(stream: io.RawIOBase) -> int:
     """How many rows a file has, by what stands at its end."""
     import pyarrow.parquet
@@ -73,7 +76,7 @@ def count(stream: io.RawIOBase) -> int:
 def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
     """The documents of rows in Arrow."""
     columns = {name: rows_of_integers(batch[name]) for name in batch.schema.names}
-    ids = columns.pop(field)
+    ids = columns.pop(field, None)
     if ids is None or None in columns.values() or not are_token_ids(ids):
         for fields in batch.to_pylist(maps_as_pydicts="strict"):
             yield read_fields(fields, field)

@@ -1,0 +1,52 @@
+"""JSON: a list of objects, as Alpaca and ShareGPT come, or objects one after another; each with its text, its token ids
+or its conversation in fields."""
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from harness.data.conversations import find_document
+from harness.data.records import BLOCK, Field, Record, names_of
+
+SUFFIXES = (".json",)
+PLACE = "record"
+ONLY_ALONE = True  # beside data such files are notes of tools
+
+BETWEEN = {True: re.compile(r"[\s,]*"), False: re.compile(r"\s*")}  # values, in a list and without one
+
+
+def read(stream: BinaryIO, text_field: Field) -> Iterator[Record]:
+    names = names_of(text_field)
+    for value in values_in(stream):
+        yield find_document(value, names)
+
+
+def values_in(stream: BinaryIO) -> Iterator[Any]:
+    """The values of a list, or those of a file of values, of which no more than a few are in memory."""
+    decoder, of_bytes = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
+    text, at, is_list, number, at_end = "", 0, False, 0, False
+    while True:
+        at = next(BETWEEN[is_list].finditer(text, at)).end()
+        if number == 0 and not is_list and text[at : at + 1] == "[":
+            at, is_list = at + 1, True
+            continue
+        if is_list and text[at : at + 1] == "]":
+            return
+        try:
+            value, end = decoder.raw_decode(text, at)
+            is_whole = end < len(text) or at_end  # what the block's end cuts off may be a value too
+        except (ValueError, RecursionError) as error:
+            is_whole, problem = False, getattr(error, "msg", str(error))
+        if is_whole:
+            yield value
+            at, number = end, number + 1
+            continue
+        if at_end and at == len(text) and not is_list:
+            return
+        if at_end:
+            raise ValueError(f"broken JSON after {number:,} records, {problem}")
+        block = stream.read(max(BLOCK, len(text) - at))  # a long value is not read again for each block
+        at_end = not block
+        text, at = text[at:] + of_bytes.decode(block, final=at_end), 0

@@ -1,0 +1,197 @@
+"""What is trained on of a conversation whose template has no {% generation %}: the same as by hand-made marks. The
+templates are small ones by what their models' cards say of the format."""
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from transformers import AutoTokenizer
+
+from harness.base.errors import UserError
+from harness.data.chat import ChatFormat
+from harness.data.records import Conversation
+
+MARKS = re.compile(r"{%-? (end)?generation -?%}")
+
+
+def says(role: str, content: str, **more) -> dict:
+    return {"role": role, "content": content, **more}
+
+
+SYSTEM, HI, HELLO = says("system", "Be kind."), says("user", "Hi."), says("assistant", "Hello! ")
+CONVERSATIONS = {
+    "one turn": [HI, HELLO],
+    "two turns": [HI, HELLO, says("user", "A ball?"), says("assistant", " red\n\nand blue")],
+    "system": [SYSTEM, HI, HELLO, says("user", "More"), says("assistant", "No.")],
+    "user last": [HI, HELLO, says("user", "And?")],
+    "nothing said": [HI, says("assistant", ""), says("user", "?"), says("assistant", "!")],
+    "the same said by both": [says("user", "Hello! "), HELLO, says("user", "Hello! "), HELLO],
+    "twice": [HI, HELLO, HELLO],
+    "with a tool": [HI, says("assistant", "3?"), says("tool", "4"), says("tool", "5"), says("assistant", "9")],
+}
+
+# Each with marks by hand around the assistant's turns and their end tokens; without these they are what is published.
+CHATML = """{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}{%- generation %}{{- message.content + '<|im_end|>\\n' }}{%- endgeneration %}
+{%- else %}{{- message.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+QWEN = "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{%- endif %}" + CHATML
+LLAMA3 = """{{- bos_token }}{%- for message in messages %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+{%- if message.role == 'assistant' %}{%- generation %}{{- message.content | trim + '<|eot_id|>' }}{%- endgeneration %}
+{%- else %}{{- message.content | trim + '<|eot_id|>' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+ALTERNATES = """{%- for message in messages %}{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}{%- endif %}{%- endfor %}"""
+GEMMA = (
+    "{{- bos_token }}"
+    + ALTERNATES
+    + """{%- for message in messages %}{%- if message.role == 'assistant' %}{{- '<start_of_turn>model\\n' }}
+{%- generation %}{{- message.content | trim + '<end_of_turn>\\n' }}{%- endgeneration %}
+{%- else %}{{- '<start_of_turn>user\\n' + message.content | trim + '<end_of_turn>\\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
+)
+MISTRAL = (  # no generation prompt: an answer follows [/INST]
+    "{{- bos_token }}"
+    + ALTERNATES
+    + """{%- for message in messages %}{%- if message.role == 'user' %}{{- '[INST] ' + message.content + '[/INST]' }}
+{%- else %}{%- generation %}{{- ' ' + message.content | trim + eos_token }}{%- endgeneration %}{%- endif %}
+{%- endfor %}"""
+)
+SMOLLM3 = """{{- '<|im_start|>system\\nToday is ' + strftime_now('%d %B %Y') + '\\n' }}
+{%- set start = namespace(at=0) %}{%- if messages[0].role == 'system' %}{{- messages[0].content }}
+{%- set start.at = 1 %}{%- endif %}{{- '<|im_end|>\\n' }}
+{%- for message in messages[start.at:] %}
+{%- if message.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}
+{%- generation %}{{- message.content.lstrip('\\n') + '<|im_end|>\\n' }}{%- endgeneration %}
+{%- else %}{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+TEMPLATES = {"chatml": CHATML, "qwen": QWEN, "llama3": LLAMA3, "gemma": GEMMA, "mistral": MISTRAL, "smollm3": SMOLLM3}
+REFUSED = {  # by the templates themselves
+    (name, conversation) for name in ("gemma", "mistral") for conversation in ("system", "twice", "with a tool")
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+
+
+def chat_format(tokenizer, template: str, loss: str = "assistant") -> ChatFormat:
+    return ChatFormat(tokenizer, len(tokenizer), template, loss)
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_without_marks_the_same_characters_and_tokens_are_trained_on_as_with_them(tokenizer, name, conversation):
+    marked, plain = TEMPLATES[name], MARKS.sub("", TEMPLATES[name])
+    assert "generation %}" in marked and "generation %}" not in plain
+    documents = [Conversation(CONVERSATIONS[conversation], place="chat.jsonl, line 1")]
+    if (name, conversation) in REFUSED:
+        with pytest.raises(UserError, match=r"chat.jsonl, line 1: the chat template fails, roles must alternate"):
+            chat_format(tokenizer, plain).encode(documents, Counter())
+        return
+    by_hand, found = (chat_format(tokenizer, template) for template in (marked, plain))
+    text, spans = found.render(documents[0])
+    assert (text, spans) == by_hand.render(documents[0])
+    turns = [message for message in CONVERSATIONS[conversation] if message["role"] == "assistant"]
+    assert len(spans) == len(turns)
+    for (first, last), message in zip(spans, turns, strict=True):
+        assert message["content"].strip() in text[first:last]
+        assert text[first:last].endswith(("<|im_end|>\n", "<|eot_id|>", "<end_of_turn>\n", tokenizer.eos_token))
+    expected, encoded = (chat.encode(documents, Counter()) for chat in (by_hand, found))
+    assert np.array_equal(encoded.tokens, expected.tokens)
+    assert np.array_equal(encoded.trained, expected.trained) and encoded.trained.any()
+
+
+class Changing(NamedTuple):
+    """A template that renders a turn otherwise once others follow it."""
+
+    template: str
+    conversation: list[dict]
+    becomes: str  # in the message
+
+
+THOUGHT = says("assistant", "<think>\nHm.\n</think>\n\nHello!")
+CHANGING = {
+    "thoughts of earlier turns removed": Changing(
+        CHATML.replace(
+            "{{- message.content + '<|im_end|>\\n' }}{%- endg",
+            "{%- set content = message.content if loop.last else message.content.split('</think>')[-1].strip() %}"
+            "{{- content + '<|im_end|>\\n' }}{%- endg",
+        ),
+        [HI, THOUGHT, says("user", "More"), says("assistant", "No.")],
+        "<think>",
+    ),
+    "system prompt in the last question": Changing(
+        """{%- for message in messages %}{%- if message.role == 'user' %}{{- '[INST] ' }}
+{%- if loop.index0 == messages | map(attribute='role') | list | length - 2 and messages[0].role == 'system' %}
+{{- messages[0].content + ' ' }}{%- endif %}{{- message.content + '[/INST]' }}
+{%- elif message.role == 'assistant' %}{{- ' ' + message.content + eos_token }}{%- endif %}{%- endfor %}""",
+        CONVERSATIONS["system"],
+        "Be kind.",
+    ),
+    "another end of the last turn": Changing(
+        "{%- for message in messages %}{{- message.role + ': ' + message.content + '\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- else %}{{- eos_token }}{%- endif %}",
+        CONVERSATIONS["two turns"],
+        "<|endoftext|>",
+    ),
+    "a generation prompt that no turn has": Changing(
+        CHATML.replace("'<|im_start|>assistant\\n' }}{%- endif", "'<|im_start|>assistant\\n<think>\\n' }}{%- endif"),
+        CONVERSATIONS["one turn"],
+        "<think>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_template_that_changes_what_came_before_is_refused_and_all_tokens_can_be_trained_on(tokenizer, name):
+    template = MARKS.sub("", CHANGING[name].template)
+    documents = [Conversation(CHANGING[name].conversation, place="chat.jsonl, line 7")]
+    with pytest.raises(UserError) as raised:
+        chat_format(tokenizer, template).encode(documents, Counter())
+    message = str(raised.value)
+    assert message.startswith("--dataset chat.jsonl, line 7: its chat template changes what came before")
+    assert CHANGING[name].becomes in message and "\n" not in message
+    assert "{% generation %}" in message and message.endswith("train on all tokens with --chat-loss all")
+    assert chat_format(tokenizer, template, "all").encode(documents, Counter()).trained[1:].all()
+
+
+def test_what_a_template_drops_is_found_where_nothing_came_before_it(tokenizer):
+    """One question and its answer are trained on, thoughts included, whatever the template does to earlier turns."""
+    template = MARKS.sub("", CHANGING["thoughts of earlier turns removed"].template)
+    text, spans = chat_format(tokenizer, template).render(Conversation([HI, THOUGHT]))
+    assert [text[first:last] for first, last in spans] == [THOUGHT["content"] + "<|im_end|>\n"]
+
+
+def test_a_conversation_that_the_assistant_begins_is_trained_on_where_the_template_has_a_prompt_for_it(tokenizer):
+    begun = Conversation([HELLO, HI, HELLO], place="chat.jsonl, line 2")
+    text, spans = chat_format(tokenizer, MARKS.sub("", CHATML)).render(begun)
+    assert [text[first:last] for first, last in spans] == ["Hello! <|im_end|>\n"] * 2
+    with pytest.raises(UserError, match=r"line 2: it begins with the assistant.*--skip-bad-records"):
+        chat_format(tokenizer, MARKS.sub("", QWEN)).encode([begun], Counter())
+
+
+def test_the_header_says_how_turns_are_found_and_where_a_model_cannot_learn_to_stop(tokenizer):
+    without_end = CHATML.replace(" + '<|im_end|>\\n' }}{%- endg", " }}{%- endg")
+    lines = [
+        chat_format(tokenizer, template).describe()["trained on"]
+        for template in (CHATML, MARKS.sub("", CHATML), without_end, MARKS.sub("", without_end))
+    ]
+    marked = "the assistant's turns, marked by the chat template"
+    found = "the assistant's turns, found by rendering prefixes"
+    lacking = "; the template puts no end to them, from which a model learns to stop"
+    assert lines == [marked, found, marked + lacking, found + lacking]
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_of_a_prompt_of_messages_nothing_is_trained_on(tokenizer, marks):
+    """Its earlier answers are part of the prompt."""
+    template = CHATML if marks else MARKS.sub("", CHATML)
+    conversation = Conversation(CONVERSATIONS["two turns"], layout="prompt+completion", first_trained=3)
+    text, spans = chat_format(tokenizer, template).render(conversation)
+    assert [text[first:last] for first, last in spans] == [" red\n\nand blue<|im_end|>\n"]

@@ -1,0 +1,159 @@
+"""Held out by --eval-split as a place of its own: read whole in every format, never trained on, beside streams and
+mixtures, by a checkpoint and by its export; and what is refused."""
+
+import json
+
+import multirank
+import numpy as np
+import pytest
+from conftest import ROOT, STORIES, metrics_of, parse, train, words, write_model
+
+from harness import data, opening
+from harness.base import UserError
+
+CHAT = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+CHAT += "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+
+
+def chats(stories: list[str]) -> str:
+    roles = ("user", "assistant")
+    lines = []
+    for story in stories:
+        halves = story[:40], story[40:]
+        messages = [{"role": role, "content": half} for role, half in zip(roles, halves, strict=True)]
+        lines.append(json.dumps({"messages": messages}))
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Texts to train on and others to hold out, in every format."""
+    folder = tmp_path_factory.mktemp("held")
+    lines = (STORIES / "train.jsonl").read_text().splitlines(True)
+    trained, held = lines[:60], lines[1000:1010]
+    stories = [json.loads(line)["text"] for line in held]
+    (folder / "a.jsonl").write_text("".join(trained))
+    (folder / "b.jsonl").write_text("".join(lines[100:130]))
+    (folder / "held.jsonl").write_text("".join(held))
+    (folder / "held.txt").write_text("<|endoftext|>".join(stories))
+    (folder / "a-chats.jsonl").write_text(chats([json.loads(line)["text"] for line in trained]))
+    (folder / "chats.jsonl").write_text(chats(stories))
+    np.save(folder / "held.npy", (np.arange(16 * 30 + 1) % 200).astype(np.uint16))
+    (folder / "splits" / "train").mkdir(parents=True)
+    (folder / "splits" / "train" / "x.jsonl").write_text(trained[0])
+    (folder / "splits" / "validation.jsonl").write_text("".join(held))
+    (folder / "template.jinja").write_text(CHAT)
+    write_model(folder / "model", "llama", **multirank.SIZES)
+    return folder
+
+
+@pytest.fixture
+def flags(folder, tmp_path):
+    """`flags(more)`: those of a run of two steps on a.jsonl; {} is the folder of the texts."""
+    small = "--num-steps 2 --batch-size 2 --sequence-length 16 --num-workers 0 --precision fp32 --no-own-plan"
+    places = f"--model {folder}/model --tokenizer {ROOT}/assets/demo --cache-dir {folder}/cache --output-dir {tmp_path}"
+    text = f"--dataset {folder}/a.jsonl --run-name r --eval-interval 2"
+    return lambda more: words(f"{small} {places} {text} {more}".replace("{}", str(folder)))
+
+
+def loaded(given: list):
+    run = opening.open_run(parse(given), lambda known: 1)
+    return data.load(run.settings, run.corpora, run.tokenizer, run.config)
+
+
+def held_out_loss(folder) -> float:
+    return [line["eval_loss"] for line in metrics_of(folder) if "eval_loss" in line][-1]
+
+
+PLACES = {  # --eval-split and what is beside it: its documents, None where they are not counted
+    "{}/held.jsonl": 10,
+    "{}/held.txt": 10,
+    "{}/held.*l": 10,
+    "{}/held.npy": None,
+    "{}/splits": 10,  # its split validation
+    "{}/held.jsonl --streaming": 10,
+    "{}/held.jsonl --dataset {}/a.jsonl:0.7 {}/b.jsonl:0.3": 10,
+    "{}/chats.jsonl --dataset {}/a-chats.jsonl --chat-template {}/template.jinja": 10,
+    "{}/held.jsonl --dataset {}/a-chats.jsonl --chat-template {}/template.jinja": 10,
+}
+
+
+@pytest.mark.parametrize("more, documents", PLACES.items())
+def test_a_place_of_its_own_is_held_out_whole_and_nothing_else_is(flags, device, more, documents):
+    found = loaded(flags(f"--eval-split {more}"))
+    trains_on_all = loaded(flags(more.partition(" ")[2] + " --eval-interval 0"))
+    (windows,) = found.held_out.values()
+    assert found.record.record() == trains_on_all.record.record()
+    if documents:
+        assert len(windows.tokens.ends) == documents
+    place = more.split()[0].removeprefix("{}/")
+    assert found.header["held out"].partition(":")[0].rpartition("/")[2].startswith(place)
+    assert "all of it" in found.header["held out"]
+
+
+@pytest.mark.parametrize("more", ["", "--streaming", "--dataset {}/a.jsonl:0.7 {}/b.jsonl:0.3"])
+def test_a_checkpoint_and_its_export_have_the_loss_that_the_run_had_of_it(flags, folder, device, tmp_path, capfd, more):
+    assert train(flags(f"--eval-split {{}}/held.jsonl --export {tmp_path}/export {more}"), device) == 0
+    wanted = held_out_loss(tmp_path / "r")
+    assert not any(name.startswith("eval_loss/") for line in metrics_of(tmp_path / "r") for name in line)
+    alone = ["--num-steps", "0", "--eval-interval", "1", "--json", "--cache-dir", str(folder / "cache")]
+    of_run = ["--resume", str(tmp_path / "r")]
+    of_export = ["--model", f"{tmp_path}/export", "--init", "pretrained", "--sequence-length", "16"]
+    held = ["--eval-split", f"{folder}/held.jsonl"]
+    for again in (of_run, [*of_run, *held], [*of_export, *held, "--precision", "fp32"]):
+        capfd.readouterr()
+        assert train([*alone, *again], device) == 0
+        found = json.loads(capfd.readouterr().out)
+        assert found["eval_loss"] == pytest.approx(wanted, rel=1e-6)
+        assert found["dataset"] == f"{folder}/held.jsonl"
+
+
+def test_a_run_on_random_tokens_is_evaluated_on_a_text(folder, flags, device, tmp_path, capfd):
+    given = flags("--dataset synthetic --final-checkpoint --eval-interval 0")
+    assert train(given, device) == 0
+    run = ["--num-steps", "0", "--eval-interval", "1", "--json", "--resume", str(tmp_path / "r")]
+    capfd.readouterr()
+    assert train([*run, "--eval-split", f"{folder}/held.jsonl"], device) == 0
+    assert json.loads(capfd.readouterr().out)["dataset"] == f"{folder}/held.jsonl"
+
+
+def test_other_held_out_data_at_a_resume_are_said(flags, folder, device, tmp_path, capfd):
+    assert train(flags("--eval-split {}/held.jsonl"), device) == 0
+    resume = "--resume auto --num-steps 4 --eval-split"
+    assert train(flags(f"{resume} {{}}/held.txt"), device) == 0  # the same texts
+    assert "other held-out data" not in capfd.readouterr().out
+    assert train(flags(f"{resume.replace('4', '6')} {{}}/held.npy"), device) == 0
+    assert "other held-out data" in capfd.readouterr().out
+
+
+REFUSED = {  # --eval-split and what is beside it: the line
+    "{}/none.jsonl": "--eval-split {}/none.jsonl: no such file or folder",
+    "none.jsonl": "--eval-split none.jsonl: no such file or folder",
+    "{}/model": "--eval-split {}/model: needs .bin/",
+    "{}/a.jsonl": "--eval-split {}/a.jsonl: {}/a.jsonl is in --dataset {}/a.jsonl too, which is trained on; take",
+    "{}/held.jsonl --dataset {}/*.jsonl": "--eval-split {}/held.jsonl: {}/held.jsonl is in --dataset {}/*.jsonl too",
+    "{}/bad.txt": "--eval-split {}/bad.txt, ",
+    "{}/held.jsonl --sequence-length 128 --eval-split {}/template.txt": "--eval-split {}/template.txt, split 'train'",
+    "{}/chats.jsonl --chat-template {}/template.jinja": "--eval-split {}/chats.jsonl: its documents do not see each",
+    "splits": "--eval-split splits: {}/a.jsonl has no split of that name; for the file or folder of that name give ./",
+}
+
+
+@pytest.mark.parametrize("more, said", REFUSED.items())
+def test_what_cannot_be_held_out_is_one_line(flags, folder, device, tmp_path, monkeypatch, more, said):
+    (folder / "template.txt").write_text("The fox.")
+    (folder / "bad.txt").write_bytes(b"a \xff")
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError) as raised:
+        train(flags(f"--eval-split {more}"), device)
+    assert str(raised.value).startswith(said.replace("{}", str(folder))), str(raised.value)
+    assert "\n" not in str(raised.value) and raised.value.exit_code in (1, 2)
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_what_a_run_trained_on_is_not_evaluated_by_name(flags, folder, device, tmp_path):
+    assert train(flags("--eval-split {}/held.jsonl"), device) == 0
+    (tmp_path / "link.jsonl").symlink_to(folder / "a.jsonl")
+    run = ["--num-steps", "0", "--eval-interval", "1", "--resume", str(tmp_path / "r")]
+    with pytest.raises(UserError, match=r"link\.jsonl: the run trained on "):
+        train([*run, "--eval-split", str(tmp_path / "link.jsonl")], device)
