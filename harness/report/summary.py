@@ -173,7 +173,7 @@ def next_commands(settings: flags.Resolved, folder: pathlib.Path, step: int, met
             lines["kept"] = f"{newest.name}, which these commands take: step {step:,} was not saved"
         if not settings.export:
             lines["export"] = flags.to_paste(launcher, num_steps=0, resume=folder, export=f"{folder}-export")
-        given = flags.flags_of_run(settings, *flags.LENGTHS, "output_dir", "export")
+        given = flags.flags_of_run(settings, *flags.LENGTHS, "output_dir", "export", "export_weights")
         length = next(name for name in ("num_tokens", "num_epochs", "num_steps") if getattr(settings, name))
         given[length] = 2 * getattr(settings, length)
         lines["go on"] = flags.to_paste(launcher, given, resume=folder)
