@@ -2,12 +2,13 @@
 
 import json
 import shutil
+import types
 
 import peft
 import pytest
 import torch
 from checkpoints import tensors_of
-from conftest import forked, losses_of, metrics_of, parse, train, words
+from conftest import forked, losses_of, metrics_of, parse, slow_case, train, words
 from multirank import program
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -223,3 +224,32 @@ def test_flops_of_adapters_are_those_that_torch_counts(workspace, flags, device,
     for model in (sharded, by_peft, by_peft.base_model.model):
         assert utils.get_model_flops_per_token(model, IDS.numel()) == round(counter.get_total_flops() / IDS.numel())
     assert utils.get_model_flops_per_token(sharded, 32) < 0.8 * utils.get_model_flops_per_token(config, 32)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-bf16", slow_case("adamw8bit")])
+def test_other_optimizers_train_adapters_and_go_on(flags, device, tmp_path, optimizer):
+    chosen = ["--optimizer", optimizer, "--checkpoint-interval", 2, "--keep-checkpoints", 9]
+    assert train(flags("llama", *chosen), device) == 0
+    last = tmp_path / "out" / "r" / "checkpoints" / "step-00000004"
+    adapters = tensors_of(last, "model.")
+    assert all(tensor.any() for tensor in adapters.values())  # B too, which begins at zero
+    shutil.rmtree(last)
+    assert train(flags("llama", *chosen, "--resume", "auto"), device) == 0
+    again = tensors_of(last, "model.")
+    assert all(torch.equal(again[name], tensor) for name, tensor in adapters.items())
+
+
+def test_a_model_that_no_gpu_has_room_for_is_refused_before_it_is_read(monkeypatch):
+    """By what is trained of it: a frozen weight takes its own bytes, any other its gradient's too."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=2**32))
+    with torch.device("meta"):
+        model = torch.nn.Linear(2**14, 2**15, bias=False, dtype=torch.float32)  # 2 GiB
+    gpu = torch.device("cuda", 0)
+    models.check_room(model, gpu, 2)
+    model.weight.data = model.weight.data.double()
+    with pytest.raises(
+        base.UserError, match=r"8 GiB of weights and gradients for each rank, and its GPU has 4 GiB; .*--lora"
+    ):
+        models.check_room(model, gpu, 1)
+    model.requires_grad_(False)
+    models.check_room(model, gpu, 1)
