@@ -83,11 +83,14 @@ def build_model(
     draws the same random numbers in the same order, so the weights do not depend on world size or sharding.
     """
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
-    dtype = torch.bfloat16 if settings.precision == "bf16-pure" else torch.float32
+    dtype = models.loaded_dtype(settings)
     model = models.on_meta(config, settings.attention, dtype)
     models.adapt_forward(model, settings)  # its loss, and labels that are shifted already
     layers, weights, convert_to_fp8 = models.decoder_layers(model), None, None
-    if settings.init == "pretrained" and read_weights:
+    add_adapters = models.adapter_injector(settings, model)  # with --lora-rank, which freezes all else
+    if not settings.cpu_offload:
+        models.check_room(model, device, mesh["shard"].size())
+    if settings.init == "pretrained" and (read_weights or models.has_frozen(model)):
         weights = models.PretrainedWeights(model, layers, models.find_source(settings.model)[1], dtype)
     if settings.precision == "fp8":
         convert_to_fp8 = models.fp8_converter(layers, settings.fp8_recipe, settings.fp8_emulate, settings.compile)
@@ -101,6 +104,7 @@ def build_model(
     doing = "reading weights" if weights else "making weights"
     for index, layer in job.progress(enumerate(layers), len(layers), "" if settings.plan else doing):
         models.materialize(model, list(layer.modules()), device, weights, index)
+        add_adapters(layer)
         transform_layer(settings, layer, convert_to_fp8, shard)
     if settings.compile:
         for module in outside:
@@ -305,8 +309,8 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
     dataset = data.load(settings, opened.corpora, opened.tokenizer, config, opened.manifest)
     if settings.demo and settings.dataset != "demo" and not opened.prompts and dataset.beginning:
         opened.prompts = [dataset.beginning]  # the demo's prompt is for the demo's stories
-    identity = state.describe_identity(config, opened.tokenizer, dataset)
-    changed = state.check_resume(settings, config, opened.tokenizer, dataset, checkpoint)
+    identity = state.describe_identity(settings, config, opened.tokenizer, dataset)
+    changed = state.check_resume(settings, config, identity, dataset, checkpoint)
 
     model = build_model(settings, config, mesh, read_weights=not checkpoint)
     optimizer = models.build_optimizer(settings, model)
@@ -424,7 +428,8 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
     settings = run.settings
     with stop.before_each_forward(run.state.model):
         stories = run.stories()
-    stop.raise_if_asked()  # what follows may take long: an export, waiting for a plan
+    if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long
+        stop.raise_if_asked()  # else a run that took its last step is done
     stop.can_save = False
     metrics = run.log.finish(stories, plan.predicted_figures(planned) | run.checkpoints.best_figures())
     if settings.export:
@@ -485,6 +490,7 @@ def answer_without_training(given: flags.Settings, device: torch.device) -> int:
         dataset = opening.load_to_evaluate(opened) if settings.eval_interval else None
         if checkpoint:
             state.check_same_model(opened.config, checkpoint.manifest)
+            state.check_same_base(settings, state.digest_of_base(settings, opened.config), checkpoint.manifest)
         model = build_model(settings, opened.config, mesh, read_weights=not checkpoint)
         weights = state.TrainState(model)
         if checkpoint:

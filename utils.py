@@ -118,8 +118,11 @@ def get_model_flops_per_token(
     The formula is taken where torch's own counter confirms it on four tokens of this very model. The operators of all
     others (linear attention, latent projections of keys) are counted by torch, which has no causal figure.
 
-    `model` is a causal language model of transformers, sharded too, or its config. A ValueError says why there is no
-    figure to be trusted, or no causal one.
+    Of a model with frozen weights, which have no gradient, torch counts the matmuls: about 4 x N where all but adapters
+    is frozen. Its first layer takes less than the others, as nothing before it is trained.
+
+    `model` is a causal language model of transformers, sharded or with peft's adapters too, or its config, of which all
+    is trained. A ValueError says why there is no figure to be trusted, or no causal one.
     """
     import transformers
 
@@ -130,11 +133,15 @@ def get_model_flops_per_token(
     text = on_meta.config.get_text_config()
     matmuls = 6 * matmul_parameters(on_meta, text)
     masked = not models.computes_every_score(config)
-    if models.count_flops(on_meta, 4) == 4 * (matmuls + attention_flops(text, 4)):
+    is_confirmed = models.count_flops(on_meta, 4) == 4 * (matmuls + attention_flops(text, 4))
+    has_frozen = isinstance(model, torch.nn.Module) and models.has_frozen(model)
+    if is_confirmed and not has_frozen:
         return matmuls + attention_flops(text, seq_len, masked, causal)
-    if causal:
+    if causal and not is_confirmed:
         raise ValueError(f"no causal figure: torch counts {text.model_type}, and it counts whole products")
-    never_computed = attention_flops(text, seq_len) - attention_flops(text, seq_len, masked)
+    if has_frozen:
+        models.freeze_as_in(model, on_meta)
+    never_computed = attention_flops(text, seq_len) - attention_flops(text, seq_len, masked, causal)
     return round(models.count_flops(on_meta, seq_len) / seq_len) - never_computed
 
 

@@ -41,8 +41,13 @@ CASES = {
     "muon, 2 replicas": "--optimizer muon --dp-replicate-size 2",
     "muon, stage 0": "--optimizer muon --zero-stage 0",
     "muon, stage 2": "--optimizer muon --zero-stage 2",
+    "adapters": "--init pretrained --lora-rank 64",
+    "adapters, stage 2 in 2 microbatches": "--init pretrained --lora-rank 64 --zero-stage 2"
+    " --gradient-accumulation-steps 2",
+    "adapters, stage 0, checkpointed": "--init pretrained --lora-rank 64 --zero-stage 0"
+    " --activation-checkpointing full",
 }
-FEW = ("stage 3", "stage 2 in 2 microbatches", "pure bf16 from full logits")
+FEW = ("stage 3", "stage 2 in 2 microbatches", "pure bf16 from full logits", "adapters")
 NAMES = {1: (*FEW, "muon"), 2: (*FEW, "muon"), 4: tuple(CASES)}  # by ranks
 
 
@@ -99,7 +104,7 @@ def measure(argv, device) -> dict:
     seen = {}
 
     def before_optimizer(*_) -> None:
-        seen.update(gradients=of([p.grad for p in model.parameters()]), passes=live.peak)
+        seen.update(gradients=of([p.grad for p in model.parameters() if p.grad is not None]), passes=live.peak)
         live.peak = 0
 
     optimizer.register_step_pre_hook(before_optimizer)

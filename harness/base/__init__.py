@@ -9,6 +9,7 @@ from harness.base.hub import answer_from_cache_without_network
 from harness.base.labels import IGNORE_INDEX
 from harness.base.ranks import from_main_process, of_all_ranks, on_main_rank, with_all_ranks
 from harness.base.saved import (
+    ADAPTER_CONFIG,
     FORMAT,
     MANIFEST,
     checkpoint_name,
@@ -37,6 +38,7 @@ from harness.base.versions import (
 )
 
 __all__ = [
+    "ADAPTER_CONFIG",
     "CLOCK_STOPPED",
     "CONTEXT_GIB",
     "FORMAT",

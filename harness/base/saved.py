@@ -11,6 +11,7 @@ import pathlib
 import re
 
 MANIFEST = "manifest.json"  # of a checkpoint; it records the flags of the run too
+ADAPTER_CONFIG = "adapter_config.json"  # of a folder of adapters, as peft writes it
 FORMAT = 1  # of a checkpoint; another one is refused
 LEFT_OVER = re.compile(r"\.step-[0-9]{8}\.(writing|deleting)")
 

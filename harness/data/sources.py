@@ -1,6 +1,7 @@
 """Sources: the corpora of a run opened, divided into what is trained on and what is held out, and mixed; what the
 header says of them; what an evaluation of a run reads."""
 
+import bisect
 import copy
 import dataclasses
 import math
@@ -210,6 +211,8 @@ def open_apart(settings: flag_rules.Resolved, corpus: Corpus, reading: Reading) 
         tokens, line = reading.open(corpus, corpus.split)
         windows = reading.windows(tokens, f"{place}, split {corpus.split!r}")
     job.say("data      ", f"{place}: {line}")
+    if corpus.is_chat:
+        job.say("format    ", f"{place}: {reading.chat_format(corpus).describe()['format']}")
     documents = f", {base.counted(len(tokens.ends), 'document')}" if tokens.knows_ends else ""
     split = f", {corpus.split}" if len(corpus.listing.splits) > 1 else ""
     return HeldOut(windows, f"{place}{split}, all of it{documents}")
@@ -427,12 +430,20 @@ def check_size(settings: flag_rules.Resolved, data: TrainingData, corpora: list[
         for name, epochs in data.epochs(last.stop).items():
             if data.epochs(last.start)[name] >= settings.max_epochs:  # the last step may begin the next epoch
                 problem = f"{name} would be read {epochs:.4g} times in {settings.num_steps:,} steps"
-                advice = "give it a smaller weight, or fewer --num-steps"
-                if len(data.sources) == 1:
-                    samples = math.ceil(Fraction(str(settings.max_epochs)) * data.orders[name].windows)
-                    steps = data.record.step_of_sample(samples - 1)
-                    advice = f"{settings.max_epochs:g} epochs are --num-steps {steps}"
+                steps = step_that_reads(data, name, settings.max_epochs, settings.num_steps)
+                advice = f"{settings.max_epochs:g} epochs of it are --num-steps {steps}"
+                if len(data.sources) > 1:
+                    advice += ", or give it a smaller weight"
                 raise base.UserError(f"--max-epochs {settings.max_epochs:g}: {problem}; {advice}")
+
+
+def step_that_reads(data: TrainingData, name: str, epochs: float, num_steps: int) -> int:
+    """The first optimizer step, up to `num_steps`, by which a source has been read so often."""
+
+    def read_by(step: int) -> float:
+        return data.epochs(data.record.samples_of_step(step).stop)[name]
+
+    return bisect.bisect_left(range(num_steps), epochs, lo=1, key=read_by)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

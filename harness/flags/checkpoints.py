@@ -51,3 +51,23 @@ def flags_of_checkpoint(settings: Settings) -> dict[str, Any]:
             names.append("eval_windows")
     found = {name: flags[name] for name in names if name in flags}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def flags_of_adapters(model: str) -> dict[str, Any]:
+    """The flags that train on the adapters in a folder of peft's, where --model names one; none for anything else, and
+    for a folder that cannot be read so, which is reported when it is loaded."""
+    folder = pathlib.Path(model).expanduser()
+    if (folder / "config.json").exists() or not (folder / base.ADAPTER_CONFIG).is_file():
+        return {}
+    try:
+        config = base.read_json(folder / base.ADAPTER_CONFIG)
+        targets = config["target_modules"]
+        targets = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
+        return {
+            "init": "pretrained",
+            "lora_rank": int(config["r"]),
+            "lora_alpha": int(config["lora_alpha"]),
+            "lora_targets": targets,
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}

@@ -31,7 +31,6 @@ INSTEAD = {
     "--muon-iteration": "muon has one iteration, Newton-Schulz; leave it out",
     "--muon-scale": "muon scales as match_rms_adamw; leave it out",
     "--momentum-dtype": "muon's momentum is in fp32; leave it out",
-    "--export-weights": "an export has the trained weights; --average-checkpoints K has the mean of saved ones",
     "--measure": "plans go by assumed rates; docs/PLAN.md has them beside runs on GPUs",
     "--plan-rates": "plans go by assumed rates; --plan-gpu names a GPU of the table",
     "--activation-memory-budget": "--activation-checkpointing selective or full keeps fewer activations",

@@ -11,7 +11,7 @@ import types
 import typing
 
 from harness import base
-from harness.flags.checkpoints import flags_of_checkpoint
+from harness.flags.checkpoints import flags_of_adapters, flags_of_checkpoint
 from harness.flags.files import read_flags
 from harness.flags.flag_types import number, text
 from harness.flags.names import no_such_flag
@@ -136,6 +136,9 @@ def complete(given: dict[str, typing.Any], file: str | None = None) -> Settings:
             del recipe["lr"]  # it is one of random weights
         defaults |= recipe
     settings = Settings(**defaults | given)
+    if adapters := flags_of_adapters(settings.model):
+        defaults |= adapters
+        settings = Settings(**defaults | given)
     if (settings.num_steps == 0 or settings.show_samples) and settings.resume not in ("none", "auto"):
         defaults |= flags_of_checkpoint(settings) | {"compile": False}
         settings = Settings(**defaults | given)
@@ -146,10 +149,12 @@ def complete(given: dict[str, typing.Any], file: str | None = None) -> Settings:
         changes["dataset_split"] = default_split(settings.dataset, settings.streaming)
     if settings.fp8_recipe is None and settings.precision == "fp8":
         changes["fp8_recipe"] = "tensorwise"
+    if settings.lora_rank and settings.lora_alpha is None:
+        changes["lora_alpha"] = 2 * settings.lora_rank
     if settings.warmup_steps is None:
         steps = changes.get("num_steps", settings.num_steps)
         changes["warmup_steps"] = default_warmup(settings.lr_scheduler, steps)
-    for name in ("betas", "sample_prompt"):  # argparse and JSON have lists
+    for name in ("betas", "sample_prompt", "lora_targets"):  # argparse and JSON have lists
         value = getattr(settings, name)
         changes[name] = value and tuple(value)
     return dataclasses.replace(settings, **changes)

@@ -23,6 +23,7 @@ from harness.flags.settings import (
     as_flag,
     default_split,
     is_local,
+    is_pattern,
     is_place,
 )
 from harness.flags.sources import splits_overlap, wrong_mixture
@@ -77,6 +78,7 @@ def contradictions(s: Settings) -> Iterator[str]:
         yield "--fp8-recipe/--fp8-emulate: only with --precision fp8"
     if s.num_steps and (problem := misfits_float8(s)):
         yield problem
+    yield from wrong_adapters(s)
     if s.zero_stage == 0 and s.dp_replicate_size > 1:
         yield "--dp-replicate-size: stage 0 replicates on every rank already"
 
@@ -182,6 +184,22 @@ def is_plain_text(dataset: str) -> bool:
     if last_suffix not in COMPRESSIONS:
         name += last_suffix
     return name.endswith(tuple(PLAIN_SUFFIXES))
+
+
+def wrong_adapters(s: Settings) -> Iterator[str]:
+    """What does not go together with --lora-rank, and what needs it."""
+    if s.export_weights and not s.lora_rank:
+        yield "--export-weights: without --lora-rank an export has the whole model; leave it out"
+    if not s.lora_rank:
+        return
+    if s.init == "random" and not s.plan:
+        yield "--lora-rank: adapters of random weights serve for nothing; give --init pretrained"
+    if s.precision == "fp8":
+        yield "--lora-rank: not with --precision fp8; use bf16"
+    if s.optimizer == "muon":
+        yield "--lora-rank: not with --optimizer muon, whose updates are for whole weights; use adamw"
+    if len(s.lora_targets or ()) > 1 and any(map(is_pattern, s.lora_targets)):
+        yield "--lora-targets: a pattern stands alone; give names, or one pattern that matches all"
 
 
 def misfits_float8(s: Settings) -> str:

@@ -5,6 +5,7 @@ import dataclasses
 import glob
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal, TypeVar
@@ -99,6 +100,9 @@ class Settings:
 
     model: str = flag("smollm3-3b", f"preset ({', '.join(PRESETS)}), local folder with a config.json, or hub id [smollm3-3b]", group="model", type=path, also="model-name-or-path model-name pretrained-model-name-or-path", from_checkpoint="model")
     init: Literal["random", "pretrained"] = flag("random", "random weights from the config, or the safetensors of the folder or hub id [random]", from_checkpoint="model")
+    lora_rank: int = flag(0, "LoRA by peft: adapters of this rank are trained, the model's own weights are frozen, in bf16 but with --precision fp32; 0 trains the model itself [0; that of a folder of adapters as --model]", least=0, on_resume="same", from_checkpoint="model", also="lora-dim lora")
+    lora_alpha: int | None = flag(None, "what adapters add is multiplied by this / --lora-rank [2 x rank]", only_with="lora_rank", on_resume="same", from_checkpoint="model")
+    lora_targets: tuple[str, ...] | None = flag(None, "linears of decoder layers that have adapters: names, or one pattern, as peft's target_modules takes them [all]", type=text, nargs="+", metavar="NAME", only_with="lora_rank", on_resume="same", from_checkpoint="model", also="target-modules")
     tokenizer: str | None = flag(None, "hub id or folder [the model's]", type=path, from_checkpoint="model")
 
     dataset: str | tuple[str, ...] = flag("roneneldan/TinyStories", f"hub id; {listed(SUFFIXES)} file, also {listed(COMPRESSIONS)}, a folder of them or a pattern in quotes; synthetic (random tokens, for throughput runs); demo. Several are mixed: web=a.jsonl:0.7 b.jsonl:0.3 by these shares of the tokens, without numbers by size [roneneldan/TinyStories]", group="data", type=path, nargs="+", action=DatasetWords, metavar="DATASET", also="dataset-name data train-file", from_checkpoint="model")
@@ -162,7 +166,8 @@ class Settings:
     async_checkpoint: bool = flag(True, "write in the background, the loop waits only for the copy [on]", only_with="checkpoint_interval keep_best")
     final_checkpoint: bool | None = flag(None, "keep the state after the last step [on; off for --dataset synthetic without --checkpoint-interval, and where the disk has no room for it]")
     resume: str = flag("none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]", metavar="{none,auto,PATH}", type=path, of_one_run=True, also="resume-from-checkpoint")
-    export: str | None = flag(None, "at the end, a folder that from_pretrained loads", metavar="DIR", type=path, of_one_run=True)
+    export: str | None = flag(None, "at the end, a folder that from_pretrained loads, of adapters one that peft loads", metavar="DIR", type=path, of_one_run=True)
+    export_weights: Literal["adapters", "merged"] | None = flag(None, "with --lora-rank: merged exports the model with its adapters added, as a whole model [adapters]", only_with="export", of_one_run=True)
 
     timeout_minutes: float = flag(10.0, "how long ranks wait for each other; then the job ends with a line that names the rank that did not come, its host, pid and what it did [10]", least=0.001, below=1e7, group="failures")
 
@@ -319,6 +324,11 @@ def default_split(dataset: str, streaming: bool) -> str:
 def as_flag(field: str) -> str:
     """`--num-steps` of the field `num_steps`."""
     return f"--{field.replace('_', '-')}"
+
+
+def is_pattern(target: str) -> bool:
+    """Whether one of --lora-targets is a pattern of whole names, and no name."""
+    return re.search(r"[^\w.]", target) is not None
 
 
 def is_local(dataset: str) -> bool:

@@ -10,26 +10,39 @@ from harness.model.configs import choose_sequence_length, find_source, load_conf
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
 from harness.model.flops import MENDED, computes_every_score, count_flops, eager_on_meta, known_flops
+from harness.model.lora import (
+    adapter_injector,
+    describe_adapters,
+    freeze_as_in,
+    has_frozen,
+    loaded_dtype,
+    merged,
+    named_as_by_peft,
+    trained_on_meta,
+    write_adapter_config,
+)
 from harness.model.loss import adapt_forward, choose_loss, full_loss
 from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer, local, memory_saving_optimizers
 from harness.model.precision import choose_precision
-from harness.model.pretrained import PretrainedWeights, describe_unread
+from harness.model.pretrained import PretrainedWeights, describe_unread, digest_of_weights
 from harness.model.routing import describe_routing
 from harness.model.sampling import evaluating, reshard, sample
 from harness.model.skipping import decide_skip, skips_on_device, step_or_skip
 from harness.model.stand_ins import without_data
 from harness.model.tokenizer import load_files
 from harness.model.verify import verify_sharding
-from harness.model.weights import as_in_checkpoint, decoder_layers, layer_period, materialize, on_meta
+from harness.model.weights import as_in_checkpoint, check_room, decoder_layers, layer_period, materialize, on_meta
 
 __all__ = [
     "MENDED",
     "PretrainedWeights",
     "adapt_forward",
+    "adapter_injector",
     "as_in_checkpoint",
     "avoid_copies_of_one_rank",
     "build_optimizer",
     "check_float8",
+    "check_room",
     "choose_attention",
     "choose_loss",
     "choose_precision",
@@ -40,27 +53,34 @@ __all__ = [
     "count_flops",
     "decide_skip",
     "decoder_layers",
+    "describe_adapters",
     "describe_attention",
     "describe_float8",
     "describe_routing",
     "describe_unread",
+    "digest_of_weights",
     "eager_on_meta",
     "evaluating",
     "find_optimizer",
     "find_source",
     "fp8_converter",
+    "freeze_as_in",
     "fsdp_group",
     "full_loss",
+    "has_frozen",
     "known_flops",
     "layer_period",
     "load_config",
     "load_files",
+    "loaded_dtype",
     "local",
     "loss_and_norm",
     "loss_without_data",
     "make_replicas_equal",
     "materialize",
     "memory_saving_optimizers",
+    "merged",
+    "named_as_by_peft",
     "on_meta",
     "read_generation_config",
     "reshard",
@@ -68,6 +88,8 @@ __all__ = [
     "sharded_modules",
     "skips_on_device",
     "step_or_skip",
+    "trained_on_meta",
     "verify_sharding",
     "without_data",
+    "write_adapter_config",
 ]

@@ -13,6 +13,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConf
 
 from harness import base, flags
 
+NAME_BASE = f"set base_model_name_or_path in its {base.ADAPTER_CONFIG} to the folder or hub id of the model"
+
 
 def find_source(model: str) -> tuple[str, str]:
     """(where the config is, where weights and tokenizer are) of a preset, a local folder or a hub id."""
@@ -24,15 +26,38 @@ def find_source(model: str) -> tuple[str, str]:
             advice = f"--num-steps 0 --resume {model} --export DIR writes its model to a folder for --model"
             raise base.UserError(f"--model {model}: a folder of a run, not of a model; {advice}")
         if not (path / "config.json").is_file():
-            if (path / "adapter_config.json").is_file():
-                command = f"AutoPeftModelForCausalLM.from_pretrained('{model}').merge_and_unload().save_pretrained(DIR)"
-                advice = f"{command} of peft writes it with its model as one; give that DIR"
-                raise base.UserError(f"--model {model}: the folder is an adapter, not a model; {advice}")
+            if folder_of_adapters(model):
+                return find_base(model)
             raise base.UserError(f"--model {model}: the folder has no config.json")
         return str(path), str(path)
     if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise base.UserError(f"--model {model}: no such folder")
     return model, model
+
+
+def folder_of_adapters(model: str) -> str | None:
+    """The folder that --model names where it is one of peft's, adapters without a model; else None."""
+    path = pathlib.Path(model).expanduser()
+    is_one = (path / base.ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
+    return str(path) if is_one and model not in flags.PRESETS else None
+
+
+def find_base(adapters: str) -> tuple[str, str]:
+    """`find_source` of the model that a folder of adapters is for."""
+    path = pathlib.Path(adapters).expanduser() / base.ADAPTER_CONFIG
+    try:
+        model = base.read_json(path).get("base_model_name_or_path")
+    except (OSError, ValueError) as error:
+        raise base.UserError(f"--model {adapters}: {path.name} cannot be read ({base.first_line(error)})") from error
+    if not model or folder_of_adapters(model):
+        raise base.UserError(
+            f"--model {adapters}: adapters, which do not name the model that they are for; {NAME_BASE}"
+        )
+    try:
+        return find_source(model)
+    except base.UserError as error:
+        problem = f"adapters for {model}, which is not there ({error})"
+        raise base.UserError(f"--model {adapters}: {problem}; {NAME_BASE}") from error
 
 
 def load_config(model: str) -> PretrainedConfig:
@@ -44,6 +69,8 @@ def load_config(model: str) -> PretrainedConfig:
     except Exception as error:  # transformers raises many kinds
         refuse_foreign_code(f"--model {model}", error)
         nowhere = f"not a preset ({', '.join(flags.PRESETS)}), not a local folder, and not to be had from the hub"
+        if folder_of_adapters(model):
+            nowhere = f"adapters for {source}, which is no folder and not to be had from the hub; {NAME_BASE}"
         problem = "its config.json cannot be used" if os.path.exists(source) else nowhere
         raise base.UserError(f"--model {model}: {problem} ({base.first_line(error)})") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

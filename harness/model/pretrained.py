@@ -4,6 +4,7 @@ Which files they are, what is dequantized, which heads are tied, and which tenso
 `from_pretrained` has it. What cannot be read so is one line that says what to do.
 """
 
+import hashlib
 import json
 import os
 import pathlib
@@ -25,7 +26,8 @@ from harness.model import configs
 if TYPE_CHECKING:
     from transformers.quantizers import HfQuantizer
 
-ONE_FILE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SAMPLES, SAMPLE_BYTES = 4, 256  # of a tensor, for `digest_of_weights`
 PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose values are the weights themselves
 
 
@@ -37,9 +39,11 @@ def find_files(folder: pathlib.Path, named: str | None) -> list[pathlib.Path]:
         UserError: there are none in safetensors, or an adapter is to be applied to them.
         OSError, ValueError: the index cannot be read, or names files that are elsewhere.
     """
-    if (folder / ADAPTER).is_file():
+    if (folder / base.ADAPTER_CONFIG).is_file():
         problem = f"{folder} has an adapter beside its weights, which from_pretrained applies and a run does not"
-        advice = f"merge it with peft's merge_and_unload, or take {ADAPTER} away to train the weights without it"
+        advice = (
+            f"merge it with peft's merge_and_unload, or take {base.ADAPTER_CONFIG} away to train the weights without it"
+        )
         raise base.UserError(f"--init pretrained: {problem}; {advice}")
     first = named or (ONE_FILE if (folder / ONE_FILE).is_file() else INDEX)
     if not (folder / first).is_file():
@@ -51,6 +55,41 @@ def find_files(folder: pathlib.Path, named: str | None) -> list[pathlib.Path]:
         if pathlib.PurePath(name).name != name:
             raise ValueError(f"its index names {name}, which is not in the folder")
     return [folder / name for name in names]
+
+
+def weight_files(source: str, config: transformers.PretrainedConfig) -> list[pathlib.Path]:
+    """`find_files` of a local folder or hub id, from which the files are fetched."""
+    if not os.path.isdir(source):
+        source = snapshot_download(source, allow_patterns=["*.safetensors", "*.json"])
+    return find_files(pathlib.Path(source), getattr(config, "transformers_weights", None))
+
+
+def digest_of_weights(source: str, config: transformers.PretrainedConfig) -> str:
+    """A checksum by which weights that are read again are known: of the name, type and shape of each tensor, and of
+    samples of its bytes, so that it takes no longer for large ones. How they are divided into files is no part of it.
+
+    Raises:
+        UserError: the files cannot be read.
+    """
+    tensors = {}
+    try:
+        for path in weight_files(source, config):
+            with path.open("rb") as file:  # the length of its header in 8 bytes, the header, the tensors
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+                header.pop("__metadata__", None)
+                for name, entry in header.items():
+                    begin, end = entry.pop("data_offsets")
+                    samples = b""
+                    for part in range(SAMPLES):
+                        file.seek(8 + length + begin + (end - begin) * part // SAMPLES)
+                        samples += file.read(min(SAMPLE_BYTES, end - begin))
+                    tensors[name] = [entry, hashlib.sha256(samples).hexdigest()]
+    except base.UserError:
+        raise
+    except Exception as error:  # as in PretrainedWeights
+        raise base.UserError(f"--init pretrained: no weights from {source} ({base.first_line(error)})") from error
+    return hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()
 
 
 def describe_unread(model: str) -> str:
@@ -125,9 +164,7 @@ class PretrainedWeights:
         without_place: dict[str, list[str]] = {}  # names in the checkpoint, by what they would be in the model
         coded = {}  # the types of tensors that are codes of a weight
         try:
-            if not os.path.isdir(source):
-                source = snapshot_download(source, allow_patterns=["*.safetensors", "*.json"])
-            for file in find_files(pathlib.Path(source), getattr(model.config, "transformers_weights", None)):
+            for file in weight_files(source, model.config):
                 tensors = safe_open(file, framework="pt")
                 for key in tensors.keys():  # noqa: SIM118 - it is no dict
                     name, tensor = self.name_in_model(key), tensors.get_slice(key)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from harness import flags
 from harness.model.collectives import fsdp_group, sharded_modules
+from harness.model.lora import loaded_dtype
 from harness.model.optimization import local, weight_dtype
 
 
@@ -25,7 +26,7 @@ def verify_sharding(
             parameter that has no state: a checkpoint is loaded into them.
     """
     placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
-    dtype, num_states = weight_dtype(settings), 0
+    dtype, frozen_dtype, num_states = weight_dtype(settings), loaded_dtype(settings), 0
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, name in names.items():
         kept = optimizer.state.get(parameter, {})
@@ -35,23 +36,33 @@ def verify_sharding(
         for of_name, tensor in ({name: parameter} | states).items():
             if not isinstance(tensor, DTensor) or tuple(tensor.placements) != placements or tensor.device_mesh != mesh:
                 raise RuntimeError(f"{of_name} is not sharded as {placements} over {mesh}: {type(tensor).__name__}")
-        check_dtype(name, local(parameter).dtype, dtype)
+        if not parameter.requires_grad and states:
+            raise RuntimeError(f"{name} is frozen and has an optimizer state")
+        check_dtype(name, local(parameter).dtype, dtype if parameter.requires_grad else frozen_dtype)
         num_states += len(states)
     for module in sharded_modules(model):
         for parameter in fsdp_group(module).fsdp_params:
             policy, own = parameter.mp_policy, parameter.sharded_param
+            if not own.requires_grad:
+                continue  # it has no gradient
             reduced_in = policy.reduce_dtype or policy.param_dtype or own.dtype
             check_dtype(f"the sum over ranks of the gradient of {names[own]}", reduced_in, dtype)
 
     def check_gradients(*_: object) -> None:
         handle.remove()
         for parameter, name in names.items():
+            if parameter.grad is not None and not parameter.requires_grad:
+                raise RuntimeError(f"{name} is frozen and has a gradient")
             if parameter.grad is not None:
                 check_dtype(f"the gradient of {name}", parameter.grad.dtype, dtype)
 
     handle = optimizer.register_step_pre_hook(check_gradients)
-    in_dtype = str(dtype).removeprefix("torch.")
-    return f"{len(names)} parameters in {in_dtype}, {num_states} states: {' x '.join(map(repr, placements))}"
+    in_dtype, frozen_in = (str(one).removeprefix("torch.") for one in (dtype, frozen_dtype))
+    frozen = sum(not parameter.requires_grad for parameter in names)
+    counted = f"{len(names) - frozen} parameters in {in_dtype}"
+    if frozen:
+        counted += f" and {frozen} frozen ones in {frozen_in}"
+    return f"{counted}, {num_states} states: {' x '.join(map(repr, placements))}"
 
 
 def check_dtype(name: str, found: torch.dtype, wanted: torch.dtype) -> None:

@@ -43,18 +43,34 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return lists[outermost]
 
 
-def layer_period(config: transformers.PretrainedConfig) -> tuple[nn.Module, int]:
-    """The model on the meta device, and after how many layers its pattern repeats (SmolLM3: 4, one in four has no RoPE;
-    the number of layers where nothing repeats)."""
-    model, text = on_meta(config), config.get_text_config()
+def layer_period(model: nn.Module) -> int:
+    """After how many layers the pattern of a model repeats (SmolLM3: 4, one in four has no RoPE; the number of layers
+    where nothing repeats)."""
+    text = text_config(model)
     layers = decoder_layers(model)
     lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == len(layers)]
     shapes = [[(name, p.shape) for name, p in layer.named_parameters()] for layer in layers]
     kinds = [(shapes[index], *(value[index] for value in lists)) for index in range(len(layers))]
     for period in range(1, len(layers) // 3 + 1):
         if kinds[period:] == kinds[:-period]:
-            return model, period
-    return model, len(layers)
+            return period
+    return len(layers)
+
+
+def check_room(model: nn.Module, device: torch.device, shards: int) -> None:
+    """Looks at a model without storage before its weights are made or read.
+
+    Raises:
+        UserError: a rank's shard of the weights and of the gradients of trained ones is larger than its GPU.
+    """
+    if device.type != "cuda":
+        return
+    needed = sum(p.numel() * p.itemsize * (2 if p.requires_grad else 1) for p in model.parameters()) / shards
+    capacity = torch.cuda.get_device_properties(device).total_memory
+    if needed > capacity:
+        sizes = f"{needed / base.GIB:,.0f} GiB of weights and gradients for each rank, and its GPU has"
+        advice = "more GPUs, --zero-stage 3, --cpu-offload or --lora-rank 16; --plan says what fits"
+        raise base.UserError(f"--model: {sizes} {capacity / base.GIB:,.0f} GiB; {advice}")
 
 
 def materialize(
@@ -69,7 +85,7 @@ def materialize(
     Parameters are drawn in fp32 and then rounded: in bf16 torch 2.11 draws others on a CPU, and coarser ones.
     """
     real: dict[torch.Tensor, torch.Tensor] = {}  # a tied parameter is one tensor under two names
-    wanted = [(module, name, tensor.dtype) for module in modules for name, tensor in own_tensors(module)]
+    wanted = [(module, name, tensor) for module in modules for name, tensor in own_tensors(module)]
     for module in modules:
         for name, tensor in own_tensors(module):
             if tensor.is_meta:
@@ -93,9 +109,11 @@ def materialize(
                 tensor_name = f"{type(module).__name__}.{name}"
                 problem = "gets no value, from a checkpoint or when its layer is made by itself"
                 raise base.UserError(f"--model: {tensor_name} {problem}")
-    for module, name, dtype in wanted:  # a parameter that was loaded is another object
+    for module, name, meant in wanted:  # a parameter that was loaded is another object
         tensor = getattr(module, name)
-        tensor.data = tensor.data.to(dtype)
+        tensor.data = tensor.data.to(meant.dtype)
+        if isinstance(tensor, nn.Parameter):
+            tensor.requires_grad_(meant.requires_grad)
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -46,9 +46,15 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
     check_nodes(worlds, asked.gpus_per_node)
     config = models.load_config(asked.model)
     settings = resolving.resolve(asked, config, flags.Settings.batch_step)
-    model = models.on_meta(config, settings.attention)
-    flops, counted = models.known_flops(model, settings.sequence_length, recipe.flops_per_token)
-    plan = functools.cache(lambda settings, world: predict(settings, recipe, config, world, rates, flops))
+
+    @functools.cache
+    def flops_of(rank: int) -> tuple[int, str]:
+        model = models.trained_on_meta(dataclasses.replace(settings, lora_rank=rank, lora_alpha=2 * rank), config)
+        return models.known_flops(model, settings.sequence_length, recipe.flops_per_token)
+
+    @functools.cache
+    def plan(settings: flags.Resolved, world: int) -> dict[str, Any]:
+        return predict(settings, recipe, config, world, rates, flops_of(settings.lora_rank)[0])
 
     has_float8 = bool(rates.values["fp8_tflops"]) and importlib.util.find_spec("torchao") is not None
     search = Search(settings, config, worlds, plan, rates.memory_gib, ends, has_float8)
@@ -58,7 +64,7 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
         "model": settings.model,
         "gpu": rates.device,
         "precision": settings.precision,
-        "flops": counted,
+        "flops": flops_of(settings.lora_rank)[1],
     }
     result |= plan(settings, worlds[0]) | search.result()
     result["search"] |= {"seconds": time.monotonic() - began, "plan_seconds": settings.plan_seconds}

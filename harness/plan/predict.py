@@ -38,7 +38,8 @@ def predict(
     Raises:
         UserError: the model reads its data to decide what it computes.
     """
-    model, period = models.layer_period(config)
+    model = models.trained_on_meta(settings, config)
+    period = models.layer_period(model)
     peaks, counts = record_whole_step(settings, recipe, config, world, period, rates)
     host = move_states_to_host(peaks, counts, settings) if settings.cpu_offload else np.zeros(len(KINDS))
     collectives = list_collectives(counts)
@@ -47,6 +48,7 @@ def predict(
     prediction = {
         "gpus": world,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "flops_per_token": flops or None,
         **find_memory(peaks, collectives, host, rates.memory_gib),
         "communication_gib_per_step": sum(entry["gib"] for entry in collectives),
@@ -114,11 +116,12 @@ def move_states_to_host(peaks: Peaks, counts: Counts, settings: flags.Resolved) 
     and copies cross the link between both. Returns the most bytes that the host holds, by kind."""
     is_on_gpu = np.array([kind in ("activations", "communication") for kind in KINDS])
     host = max((peak * ~is_on_gpu for (stream, *_), peak in peaks.items() if stream is None), key=np.sum)
+    shards = float(host[KINDS.index("parameters")])
+    gradients = float(peaks[None, "optimizer"][KINDS.index("gradients")])
     for key in peaks:
         peaks[key] = peaks[key] * is_on_gpu
-    shards = float(host[KINDS.index("parameters")])
-    copies = 3 if settings.zero_stage == 3 else 2  # the gathers of a microbatch's passes, and its gradients back
-    copied = shards * copies * settings.gradient_accumulation_steps
+    gathers = 2 if settings.zero_stage == 3 else 1  # of a microbatch's passes; its gradients come back
+    copied = (shards * gathers + gradients) * settings.gradient_accumulation_steps
     in_memory = 0.0
     for phase in ("optimizer", "update"):  # matrix products stay on the GPU
         counts.pop(("seconds", phase, "memory"), None)

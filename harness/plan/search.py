@@ -19,6 +19,8 @@ MAX_BATCH_SIZE = 4096  # sequences; no larger batch is planned
 MORE_GPUS = (2, 4, 8)  # times as many, planned where nothing fits
 SMALL_CARD = 24.0  # GiB; what does not fit there is planned with all savers of memory first
 SELECTIVE = {"activation_checkpointing": "selective"}
+ADAPTERS = {"lora_rank": 16, "lora_alpha": 32}
+OTHER_TRAINING = ("precision", "lora_rank")  # what changes these trains something else, and is advised beside only
 FLOAT8 = {"precision": "fp8", "fp8_recipe": "tensorwise"}
 SHOWN = ("zero_stage", "dp_replicate_size", "activation_checkpointing", "batch_size", "gradient_accumulation_steps")
 
@@ -62,6 +64,7 @@ class Search:
             if not self.settings.plan_seconds:
                 return
             if self.row()["verdict"] != "fits":
+                self.plan_adapters()
                 self.make_it_fit()
             best = self.fastest()
             if not best or best["gpus"] != self.world:
@@ -172,6 +175,14 @@ class Search:
             with contextlib.suppress(base.UserError):  # no linear of the model is large enough to gain from it
                 self.row(**changes)
 
+    def plan_adapters(self) -> None:
+        """With adapters, where a model that is to be tuned does not fit: of all memory savers they save most."""
+        if self.settings.init != "pretrained" or self.row()["fits"] or not self.allowed(ADAPTERS):
+            return
+        for level in ("none", "full"):  # selective keeps the results of frozen matmuls, which nothing needs
+            if self.row(**ADAPTERS, activation_checkpointing=level)["verdict"] == "fits":
+                return
+
     def enlarge_microbatch(self) -> None:
         """Plans the fastest so far in fewer, larger microbatches."""
         best = self.fastest()
@@ -234,7 +245,7 @@ class Search:
             more_gpus = 0 if row["gpus"] == self.world else row["gpus"]
             return more_gpus, "optimizer" in row["changes"], row["verdict"] == "tight"
 
-        rows = [row for row in self.rows.values() if row["fits"] and "precision" not in row["changes"]]
+        rows = [row for row in self.rows.values() if row["fits"] and is_same_training(row)]
         least = min(map(reluctance, rows), default=None)
         rows = [row for row in rows if reluctance(row) == least]
         best = max((row["tokens_per_sec"] for row in rows), default=0)
@@ -248,7 +259,7 @@ class Search:
         if not best or best["verdict"] != "tight":
             return None
         rows = [row for row in self.rows.values() if row["verdict"] == "fits" and row["gpus"] == best["gpus"]]
-        rows = [row for row in rows if "precision" not in row["changes"]]
+        rows = [row for row in rows if is_same_training(row)]
         return max(rows, key=lambda row: row["tokens_per_sec"], default=None)
 
     def result(self) -> dict:
@@ -257,17 +268,24 @@ class Search:
         for row in self.rows.values():
             row |= {"asked": row is asked, "fastest": row is best, "safer": row is safer}
         in_float8 = [row for row in self.rows.values() if "precision" in row["changes"] and row["fits"]]
+        with_adapters = [row for row in self.rows.values() if "lora_rank" in row["changes"] and row["fits"]]
         result: dict[str, Any] = {
             "configurations": list(self.rows.values()),
             "fastest": best,
             "safer": safer,
             "in_float8": in_float8[0] if in_float8 else None,
+            "with_adapters": min(with_adapters, key=lambda row: row["verdict"] == "tight", default=None),
             "fits_with": None if asked["fits"] else best,
             "search": {"planned": len(self.rows), "complete": self.is_complete},
         }
         if self.is_auto:
             result["largest_batch_size"] = asked["batch_size"] if asked["fits"] else 0
         return result
+
+
+def is_same_training(row: dict) -> bool:
+    """Whether a row changes only how the run is computed that was asked for."""
+    return not any(name in row["changes"] for name in OTHER_TRAINING)
 
 
 def memory_savers(settings: flags.Settings) -> list[dict]:

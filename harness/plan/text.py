@@ -88,7 +88,7 @@ def describe_advice(result: dict) -> dict[str, str]:
         if not search["complete"]:
             given = f"--plan-seconds {search['plan_seconds']:g}"
             advice = f"{given} ran out before all was planned, and nothing so far fits: give it more, or {advice[31:]}"
-        return {"fastest": advice, "search": planned}
+        return {"fastest": advice, **describe_adapters(result), "search": planned}
     title = "fastest"
     if best["asked"]:
         advice = "as it is; nothing else planned is more than 1 % faster" if search["planned"] > 1 else "as it is"
@@ -115,12 +115,22 @@ def describe_advice(result: dict) -> dict[str, str]:
     if in_float8 := result["in_float8"]:
         change = 100 * (in_float8["tokens_per_sec"] / best["tokens_per_sec"] - 1)
         lines["float8"] = f"with --precision fp8: {change:+.0f} %, other arithmetic"
+    lines |= describe_adapters(result)
     lines["command"] = best["command"]
     asked = next(row for row in result["configurations"] if row["asked"])
     lines["tokens"] = f"{best['tokens_per_step']:,} a step, as asked"
     if best["tokens_per_step"] != asked["tokens_per_step"]:
         lines["tokens"] = f"{best['tokens_per_step']:,} a step instead of {asked['tokens_per_step']:,}: another run"
     return lines | {"search": planned}
+
+
+def describe_adapters(result: dict) -> dict[str, str]:
+    """What fits with adapters, where a model that is to be tuned does not by itself."""
+    row = result["with_adapters"]
+    if not row:
+        return {}
+    room = share_of(row["reserved_gib"], row["capacity_gib"])
+    return {"adapters": f"{row['flags']}: {figures(row, None)}, {room}; other training, of adapters alone"}
 
 
 def share_to_expect(result: dict) -> tuple | None:
@@ -196,9 +206,10 @@ ASSUMED = {
 
 def describe_details(settings: flags.Resolved, result: dict) -> list[str]:
     """The run, its memory, traffic and time, and what is assumed."""
+    trained = f", {result['trained_parameters']:,} of them trained"
     setup = {
         "plan": f"{settings.model} on {result['gpus']:,} x {result['gpu']}",
-        "model": f"{result['parameters']:,} parameters, {result['flops']}",
+        "model": f"{result['parameters']:,} parameters{trained}, {result['flops']}",
         "flags": flags.as_flags({name: getattr(settings, name) for name in DESCRIBED}),
         "batch": settings.describe_batch(result["gpus"]),
     }

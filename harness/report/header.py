@@ -43,6 +43,7 @@ def describe_setup(
     lines = {
         "model": f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
         f"{parameters:,} parameters, {flops}, {describe_peak(peak, device_type)}",
+        "adapters": models.describe_adapters(settings, model),
         "sharding": sharding,
         "verified": verified,
         "precision": describe_precision(settings, device_type, checkpoint),

@@ -91,6 +91,10 @@ def say_evaluation(
     lines = {"evaluated": f"{weights} on {dataset}: {describe_held_out(losses)}, {size}"}
     if "held out" in data.header:
         lines["held out"] = data.header["held out"]
+        if (
+            not flags.is_place(settings.eval_split) and "one of every" in lines["held out"]
+        ):  # a part, as what these weights were trained on may be unknown
+            lines["held out"] += "; a file that is given as --eval-split is taken whole"
     job.say(job.columns(lines))
     if settings.json and dist.get_rank() == 0:
         figures = {"model": settings.model, "step": step, "dataset": dataset, "tokens": tokens} | losses
@@ -169,7 +173,7 @@ def next_commands(settings: flags.Resolved, folder: pathlib.Path, step: int, met
             lines["kept"] = f"{newest.name}, which these commands take: step {step:,} was not saved"
         if not settings.export:
             lines["export"] = flags.to_paste(launcher, num_steps=0, resume=folder, export=f"{folder}-export")
-        given = flags.flags_of_run(settings, *flags.LENGTHS, "output_dir", "export")
+        given = flags.flags_of_run(settings, *flags.LENGTHS, "output_dir", "export", "export_weights")
         length = next(name for name in ("num_tokens", "num_epochs", "num_steps") if getattr(settings, name))
         given[length] = 2 * getattr(settings, length)
         lines["go on"] = flags.to_paste(launcher, given, resume=folder)

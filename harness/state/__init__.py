@@ -10,7 +10,7 @@ shards, everything else is one dataclass of counters in the manifest.
     goes_on                   whether a checkpoint is of the run in a folder; else that is a new run
     describe_identity         what no flag says and a resumed run must have again
     check_resume              what changed and may change, in words; an error names what makes it another run
-    check_data, check_same_model, check_same_corpus     the same for what trains nothing
+    check_data, check_same_model, check_same_base, check_same_corpus    the same for what trains nothing
     keep_global_batch         the batch of a run that goes on with other ranks
     check_export, export      whether --export can be written, and writing it
 
@@ -23,10 +23,12 @@ from harness.state.identity import (
     Batch,
     check_data,
     check_resume,
+    check_same_base,
     check_same_corpus,
     check_same_model,
     count_eval_windows,
     describe_identity,
+    digest_of_base,
     keep_global_batch,
 )
 from harness.state.store import Checkpoints
@@ -40,10 +42,12 @@ __all__ = [
     "check_data",
     "check_export",
     "check_resume",
+    "check_same_base",
     "check_same_corpus",
     "check_same_model",
     "count_eval_windows",
     "describe_identity",
+    "digest_of_base",
     "export",
     "find_checkpoint",
     "find_recorded_data",

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from harness import base, flags, job
 from harness import model as models
 from harness.state.find import goes_on
-from harness.state.train_state import Checkpoint, TrainState, persistent_tensors
+from harness.state.train_state import Checkpoint, TrainState, persistent_tensors, saved_tensors
 from harness.state.transformers4 import old_tokenizer_config, with_old_names
 
 ONE_FILE = 5e9  # bytes up to which weights are one file, the limit of older transformers' save_pretrained
@@ -92,8 +92,9 @@ def checksum_of_command(settings: flags.Settings) -> str:
 
 def export(settings: flags.Resolved, state: TrainState, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Writes the folder of --export, which AutoModelForCausalLM and AutoTokenizer.from_pretrained load, in the place of
-    an earlier export there. The weights keep their training precision: fp32, or bf16 with bf16-pure. Every rank calls
-    this.
+    an earlier export there. The weights keep their training precision: fp32, or bf16 with bf16-pure. Of adapters it is
+    a folder of peft's or, with --export-weights merged, the model with them, in the precision of its frozen weights.
+    Every rank calls this.
 
     Raises:
         UserError: the model is not finite, or the folder cannot be written; nothing of it is left.
@@ -119,10 +120,12 @@ def export(settings: flags.Resolved, state: TrainState, tokenizer: PreTrainedTok
     if problem:
         raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
     on_disk(lambda: make_folder(temporary))
-    write_weights(temporary, state, on_disk, checksum_of_command(settings))
+    write_weights(temporary, settings, state, on_disk)
     on_disk(lambda: write_configs(temporary, settings, state.model, tokenizer))
     on_disk(lambda: replace_folder(final, temporary))
     parts = [str(final), f"step {state.step:,}"]
+    if settings.lora_rank:
+        parts.append("adapters alone, for peft" if exports_adapters(settings) else "the adapters merged into the model")
     if tokenizer is None:
         parts.append("without a tokenizer")
     job.say(f"exported   {', '.join(parts)}")
@@ -143,23 +146,34 @@ def replace_folder(final: pathlib.Path, new: pathlib.Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def exports_adapters(settings: flags.Resolved) -> bool:
+    """Whether an export has the adapters alone."""
+    return settings.lora_rank > 0 and settings.export_weights != "merged"
+
+
 def write_weights(
-    folder: pathlib.Path, state: TrainState, on_disk: Callable[[Callable[[], None]], None], command: str
+    folder: pathlib.Path, settings: flags.Resolved, state: TrainState, on_disk: Callable[[Callable[[], None]], None]
 ) -> None:
     """Writes the weights under the names that they have on the hub, into one file where they take at most ONE_FILE,
     else into a file for each decoder layer and one for what is in none: so no rank ever holds the model. A file's
-    header has the run's id, the step, and the checksum of the `command`. Every rank calls this."""
+    header has the run's id, the step, and the checksum of the command. Adapters alone are one file, by peft's names.
+    Every rank calls this."""
     from safetensors.torch import save_file
 
-    tensors = persistent_tensors(state.model)
+    adapters_alone = exports_adapters(settings)
+    tensors = saved_tensors(state.model) if adapters_alone else persistent_tensors(state.model)
     parts = [tensors]
-    if sum(tensor.nbytes for tensor in tensors.values()) > ONE_FILE:
+    if sum(tensor.nbytes for tensor in tensors.values()) > ONE_FILE and not adapters_alone:
         parts = by_layer(tensors)
+    command = checksum_of_command(settings)
     header = {"format": "pt", "run_id": state.run_id, "step": str(state.step), "command": command}
     index: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
 
     def write(name: str, part: dict[str, torch.Tensor]) -> None:
-        weights = models.as_in_checkpoint(state.model, part)
+        if adapters_alone:
+            weights = models.named_as_by_peft(part)
+        else:
+            weights = models.as_in_checkpoint(state.model, models.merged(state.model, part))
         for key, tensor in weights.items():  # copies: parts of a fused tensor share its storage
             weights[key] = tensor.clone(memory_format=torch.contiguous_format)
         save_file(weights, folder / name, header)
@@ -168,6 +182,8 @@ def write_weights(
 
     for number, part in enumerate(parts, 1):
         name = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        if adapters_alone:
+            name = "adapter_model.safetensors"
         on_disk(functools.partial(write, name, gather(part)))
     if len(parts) > 1:
         on_disk(lambda: write_json(folder / "model.safetensors.index.json", index))
@@ -199,8 +215,11 @@ def gather(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def write_configs(
     folder: pathlib.Path, settings: flags.Resolved, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    write_json(folder / "config.json", model_config(model, tokenizer, settings.init == "pretrained"))
-    write_json(folder / "generation_config.json", generation_config(settings, model, tokenizer))
+    if exports_adapters(settings):
+        models.write_adapter_config(folder, settings, model)
+    else:
+        write_json(folder / "config.json", model_config(model, tokenizer, settings.init == "pretrained"))
+        write_json(folder / "generation_config.json", generation_config(settings, model, tokenizer))
     if tokenizer:
         for name in FOREIGN_CODE:
             vars(tokenizer).pop(name, None)
@@ -209,7 +228,7 @@ def write_configs(
         path = folder / "tokenizer_config.json"
         write_json(path, old_tokenizer_config(base.read_json(path), tokenizer))
     for path in folder.glob("*.safetensors"):  # they are written for the owner alone
-        shutil.copymode(folder / "config.json", path)
+        shutil.copymode(next(folder.glob("*config.json")), path)
 
 
 def model_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, pretrained: bool) -> dict:

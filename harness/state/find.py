@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from harness import base, flags, job
 from harness.state.identity import check_same_model
 from harness.state.shards import sha256
-from harness.state.train_state import Checkpoint, TrainState, local_part, persistent_tensors
+from harness.state.train_state import Checkpoint, TrainState, local_part, saved_tensors
 
 
 def find_checkpoint(resume: str, folder: pathlib.Path | None) -> Checkpoint | None:
@@ -90,8 +90,8 @@ def load_mean(settings: flags.Resolved, state: TrainState, config: PretrainedCon
 
 
 def weights_of(state: TrainState) -> dict[str, torch.Tensor]:
-    """This rank's parts of the model's parameters and persistent buffers, but for whole numbers."""
-    parts = {name: local_part(tensor) for name, tensor in persistent_tensors(state.model).items()}
+    """This rank's parts of what checkpoints hold of the model, but for whole numbers."""
+    parts = {name: local_part(tensor) for name, tensor in saved_tensors(state.model).items()}
     return {name: part for name, part in parts.items() if part.is_floating_point()}
 
 

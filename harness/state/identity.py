@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from harness import base
 from harness import data as corpora
 from harness import flags as flag_rules
+from harness import model as models
 from harness.state.train_state import Checkpoint
 
 # Fields of a model's config that do not make it another model.
@@ -26,15 +27,32 @@ ADVICE = "a resumed run must have the same; to train on from these weights start
 
 
 def describe_identity(
-    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None, data: corpora.TrainingData
+    settings: flag_rules.Resolved,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    data: corpora.TrainingData,
 ) -> dict:
     """What no flag says of a run and a resume of it must have again, for the manifests of its checkpoints: the model's
-    config, a checksum of the tokenizer, and the record of the data; and what is held out, of which a change is said."""
+    config, checksums of the tokenizer and of weights that no checkpoint has, and the record of the data; and
+    what is held out, of which a change is said. Every rank calls this."""
     vocabulary = None
     if tokenizer and not data.is_mapped:  # no token of token files is the tokenizer's
         vocabulary = hashlib.sha256(corpora.vocabulary_of(tokenizer).encode()).hexdigest()
-    identity = {"model": as_json(fields_of(config)), "tokenizer": vocabulary}
-    return identity | {"data": as_json(data.record.record()), "held_out": data.held_out_identity}
+    return {
+        "model": as_json(fields_of(config)),
+        "base": digest_of_base(settings, config),
+        "tokenizer": vocabulary,
+        "data": as_json(data.record.record()),
+        "held_out": data.held_out_identity,
+    }
+
+
+def digest_of_base(settings: flag_rules.Resolved, config: PretrainedConfig) -> str | None:
+    """The checksum of the frozen weights that adapters are trained for; None where the model itself is trained. Every
+    rank calls this."""
+    if not settings.lora_rank:
+        return None
+    return base.on_main_rank(lambda: models.digest_of_weights(models.find_source(settings.model)[1], config))
 
 
 def fields_of(config: PretrainedConfig) -> dict:
@@ -48,11 +66,12 @@ def as_json(values: dict) -> dict:
 def check_resume(
     settings: flag_rules.Resolved,
     config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
+    identity: dict,
     data: corpora.TrainingData,
     checkpoint: Checkpoint | None,
 ) -> str:
-    """What changed since the checkpoint and may change, in words; empty for a fresh start. Every rank calls this.
+    """What changed since the checkpoint and may change, in words; empty for a fresh start. `identity` is that of
+    `describe_identity`. Every rank calls this.
 
     Raises:
         UserError: something else changed, which makes it another run.
@@ -63,7 +82,8 @@ def check_resume(
     before, now = manifest["flags"], as_json(dataclasses.asdict(settings))
     refuse_changed(settings, manifest, flag_rules.must_match(settings))
     check_same_model(config, manifest)
-    vocabulary = describe_identity(config, tokenizer, data)["tokenizer"]
+    check_same_base(settings, identity["base"], manifest)
+    vocabulary = identity["tokenizer"]
     # None where all text is in tokens already: a text may be added to such data, or removed
     if None not in (vocabulary, manifest["tokenizer"]) and vocabulary != manifest["tokenizer"]:
         refuse_changed(settings, manifest, ("tokenizer", "model", "dataset"))
@@ -87,6 +107,14 @@ def check_same_model(config: PretrainedConfig, manifest: dict) -> None:
     for name, value in manifest["model"].items():
         if name in now and now[name] != value:
             refuse(f"--model: {name}", value, now[name])
+
+
+def check_same_base(settings: flag_rules.Resolved, digest: str | None, manifest: dict) -> None:
+    """Raises a UserError where the adapters of a checkpoint are others, or for other weights than those of `digest`."""
+    refuse_changed(settings, manifest, ("lora_rank", "lora_alpha", "lora_targets"))
+    if digest != manifest["base"]:
+        problem = "its weights are not those that the checkpoint's adapters were trained for"
+        raise base.UserError(f"--model {settings.model}: {problem}; give the model as it was")
 
 
 def check_data(settings: flag_rules.Resolved, now: corpora.DataRecord, manifest: dict) -> list[str]:

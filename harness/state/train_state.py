@@ -185,7 +185,7 @@ class TrainState(Counters):
         An 8-bit optimizer state is saved twice: in fp32 for any other sharding, and its codes and scales, which are
         exact, for the same one.
         """
-        tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in persistent_tensors(self.model).items()}
+        tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in saved_tensors(self.model).items()}
         for name, state, local in self.optimizer_states():
             tensors[name] = unwrapped(state)
             if hasattr(local, "codes"):
@@ -202,7 +202,7 @@ class TrainState(Counters):
 
     def saved_bytes(self) -> tuple[int, int]:
         """(bytes of the tensors in a checkpoint, bytes of the weights among them), of all ranks."""
-        weights = sum(tensor.numel() * tensor.itemsize for tensor in persistent_tensors(self.model).values())
+        weights = sum(tensor.numel() * tensor.itemsize for tensor in saved_tensors(self.model).values())
         states = 0
         for _, state, local in self.optimizer_states():
             states += state.numel() * (4 + 1 if hasattr(local, "codes") else state.itemsize)  # in fp32, and its codes
@@ -327,3 +327,10 @@ def persistent_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     persistent = model.state_dict().keys()  # leaves out the buffers that are not persistent
     named = (*model.named_parameters(), *model.named_buffers())
     return {name: unwrapped(tensor) for name, tensor in named if name in persistent}
+
+
+def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a model: `persistent_tensors` but for frozen parameters, which are read again from
+    where they came."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: tensor for name, tensor in persistent_tensors(model).items() if name not in frozen}

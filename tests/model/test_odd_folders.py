@@ -215,7 +215,7 @@ def an_adapter_alone(folder):
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "x"}')
     save_file({"a.lora_A.weight": torch.ones(2)}, folder / "adapter_model.safetensors")
-    return "the folder is an adapter, not a model", "merge_and_unload().save_pretrained(DIR)"
+    return "adapters for x, which is no folder", "set base_model_name_or_path in its adapter_config.json"
 
 
 def pickles_alone(folder):

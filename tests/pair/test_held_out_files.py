@@ -108,6 +108,16 @@ def test_a_checkpoint_and_its_export_have_the_loss_that_the_run_had_of_it(flags,
         assert found["dataset"] == f"{folder}/held.jsonl"
 
 
+def test_held_out_chats_may_have_another_layout_which_is_said(flags, folder, device, capfd):
+    lines = (json.loads(line)["messages"] for line in (folder / "chats.jsonl").read_text().splitlines())
+    alpaca = [{"instruction": user["content"], "output": answer["content"]} for user, answer in lines]
+    (folder / "alpaca.jsonl").write_text("\n".join(map(json.dumps, alpaca)))
+    chat = "--dataset {}/a-chats.jsonl --chat-template {}/template.jinja --eval-split"
+    found = [loaded(flags(f"{chat} {{}}/{name}.jsonl")).held_out_identity for name in ("chats", "alpaca")]
+    assert [*found[0].values()] == [*found[1].values()]  # the same tokens and masks
+    assert f"{folder}/alpaca.jsonl: instruction, input and output, as Alpaca" in capfd.readouterr().out
+
+
 def test_a_run_on_random_tokens_is_evaluated_on_a_text(folder, flags, device, tmp_path, capfd):
     given = flags("--dataset synthetic --final-checkpoint --eval-interval 0")
     assert train(given, device) == 0

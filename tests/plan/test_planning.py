@@ -8,6 +8,7 @@ import planranks
 import pytest
 from conftest import copy_with_gpu, forked, metrics_of, parse, python, slow_case, start, words, write_model
 from multirank import MODELS, SIZES
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
 from harness import plan as planning
@@ -28,12 +29,17 @@ COMMUNICATION = {
     "stage 1 in 4 microbatches": {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 1},
     "stage 0": {"all_reduce": 4 + 1},
     "2 replicas in 2 microbatches": {"all_gather": 2 * (2 * 4 - 1), "reduce_scatter": 2 * 4, "all_reduce": 4 + 2},
+    # nothing of the root is trained, so nothing of it is reduced
+    "adapters": {"all_gather": 2 * 4 - 1, "reduce_scatter": 3, "all_reduce": 1},
+    "adapters, stage 2 in 2 microbatches": {"all_gather": 4, "reduce_scatter": 2 * 3, "all_reduce": 1},
+    "adapters, stage 0, checkpointed": {"all_reduce": 3 + 1},
 }
 
 
 @pytest.mark.parametrize("ranks", [slow_case(1), 2, slow_case(4)])
 def test_what_is_planned_of_a_step_is_what_real_ranks_hold_and_send(tmp_path, ranks):
     model = write_model(tmp_path / "deep", MODELS["deep"][0], **MODELS["deep"][1])
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)  # that adapters are for
     flags = {name: planranks.arguments(model, planranks.CASES[name]) for name in planranks.NAMES[ranks]}
     with concurrent.futures.ThreadPoolExecutor() as threads:
         planning_all = threads.submit(forked, 1, planranks.plan_all, ranks, flags, tmp_path / "planned")
@@ -43,6 +49,8 @@ def test_what_is_planned_of_a_step_is_what_real_ranks_hold_and_send(tmp_path, ra
     assert planned.keys() == measured.keys() == flags.keys()
     for name, plan in planned.items():
         compare_memory(name, plan, measured[name])
+        if "adapters" in name:
+            compare_adapters(plan, measured[name], ranks if "stage 0" not in name else 1)
         compare_traffic(name, plan, measured[name]["sent"] if ranks > 1 else {})
 
 
@@ -69,6 +77,20 @@ def compare_memory(name: str, plan: dict, real: dict) -> None:
     held = sorted(filter(None, plan["held_by_streams_gib"]))
     assert [size * GIB for size in held] == pytest.approx(real["held"], rel=0.02), name
     assert memory["total"] <= sum(held) * (1 + 1e-9) < memory["reserved"], name
+
+
+def compare_adapters(plan: dict, real: dict, shards: int) -> None:
+    """The base is held in 2 bytes a number and gathered so; what is trained has 4 bytes, its gradients and their sums
+    too, and 8 for AdamW's moments. Uneven shards are padded."""
+    trained, everything = plan["trained_parameters"], plan["parameters"]
+    near = {"rel": 0.03, "abs": 30_000}  # a tensor of one number takes 512 bytes
+    assert real["parameters"] == pytest.approx((2 * (everything - trained) + 4 * trained) / shards, **near)
+    assert real["gradients"] == pytest.approx(4 * trained / shards, **near)
+    assert real["optimizer"] == pytest.approx(8 * trained / shards, **near)
+    reductions = real["sent"].get("reduce_scatter")
+    if reductions:
+        passes = reductions[0] / 3  # of 3 layers
+        assert reductions[1] == pytest.approx(passes * 4 * trained, rel=0.03)
 
 
 def compare_traffic(name: str, plan: dict, sent: dict[str, tuple[int, int]]) -> None:
@@ -139,6 +161,21 @@ def test_what_does_not_fit_is_told_what_makes_it_fit(tmp_path):
     changed = json.loads(start([*command, 0, *words(plan["fits_with"]["flags"])]).stdout)
     assert changed["fits"]
     assert changed["memory_gib"]["reserved"] == pytest.approx(plan["fits_with"]["reserved_gib"])
+
+
+@pytest.mark.slow
+def test_a_model_to_be_tuned_that_does_not_fit_is_told_that_adapters_do(tmp_path):
+    flags = words("--model llama3.2-1b --init pretrained --plan --no-compile --plan-gpus 1 --plan-gpu Voodoo")
+    flags += words("--sequence-length 512 --plan-seconds 20")
+    command = [sys.executable, copy_with_gpu(tmp_path, "Voodoo", 12), *flags]
+    plan = json.loads(start([*command, "--json"]).stdout)
+    advised = plan["with_adapters"]
+    assert not plan["fits"] and advised["fits"] and "--lora-rank 16" in advised["command"]
+    assert not plan["fastest"] or "lora_rank" not in plan["fastest"]["changes"]  # it is other training
+    changed = json.loads(start([*command, "--json", "--plan-seconds", 0, *words(advised["flags"])]).stdout)
+    assert changed["memory_gib"]["reserved"] == pytest.approx(advised["reserved_gib"])
+    assert changed["trained_parameters"] < 0.02 * changed["parameters"]
+    assert "adapters   --lora-rank 16" in start(command).stdout
 
 
 @pytest.mark.parametrize(

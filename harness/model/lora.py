@@ -1,0 +1,278 @@
+"""LoRA, by peft: adapters beside the linears of decoder layers, whose own weights are frozen.
+
+The forward, the start values and the names are peft's. Everything else follows from `requires_grad`: what is frozen has
+no gradient, no optimizer state and no place in a checkpoint. Its weights are loaded, sharded and gathered in bf16;
+adapters are trained in the dtype of master weights, in the same groups of FSDP2 as the layers that they are in.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import pathlib
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from harness import base, flags
+from harness.model.configs import find_source, folder_of_adapters
+from harness.model.optimization import weight_dtype
+from harness.model.routing import find_routers
+from harness.model.weights import decoder_layers, on_meta
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+ADAPTERS_FILE = "adapter_model.safetensors"
+PREFIX, NAME = "base_model.model.", ".default."  # in peft's names: of its wrapper; of the adapters of a model
+# Fields of an adapter_config.json that may be anything; each other one that is set asks for more than is done here.
+TAKEN_FIELDS = {"peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "task_type"}
+TAKEN_FIELDS |= {"r", "lora_alpha", "target_modules", "lora_dropout", "fan_in_fan_out", "inference_mode"}
+
+
+def loaded_dtype(settings: flags.Resolved) -> torch.dtype:
+    """In which a model's own weights are built, loaded and held."""
+    return torch.bfloat16 if settings.lora_rank and settings.precision == "bf16" else weight_dtype(settings)
+
+
+def has_frozen(model: nn.Module) -> bool:
+    """Whether weights of a model are not trained: they are in no checkpoint."""
+    return not all(parameter.requires_grad for parameter in model.parameters())
+
+
+# ---- Which linears ---------------------------------------------------------------------------------------------------
+
+
+def find_targets(settings: flags.Resolved, model: nn.Module) -> list[str]:
+    """The names of the linears that have adapters, of a model without any.
+
+    Raises:
+        UserError: --lora-targets names what is none, or is outside the decoder layers, or routes tokens to experts.
+    """
+    layers = decoder_layers(model)
+    inside = {module for layer in layers for module in layer.modules()} - {router for router, _ in find_routers(model)}
+    linears = [n for n, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module in inside]
+    if settings.lora_targets in (None, ("all-linear",)):  # which is peft's word for it
+        return linears
+    found: set[str] = set()
+    for target in settings.lora_targets:
+        matches = named_by(target, model)
+        there = f"linears of its decoder layers: {', '.join(last_parts(linears))}"
+        if not matches:
+            raise base.UserError(f"--lora-targets {target}: {settings.model} has nothing of that name; {there}")
+        if others := [name for name in matches if name not in linears]:
+            problem = f"it matches {others[0]}, and adapters are for linears of decoder layers"
+            raise base.UserError(f"--lora-targets {target}: {problem}; {there}")
+        found |= {*matches}
+    return [name for name in linears if name in found]
+
+
+def last_parts(names: Iterable[str]) -> list[str]:
+    """`q_proj` of `model.layers.0.self_attn.q_proj`, each once."""
+    return [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
+
+
+def named_by(target: str, model: nn.Module) -> list[str]:
+    """The names of the modules that peft would match, and of the weights in which experts are stacked, for which it has
+    a way of its own."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    config = lora_config(target_modules=target if flags.is_pattern(target) else [target])
+    names = [name for name, _ in model.named_modules() if name]
+    names += [name for name, parameter in model.named_parameters() if parameter.dim() > 2]
+    try:
+        return [name for name in names if check_target_module_exists(config, name)]
+    except re.error as error:
+        raise base.UserError(f"--lora-targets {target}: it is no pattern ({error})") from error
+
+
+def target_modules(model: nn.Module, targets: list[str]) -> list[str]:
+    """What peft's config says of the linears `targets`: the last parts of their names, or where something else has such
+    a name too, the names."""
+    names = sorted(last_parts(targets))
+    matched = {match for name in names for match in named_by(name, model)}
+    return names if matched == {*targets} else targets
+
+
+def lora_config(**fields: Any) -> LoraConfig:
+    import peft
+
+    return peft.LoraConfig(**fields)
+
+
+# ---- Injection -------------------------------------------------------------------------------------------------------
+
+
+def adapter_injector(settings: flags.Resolved, model: Any) -> Callable[[nn.Module], None]:
+    """Freezes a model that has no storage yet. Returns what gives one decoder layer of it, when its weights are there,
+    its adapters: those of the folder that --model names, or new ones. Without --lora-rank it does nothing.
+
+    Raises:
+        UserError: peft is missing; --lora-targets, or the adapters in the folder, do not fit the model.
+    """
+    if not settings.lora_rank:
+        return lambda layer: None
+    if not find_spec("peft"):
+        raise base.UserError("--lora-rank: needs the package peft (pip install peft)")
+    refuse_quantized(settings, model.config)
+    model.requires_grad_(False)
+    targets = find_targets(settings, model)
+    place = functools.partial(lora_config, r=settings.lora_rank, lora_alpha=settings.lora_alpha)
+    model.peft_config = {"default": place(target_modules=target_modules(model, targets))}
+    folder = folder_of_adapters(settings.model) if settings.init == "pretrained" else None
+    read = open_adapters(settings, folder, targets) if folder else None
+    names = {model.get_submodule(name): name for name in targets}
+
+    def inject(layer: nn.Module) -> None:
+        inside = {name: names[module] for name, module in layer.named_modules() if module in names}
+        if not inside:
+            return
+        # by whole names: a layer knows only the ends of those that --lora-targets matches
+        inject_on_meta(place(target_modules="|".join(map(re.escape, inside))), layer)
+        for name, whole_name in inside.items():
+            adapted: Any = layer.get_submodule(name)
+            device = adapted.base_layer.weight.device
+            linears = {part: getattr(adapted, part)["default"] for part in ("lora_A", "lora_B")}
+            for linear in linears.values():
+                linear.weight = nn.Parameter(torch.empty_like(linear.weight, device=device, dtype=torch.float32))
+            adapted.reset_lora_parameters("default", True)
+            for part, linear in linears.items():
+                linear.weight.data = linear.weight.data.to(weight_dtype(settings))
+                if read:
+                    linear.weight.data.copy_(read(f"{PREFIX}{whole_name}.{part}.weight"))
+
+    return inject
+
+
+def trained_on_meta(settings: flags.Resolved, config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
+    """The model without storage, with its adapters if it has any."""
+    model = on_meta(config, settings.attention)
+    inject = adapter_injector(settings, model)
+    for layer in decoder_layers(model):
+        inject(layer)
+    return model
+
+
+def inject_on_meta(config: LoraConfig, model: nn.Module) -> None:
+    """Has peft put adapters without storage into a model, or a layer of one."""
+    import peft
+
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore", UserWarning)  # that the weights of a Conv1D are transposed, which it heeds
+        peft.inject_adapter_in_model(config, model)
+
+
+def freeze_as_in(trained: Any, model: nn.Module) -> None:
+    """Gives a model without adapters those of a model that is `trained`, if it has some, and freezes what is frozen
+    there."""
+    if adapters := getattr(trained, "peft_config", None):
+        (config,) = adapters.values()
+        inject_on_meta(copy.deepcopy(config), model)
+    is_trained = {name.removeprefix(PREFIX): one.requires_grad for name, one in trained.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trained.get(name, True))
+
+
+def refuse_quantized(settings: flags.Resolved, config: transformers.PretrainedConfig) -> None:
+    """Raises a UserError where the weights to be frozen are quantized: they would be held dequantized, and adapters
+    be trained for weights that a server does not have."""
+    parts = (config, config.get_text_config())
+    if settings.init == "pretrained" and any(getattr(part, "quantization_config", None) for part in parts):
+        problem = f"the weights of {settings.model} are quantized, and adapters are trained here for whole ones"
+        raise base.UserError(f"--lora-rank: {problem}; choose weights that are not quantized")
+
+
+def open_adapters(settings: flags.Resolved, folder: str, targets: list[str]) -> Callable[[str], torch.Tensor]:
+    """A function that reads a tensor of a folder of adapters by its name.
+
+    Raises:
+        UserError: they are of another rank or of other linears, or more than adapters of linears.
+    """
+    path = pathlib.Path(folder)
+    config = base.read_json(path / base.ADAPTER_CONFIG)
+    for field, usual in lora_config().to_dict().items():
+        if field not in TAKEN_FIELDS and config.get(field) and config[field] != usual:
+            raise base.UserError(f"--model {folder}: its adapters have {field}, which is not trained here")
+    for flag, field in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
+        if getattr(settings, flag) != config.get(field):
+            problem = f"the adapters of {folder} have {config.get(field)}"
+            raise base.UserError(f"--{flag.replace('_', '-')} {getattr(settings, flag)}: {problem}; leave it out")
+    try:
+        file = safe_open(path / ADAPTERS_FILE, framework="pt")
+        there = {*file.keys()}
+    except Exception as error:
+        problem = f"{ADAPTERS_FILE} cannot be read ({base.first_line(error)})"
+        raise base.UserError(f"--model {folder}: {problem}") from error
+    wanted = {f"{PREFIX}{name}.{part}.weight" for name in targets for part in ("lora_A", "lora_B")}
+    for problem, names in (("lack", wanted - there), ("have", there - wanted)):
+        if names:
+            advice = "give the --lora-targets that they were trained with"
+            raise base.UserError(f"--model {folder}: its adapters {problem} {min(names)}; {advice}")
+    return file.get_tensor
+
+
+# ---- What an export has ----------------------------------------------------------------------------------------------
+
+
+def named_as_by_peft(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The adapters among a model's tensors, by the names that a folder of peft's has."""
+    return {PREFIX + name.replace(NAME, "."): tensor for name, tensor in tensors.items() if ".lora_" in name}
+
+
+def write_adapter_config(folder: pathlib.Path, settings: flags.Resolved, model: Any) -> None:
+    """Writes the adapter_config.json of a model's adapters."""
+    config = model.peft_config["default"]
+    source = find_source(settings.model)[1]
+    is_folder = pathlib.Path(source).expanduser().is_dir()
+    config.base_model_name_or_path = str(pathlib.Path(source).expanduser().absolute()) if is_folder else source
+    config.task_type, config.inference_mode = "CAUSAL_LM", True
+    first = next(layer for layer in model.modules() if hasattr(layer, "lora_A"))
+    config.fan_in_fan_out = isinstance(first.base_layer, Conv1D)
+    content = config.to_dict()
+    if not isinstance(content["target_modules"], str):
+        content["target_modules"] = sorted(content["target_modules"])
+    (folder / base.ADAPTER_CONFIG).write_text(json.dumps(content, indent=2, default=str) + "\n")
+
+
+def merged(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's tensors, by the names that they have without adapters: what these add is added to the weights, in fp32,
+    and rounded to the weights' dtype."""
+    result = {}
+    for name, tensor in tensors.items():
+        if ".lora_" in name:
+            continue
+        path, is_adapted, of_linear = name.partition(".base_layer.")
+        if is_adapted and of_linear == "weight":
+            adapted: Any = model.get_submodule(path)
+            up, down = (tensors[f"{path}.{part}{NAME}weight"].float() for part in ("lora_B", "lora_A"))
+            change = up @ down * adapted.scaling["default"]
+            if isinstance(adapted.base_layer, Conv1D):
+                change = change.t()
+            tensor = (tensor.float() + change).to(tensor.dtype)
+        result[f"{path}.{of_linear}" if is_adapted else name] = tensor
+    return result
+
+
+def describe_adapters(settings: flags.Resolved, model: Any) -> str:
+    """The line of the header about adapters; empty where there are none."""
+    if not settings.lora_rank:
+        return ""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    names = ", ".join(last_parts(adapted))
+    frozen = str(loaded_dtype(settings)).removeprefix("torch.")
+    share = f"{trained:,} of {everything:,} parameters are trained ({100 * trained / everything:.2g} %)"
+    where = (
+        f"rank {settings.lora_rank}, alpha {settings.lora_alpha}, on {base.counted(len(adapted), 'linear')} ({names})"
+    )
+    return f"{share}: {where}; the others are frozen in {frozen}"

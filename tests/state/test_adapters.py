@@ -1,0 +1,225 @@
+"""What a run with --lora-rank saves and exports: adapters alone, which peft, transformers and a resumed run load."""
+
+import json
+import shutil
+
+import peft
+import pytest
+import torch
+from checkpoints import tensors_of
+from conftest import forked, losses_of, metrics_of, parse, train, words
+from multirank import program
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+import train_fsdp
+import utils
+from harness import base
+from harness import model as models
+
+FLAGS = "--init pretrained --lora-rank 2 --precision fp32 --no-compile --sequence-length 32 --batch-size 4 --lr 1e-2"
+FLAGS += " --num-workers 0 --dataset demo --log-interval 1 --num-steps 4 --warmup-steps 0 --lr-scheduler constant"
+IDS = torch.arange(24).view(1, 24) * 7
+
+
+@pytest.fixture
+def flags(workspace, tmp_path):
+    """`flags(model)`: a run with adapters on a model that the workspace has weights of, or on a folder."""
+
+    def of(model, *others) -> list[str]:
+        tokenizer, cache = workspace / "tokenizer", workspace / "cache"
+        where = ["--tokenizer", tokenizer, "--cache-dir", cache, "--output-dir", tmp_path / "out", "--run-name", "r"]
+        return [*map(str, ["--model", workspace / "checkpoints" / model, *words(FLAGS), *where, *others])]
+
+    return of
+
+
+@pytest.fixture
+def built(monkeypatch) -> list:
+    """The models that a run has built."""
+    kept, build = [], train_fsdp.build_model
+    monkeypatch.setattr(
+        train_fsdp, "build_model", lambda *args, **options: kept.append(build(*args, **options)) or kept[-1]
+    )
+    return kept
+
+
+def logits_of(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", ["llama", "smollm3", "qwen3_moe", "gpt2"])
+def test_peft_and_transformers_load_an_export_with_the_logits_of_the_run(
+    workspace, flags, built, device, tmp_path, name
+):
+    """With a head of its own and with a tied one, experts in one weight, and weights that are stored transposed."""
+    folders = {kind: tmp_path / kind for kind in ("adapters", "merged")}
+    assert train(flags(name, "--export", folders["adapters"]), device) == 0
+    trained = logits_of(built[0])
+    merged = ["--num-steps", 0, "--resume", tmp_path / "out" / "r", "--export", folders["merged"]]
+    assert train([*merged, "--export-weights", "merged"], device) == 0
+    plain = AutoModelForCausalLM.from_pretrained(workspace / "checkpoints" / name, dtype=torch.float32)
+    assert (logits_of(plain) - trained).abs().max() > 1e-3
+    by_peft = peft.PeftModel.from_pretrained(plain, folders["adapters"])
+    assert (logits_of(by_peft) - trained).abs().max() < 1e-5
+    of_merged = AutoModelForCausalLM.from_pretrained(folders["merged"], dtype=torch.float32)
+    assert (logits_of(of_merged) - trained).abs().max() < 1e-5
+    assert not {path.name for path in folders["adapters"].iterdir()} & {"config.json", "model.safetensors"}
+
+
+def test_a_checkpoint_has_adapters_and_their_states_and_nothing_of_the_base(flags, device, tmp_path):
+    assert train(flags("llama"), device) == 0
+    names = tensors_of(tmp_path / "out" / "r" / "checkpoints" / "step-00000004").keys()
+    tensors = {name for name in names if name.startswith(("model.", "optimizer."))}
+    assert tensors and all(".lora_" in name for name in tensors)
+    assert len(tensors) == 2 * 7 * 2 * (1 + 3)  # of 2 layers, 7 linears, A and B: the weight and AdamW's states
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_a_kill_on_other_ranks_as_if_nothing_had_been(flags, tmp_path):
+    """Two ranks, killed after their second checkpoint; then four, then one. All adapters are whole in it."""
+    batch = {ranks: ["--batch-size", 8 // ranks] for ranks in (1, 2, 4)}
+    whole = flags("llama", "--checkpoint-interval", 2, "--keep-checkpoints", 9, "--num-steps", 6)
+    forked(2, program, *whole, *map(str, batch[2]), "--export", str(tmp_path / "expected"))
+    run = tmp_path / "out" / "r"
+    expected, adapters = losses_of(run), tensors_of(run / "checkpoints" / "step-00000006", "model.")
+    for ranks in (4, 1):
+        shutil.rmtree(run / "checkpoints" / "step-00000006")
+        (run / "checkpoints" / ".step-00000006.writing").mkdir()
+        forked(ranks, program, *whole, "--resume", "auto")
+        assert losses_of(run) == pytest.approx(expected, rel=1e-6)
+        for name, tensor in tensors_of(run / "checkpoints" / "step-00000006", "model.").items():
+            assert torch.allclose(tensor, adapters[name], atol=1e-6), (ranks, name)
+
+
+def test_another_base_or_other_adapters_are_no_resume(workspace, flags, device, tmp_path):
+    base_folder = tmp_path / "base"
+    shutil.copytree(workspace / "checkpoints" / "llama", base_folder)
+    asked = ["--model", base_folder, "--checkpoint-interval", 2]
+    assert train(flags("llama", *asked), device) == 0
+    model = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    changes = {
+        "--lora-rank was 2": ["--lora-rank", 3, "--lora-alpha", 4],
+        "--lora-alpha was 4": ["--lora-alpha", 2],
+        "--lora-targets was None": ["--lora-targets", "q_proj"],
+    }
+    again = [*asked, "--resume", "auto", "--num-steps", 6]
+    for problem, change in changes.items():
+        with pytest.raises(base.UserError, match=problem):
+            train(flags("llama", *again, *change), device)
+    model.save_pretrained(base_folder)
+    for command in (
+        flags("llama", *again),
+        ["--num-steps", 0, "--resume", tmp_path / "out" / "r", "--export", tmp_path / "e"],
+    ):
+        with pytest.raises(
+            base.UserError, match="its weights are not those that the checkpoint's adapters were trained"
+        ):
+            train(command, device)
+
+
+def test_a_folder_of_adapters_goes_on_from_them_on_its_base(workspace, flags, device, tmp_path, capsys):
+    adapters, run = tmp_path / "adapters", tmp_path / "out" / "r"
+    evaluated = ["--eval-interval", 4, "--eval-steps", 2]
+    assert train(flags("llama", "--export", adapters, *evaluated, "--lora-targets", "q_proj", "up_proj"), device) == 0
+    loss = next(line["eval_loss"] for line in metrics_of(run) if "eval_loss" in line)
+    without_rank = flags(adapters, *evaluated)
+    first = without_rank.index("--init")
+    del without_rank[first : first + 4]  # and --lora-rank
+    assert train([*without_rank, "--run-name", "second", "--lr", "1e-12"], device) == 0
+    second = metrics_of(tmp_path / "out" / "second")
+    assert next(line["eval_loss"] for line in second if "eval_loss" in line) == pytest.approx(loss, rel=1e-6)
+    given = json.loads((tmp_path / "out" / "second" / "config.json").read_text())["flags"]
+    assert (given["lora_rank"], given["lora_alpha"], given["lora_targets"]) == (2, 4, ["q_proj", "up_proj"])
+    config = base.read_json(adapters / base.ADAPTER_CONFIG)
+    wrong = {
+        "is not there": config | {"base_model_name_or_path": "/nowhere/llama"},
+        "do not name the model": config | {"base_model_name_or_path": None},
+        "its adapters have use_dora": config | {"use_dora": True},
+        "its adapters have base_model": config | {"target_modules": ["q_proj"]},
+    }
+    for problem, content in wrong.items():
+        (adapters / base.ADAPTER_CONFIG).write_text(json.dumps(content))
+        with pytest.raises(base.UserError, match=problem):
+            train([*without_rank, "--run-name", "third"], device)
+
+
+def test_without_a_step_adapters_are_evaluated_averaged_and_continued(flags, device, tmp_path, capsys):
+    run = tmp_path / "out" / "r"
+    saved = ["--checkpoint-interval", 2, "--keep-checkpoints", 9, "--eval-interval", 4, "--eval-steps", 2]
+    assert train(flags("llama", *saved), device) == 0
+    loss = next(line["eval_loss"] for line in metrics_of(run) if "eval_loss" in line)
+    shown = ["--num-steps", 0, "--resume", run, "--eval-interval", 1, "--json"]
+    capsys.readouterr()
+    assert train([*shown, "--sample-prompt", "Once", "--sample-tokens", 4], device) == 0
+    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(loss, rel=1e-6)
+    mean = ["--num-steps", 0, "--resume", run, "--average-checkpoints", 2, "--export", tmp_path / "mean"]
+    assert train(mean, device) == 0
+    both = [tensors_of(run / "checkpoints" / f"step-0000000{step}", "model.") for step in (2, 4)]
+    from safetensors.torch import load_file
+
+    for name, tensor in load_file(tmp_path / "mean" / "adapter_model.safetensors").items():
+        name = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
+        assert torch.allclose(tensor, (both[0][name] + both[1][name]) / 2)
+
+
+REFUSED = {
+    "--precision fp8 --fp8-emulate": "--lora-rank: not with --precision fp8",
+    "--optimizer muon": "--lora-rank: not with --optimizer muon",
+    "--init random": "--lora-rank: adapters of random weights",
+    "--lora-targets lm_head": "lm_head: it matches lm_head, and adapters are for linears of decoder layers",
+    "--lora-targets embed_tokens": "it matches model.embed_tokens",
+    "--lora-targets input_layernorm": "it matches model.layers.0.input_layernorm",
+    "--lora-targets q_proj w1": "--lora-targets w1: ",
+    "--lora-targets q_proj .*proj": "--lora-targets: a pattern stands alone",
+    "--lora-targets (": "--lora-targets (: it is no pattern",
+    "--lora-rank 0 --lora-alpha 2": "--lora-alpha: only with --lora-rank",
+    "--export-weights merged": "--export-weights: only with --export",
+    "--lora-rank 0 --export e --export-weights merged": "--export-weights: without --lora-rank",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_adapters_cannot_be_is_one_line(flags, device, given):
+    with pytest.raises(base.UserError) as raised:
+        train(flags("llama", *words(given)), device)
+    assert REFUSED[given] in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_experts_in_one_weight_are_refused_by_any_name_for_them(flags, device):
+    for target in ("gate_up_proj", "down_proj", ".*mlp.*", "gate"):
+        with pytest.raises(base.UserError, match=r"--lora-targets .*q_proj, k_proj, v_proj, o_proj"):
+            train(flags("qwen3_moe", "--lora-targets", target), device)
+
+
+def test_quantized_weights_are_refused(workspace, flags, device, tmp_path):
+    shutil.copytree(workspace / "checkpoints" / "llama", tmp_path / "quantized")
+    path = tmp_path / "quantized" / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(base.UserError, match="are quantized"):
+        train(flags(tmp_path / "quantized"), device)
+
+
+@pytest.mark.parametrize("targets", [None, "o_proj", "v_proj", "down_proj"])
+def test_flops_of_adapters_are_those_that_torch_counts(workspace, flags, device, targets):
+    """A frozen weight has no gradient, and before the first adapter nothing has. Of a sharded model, one of peft's, and
+    one whose embedding alone is frozen."""
+    chosen = ["--lora-targets", targets] if targets else []
+    settings = parse(flags("llama", *chosen, "--attention", "eager"))
+    config = models.load_config(settings.model)
+    from harness import plan, resolving
+
+    settings = resolving.resolve(settings, config, plan.choose_batch_size)
+    sharded = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+    plain = AutoModelForCausalLM.from_pretrained(settings.model, attn_implementation="eager", dtype=torch.float32)
+    all_linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    by_peft = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=[targets] if targets else all_linears))
+    with FlopCounterMode(display=False) as counter:
+        by_peft(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    for model in (sharded, by_peft, by_peft.base_model.model):
+        assert utils.get_model_flops_per_token(model, IDS.numel()) == round(counter.get_total_flops() / IDS.numel())
+    assert utils.get_model_flops_per_token(sharded, 32) < 0.8 * utils.get_model_flops_per_token(config, 32)
