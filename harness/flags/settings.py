@@ -142,7 +142,7 @@ class Settings:
     num_tokens: int | None = flag(None, "instead of --num-steps: tokens of the whole run, such as 20e9, 20B, 500M or 1.5T; the global batch decides how many steps these are [--num-steps]", type=token_count)
     num_epochs: float | None = flag(None, "instead of --num-steps: how often the whole run reads its data, such as 3 or 0.5; the windows of the data and the global batch decide how many steps these are [--num-steps]", below=1_000_000, also="epochs num-train-epochs")
     optimizer: Literal[*OPTIMIZERS] = flag("adamw", f"{OPTIMIZERS_HELP} [adamw]", also="optim", on_resume="same", from_checkpoint="model")  # type: ignore[valid-type]  # the files of a folder
-    lr: float | None = flag(None, "peak learning rate [3e-4; of --init pretrained 2e-5; a checkpoint's on a resume]", also="learning-rate max-lr", on_resume="reported")
+    lr: float | None = flag(None, "peak learning rate [3e-4; of --init pretrained 2e-5, of --lora-rank 2e-4; a checkpoint's on a resume]", also="learning-rate max-lr", on_resume="reported")
     adamw_lr: float | None = flag(None, "peak learning rate of what muon leaves to adamw: embedding, head, norms, biases [--lr]", on_resume="reported")
     lr_scheduler: Literal[*SCHEDULES] = flag("cosine", "shape of the learning rate [cosine]", on_resume="reported")  # type: ignore[valid-type]  # the rows of a table
     warmup_steps: int | None = flag(None, "learning rate warmup [5 %% of the steps; 0 with constant]", least=0, on_resume="reported")
@@ -276,12 +276,14 @@ class Resolved(Settings):
 
 
 # Peak learning rates of AdamW. 2e-5 is what Llama 2 was fine-tuned with (arXiv 2307.09288, section 3.1), and the default
-# of TRL's SFTConfig.
-DEFAULT_LR = {"random": 3e-4, "pretrained": 2e-5}
+# of TRL's SFTConfig; 2e-4 is ten times that, as TRL's documentation advises for LoRA.
+DEFAULT_LR, LORA_LR = {"random": 3e-4, "pretrained": 2e-5}, 2e-4
 
 
 def default_lr(settings: Settings) -> tuple[float, str]:
     """(--lr where it was not given, whose default that is, in words)."""
+    if settings.lora_rank:
+        return LORA_LR, "the default of --lora-rank"
     return DEFAULT_LR[settings.init], f"the default of --init {settings.init}"
 
 

@@ -223,7 +223,7 @@ def keep_logits(model: Any, terms: dict[str, Term]) -> None:
 
     def loss(logits: torch.Tensor, labels: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         mean = full_loss(logits, labels)
-        means = means_of(terms, logits, labels) if logits.requires_grad else {}
+        means = means_of(terms, logits, labels) if terms and logits.requires_grad else {}
         model.loss_terms = {name: term.detach() for name, term in means.items()}
         for term in means.values():
             mean = mean + (term - term.detach())  # for the gradient; the loss stays what it is

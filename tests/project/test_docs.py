@@ -26,6 +26,7 @@ from conftest import ROOT, parse, start
 from torch.distributed.run import get_args_parser
 
 from harness.flags import rules
+from harness.flags.settings import FLAGS
 from tools import figure_table, flag_table
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -227,7 +228,11 @@ def test_a_command_is_one_that_launcher_and_program_take(command, monkeypatch, t
     flags = shlex.split(command.flags, comments=True)
     for flag, value in itertools.pairwise(flags):  # what it goes on from is
         if flag == "--resume" and value != "auto":
-            write_checkpoint(tmp_path / value, 1)
+            manifest = {}
+            if "--export-weights" in flags:
+                of_run = parse(shlex.split("--init pretrained --lora-rank 16"))
+                manifest = {"flags": {name: getattr(of_run, name) for name in FLAGS}}
+            write_checkpoint(tmp_path / value, 1, **manifest)
         if flag == "--config":
             (tmp_path / value).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / value).write_text('{"given": {}}' if value.endswith(".json") else "")
