@@ -34,7 +34,7 @@ def describe_identity(
 ) -> dict:
     """What no flag says of a run and a resume of it must have again, for the manifests of its checkpoints: the model's
     config, checksums of the tokenizer and of weights that no checkpoint has, and the record of the data; and
-    what is held out, of which a change is said. Every rank calls this."""
+    what is held out, of which a change is said."""
     vocabulary = None
     if tokenizer and not data.is_mapped:  # no token of token files is the tokenizer's
         vocabulary = hashlib.sha256(corpora.vocabulary_of(tokenizer).encode()).hexdigest()
@@ -48,11 +48,11 @@ def describe_identity(
 
 
 def digest_of_base(settings: flag_rules.Resolved, config: PretrainedConfig) -> str | None:
-    """The checksum of the frozen weights that adapters are trained for; None where the model itself is trained. Every
-    rank calls this."""
+    """The checksum of the frozen weights that adapters are trained for; None where the model itself is trained. Each
+    rank reads them for itself: what has to be fetched first would take longer than the others wait for one."""
     if not settings.lora_rank:
         return None
-    return base.on_main_rank(lambda: models.digest_of_weights(models.find_source(settings.model)[1], config))
+    return models.digest_of_weights(models.find_source(settings.model)[1], config)
 
 
 def fields_of(config: PretrainedConfig) -> dict:
