@@ -49,7 +49,8 @@ def keeping_rank(*argv: str) -> None:
 
     def open_and_tell(*args):
         opened = open_stream(*args)
-        print(f"holds {len(opened.held_out.held)} of {len(opened.held_out)}", flush=True)
+        windows = opened.held_out.windows
+        print(f"holds {len(windows.held)} of {len(windows)}", flush=True)
         return opened
 
     sources.open_stream = open_and_tell
