@@ -71,7 +71,7 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--muon-scale original": "--muon-scale: no such flag any more; muon scales as match_rms_adamw",
     "--momentum-dtype bf16": "--momentum-dtype: no such flag any more; muon's momentum is in fp32",
     "--activation-memory-budget 0.5": "--activation-memory-budget: no such flag any more; --activation-checkpointing",
-    "--export-weights ema": "--export-weights: no such flag any more; an export has the trained weights; --average-",
+    "--export-weights ema": "--export-weights: invalid choice: 'ema' (choose from 'adapters', 'merged')",
     "--measure": "--measure: no such flag any more; plans go by assumed rates; docs/PLAN.md",
     "--plan --plan-rates none": "--plan-rates: no such flag any more; plans go by assumed rates; --plan-gpu",
     "--model smolm3-3b": "--model smolm3-3b: no preset, folder or hub id; did you mean smollm3-3b?",
