@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from harness import base, flags
+from harness import base, flags, job
 from harness.model.configs import find_source, folder_of_adapters
 from harness.model.optimization import weight_dtype
 from harness.model.routing import find_routers
@@ -206,6 +206,8 @@ def open_adapters(settings: flags.Resolved, folder: str, targets: list[str]) -> 
         if getattr(settings, flag) != config.get(field):
             problem = f"the adapters of {folder} have {config.get(field)}"
             raise base.UserError(f"--{flag.replace('_', '-')} {getattr(settings, flag)}: {problem}; leave it out")
+    if config.get("lora_dropout"):
+        job.warn(f"{folder}: its adapters had a dropout of {config['lora_dropout']}; they go on without")
     try:
         file = safe_open(path / ADAPTERS_FILE, framework="pt")
         there = {*file.keys()}
