@@ -122,7 +122,7 @@ def test_another_base_or_other_adapters_are_no_resume(workspace, flags, device, 
             train(command, device)
 
 
-def test_a_folder_of_adapters_goes_on_from_them_on_its_base(workspace, flags, device, tmp_path, capsys):
+def test_a_folder_of_adapters_goes_on_from_them_on_its_base(workspace, flags, device, tmp_path, capfd):
     adapters, run = tmp_path / "adapters", tmp_path / "out" / "r"
     evaluated = ["--eval-interval", 4, "--eval-steps", 2]
     assert train(flags("llama", "--export", adapters, *evaluated, "--lora-targets", "q_proj", "up_proj"), device) == 0
@@ -138,7 +138,7 @@ def test_a_folder_of_adapters_goes_on_from_them_on_its_base(workspace, flags, de
     config = base.read_json(adapters / base.ADAPTER_CONFIG)
     (adapters / base.ADAPTER_CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.05}))
     assert train([*without_rank, "--run-name", "undropped", "--num-steps", 1], device) == 0
-    assert capsys.readouterr().err.count("had a dropout of 0.05; they go on without") == 1
+    assert capfd.readouterr().err.count("had a dropout of 0.05; they go on without") == 1
     wrong = {
         "is not there": config | {"base_model_name_or_path": "/nowhere/llama"},
         "do not name the model": config | {"base_model_name_or_path": None},
