@@ -206,10 +206,10 @@ def test_conversations_are_rendered_as_transformers_renders_them(tmp_path, load,
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokenizer.chat_template = EVERYTHING
     file = write_parquet(tmp_path / "a.parquet", NULLS[name])
-    rendered = [
-        tokenizer.apply_chat_template(record["messages"], tools=record.get("tools"), tokenize=False)
-        for record in NULLS[name]
-    ]
+    rendered = []
+    for record in NULLS[name]:  # transformers 5.17 renders a content of None, which 5.23 takes for none
+        messages = [{key: part for key, part in message.items() if part is not None} for message in record["messages"]]
+        rendered.append(tokenizer.apply_chat_template(messages, tools=record.get("tools"), tokenize=False))
     tokens = load(file, with_tokenizer=tokenizer).tokens
     assert tokenizer.decode(tokens[:].tolist()) == "".join(rendered)
 

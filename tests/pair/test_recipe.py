@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
+import transformers
 from conftest import one_source, parse, slow_case, write_model
 from multirank import resolved
 from tiny import END, MODELS, SIZES, NoReadBack
@@ -61,6 +62,8 @@ def trainer(device, tmp_path):
     ],
 )
 def test_a_step_reads_nothing_back_from_the_device(trainer, model, flags):
+    if "eager" in flags and transformers.__version__ < "5.18":
+        pytest.skip("transformers 5.17 sends a zero to the device for the mask of eager attention")
     _, step = trainer(model, *flags.split())
     step()  # the first also starts the data loader, which draws a seed on the host
     with NoReadBack():

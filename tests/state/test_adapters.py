@@ -7,6 +7,7 @@ import types
 import peft
 import pytest
 import torch
+import transformers
 from checkpoints import tensors_of
 from conftest import forked, losses_of, metrics_of, parse, slow_case, train, words
 from multirank import program
@@ -208,6 +209,9 @@ def test_quantized_weights_are_refused(workspace, flags, device, tmp_path):
         train(flags(tmp_path / "quantized"), device)
 
 
+@pytest.mark.skipif(
+    transformers.__version__ < "5.18", reason="transformers 5.17 has a product for rotary angles, which torch counts"
+)
 @pytest.mark.parametrize("targets", [None, "o_proj", "v_proj", "down_proj"])
 def test_flops_of_adapters_are_those_that_torch_counts(workspace, flags, device, targets):
     """A frozen weight has no gradient, and before the first adapter nothing has. Of a sharded model, one of peft's, and
