@@ -286,11 +286,20 @@ class Run(opening.Opened):
     def stories(self) -> list[dict[str, str]]:
         """A continuation of each prompt, in a run on conversations an answer to it."""
         job.enter_phase("sampling")
-        record = data.read_record(self.manifest) if self.manifest else None
+        settings, model, tokenizer = self.settings, self.state.model, self.tokenizer
+        texts = [data.story_beginning(settings, self.record, tokenizer, prompt) for prompt in self.prompts]
+        return [models.sample(settings, text, self.ends(), model, tokenizer, self.device) for text in texts]
+
+    def ends(self) -> list[int]:
+        """The tokens that end a text of this run's model."""
+        return data.end_tokens(self.settings, self.record, self.tokenizer)
+
+    @property
+    def record(self) -> data.DataRecord | None:
+        """Of the data that this run trains on, or its checkpoint's did."""
         if self.data is not None:
-            record = self.data.record
-        texts = [data.story_beginning(self.settings, record, self.tokenizer, prompt) for prompt in self.prompts]
-        return [models.sample(self.settings, t, self.state.model, self.tokenizer, self.device) for t in texts]
+            return self.data.record
+        return data.read_record(self.manifest) if self.manifest else None
 
 
 def prepare(given: flags.Settings, device: torch.device) -> Run:
@@ -433,7 +442,7 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
     stop.can_save = False
     metrics = run.log.finish(stories, plan.predicted_figures(planned) | run.checkpoints.best_figures())
     if settings.export:
-        state.export(settings, run.state, run.tokenizer)
+        state.export(settings, run.state, run.tokenizer, run.ends())
     job.say(report.next_commands(settings, run.folder, run.state.step, metrics))
     run.checkpoints.check_saved()
     run.log.check_written()
@@ -505,7 +514,7 @@ def answer_without_training(given: flags.Settings, device: torch.device) -> int:
             report.say_evaluation(settings, dataset, checkpoint, losses, tokens, stdout)
         report.say_stories(ready.stories())
         if settings.export:
-            state.export(settings, weights, opened.tokenizer)
+            state.export(settings, weights, opened.tokenizer, ready.ends())
     return 0
 
 

@@ -11,7 +11,7 @@ from harness.data.batches import Batches, TrainingData, held_out_batches, mean_l
 from harness.data.corpora import Corpus, Reading, find, masks_documents, needs_tokenizer, open_windows
 from harness.data.encode import vocabulary_of
 from harness.data.mixture import DataRecord, WindowOrder, describe_changes, read_record, renamed
-from harness.data.sources import count_epoch, evaluates_own_data, load, show_samples, story_beginning
+from harness.data.sources import count_epoch, end_tokens, evaluates_own_data, load, show_samples, story_beginning
 from harness.data.windows import PackedDataset, SyntheticDataset, create_collate_fn
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "count_epoch",
     "create_collate_fn",
     "describe_changes",
+    "end_tokens",
     "evaluates_own_data",
     "find",
     "held_out_batches",

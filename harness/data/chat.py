@@ -83,19 +83,23 @@ class ChatFormat(TextFormat):
         elif self.has_template:
             marked = has_generation(self.tokenizer.get_chat_template(self.template))
             trained += ", marked by the chat template" if marked else ", found by rendering prefixes"
-            if self.lacks_end():
-                trained += "; the template puts no end to them, from which a model learns to stop"
+            trained += self.describe_end()
         return {"format": layout, "trained on": trained}
 
-    def lacks_end(self) -> bool:
-        """Whether an answer's last character is the last one that is trained on, as in templates that end a turn only
-        by the next one's beginning."""
+    def describe_end(self) -> str:
+        """What is wrong with the end of an answer, from which a model learns to stop; empty where it is one token."""
         question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         try:
             text, spans = self.render(Conversation([question, answer]))
         except Exception:  # of this conversation, as in `check`
-            return False
-        return bool(spans) and text[: spans[-1][1]].endswith("b")
+            return ""
+        end = text[spans[-1][0] : spans[-1][1]].rpartition("b")[2].strip() if spans else ""
+        if spans and text[: spans[-1][1]].endswith("b"):
+            return "; the template puts no end to them, from which a model learns to stop"
+        pieces = next(iter(encode_texts(self.tokenizer, [end])))
+        if len(pieces) > 1:
+            return f"; their end, {end}, is {len(pieces)} tokens of this tokenizer, so a model hardly learns to stop"
+        return ""
 
     def check(self, dataset: str) -> None:
         """Raises a UserError where no conversation could be rendered or masked."""
@@ -166,6 +170,7 @@ class ChatFormat(TextFormat):
             )
             return Rendered(text, [(0, len(text))])
         text, spans = self.render_messages(conversation, template, len(conversation.messages), mark=True)
+        refuse_lost_calls(conversation, text)
         if not has_generation(template):
             return Rendered(text, self.spans_by_prefixes(conversation, template, text))
         if conversation.first_trained:
@@ -288,6 +293,18 @@ def in_batches(texts: list[str]) -> Iterator[list[str]]:
         yield batch
 
 
+def refuse_lost_calls(conversation: Conversation, text: str) -> None:
+    """Raises a BadConversationError where the rendered `text` lacks a call of a tool: an empty answer would be trained
+    on in its place."""
+    for message in conversation.messages:
+        for call in message.get("tool_calls") or ():
+            name = call.get("function", call).get("name")
+            if name and name not in text:
+                raise BadConversationError(
+                    f"the chat template leaves out its call of {name}; give one that writes tool_calls"
+                )
+
+
 def with_fixed_date(template: str) -> str:
     """A template for which today is TODAY: its `strftime_now` is a macro of its own. A function given as an argument
     would not reach it, as transformers hands on nothing but data."""
@@ -349,6 +366,22 @@ def render_prompt(tokenizer: "PreTrainedTokenizerBase", template: str | None, pr
         raise base.UserError(f"--sample-prompt: the chat template fails, {base.first_line(error)}") from error
     assert isinstance(text, str)  # as it is not tokenized
     return text
+
+
+def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None = None) -> list[int]:
+    """The token that a chat template, by default the tokenizer's, puts behind an answer, where that is a special one;
+    else none."""
+    answer = "Zq"  # in no name of a token
+    messages = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}]
+    try:
+        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+    except Exception:  # no template, or one that wants other messages
+        text = ""
+    assert isinstance(text, str)  # as it is not tokenized
+    behind = tokenizer(text.rpartition(answer)[2].lstrip(), add_special_tokens=False)["input_ids"]
+    if behind and (token := tokenizer.added_tokens_decoder.get(behind[0])) and token.special:
+        return [behind[0]]
+    return []
 
 
 def describe_examples(dataset: PackedDataset, tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -17,7 +17,7 @@ from harness import base, job
 from harness import flags as flag_rules
 from harness.data import stream, token_files
 from harness.data.batches import TrainingData, describe_step, mix
-from harness.data.chat import describe_examples, render_prompt
+from harness.data.chat import describe_examples, ends_of_answers, render_prompt
 from harness.data.contents import read_records
 from harness.data.corpora import (
     DEFAULT_EVAL_SPLIT,
@@ -556,11 +556,27 @@ def story_beginning(
 ) -> str:
     """The text that a story goes on from: the prompt, where the data of `record` are conversations or a chat template
     is given, as a user's message rendered by the template."""
-    is_chat = record is not None and any(rules.get("chat") for rules in record.sources.values())
     has_template = bool(tokenizer.chat_template)  # without one a prompt and its completion are text
-    if not (is_chat and has_template) and settings.chat_template is None:
+    if not (is_chat(record) and has_template) and settings.chat_template is None:
         return prompt
     return render_prompt(tokenizer, base.read_template(settings.chat_template), prompt)
+
+
+def end_tokens(
+    settings: flag_rules.Resolved, record: DataRecord | None, tokenizer: "PreTrainedTokenizerBase | None"
+) -> list[int]:
+    """The tokens that end a text of a model: the tokenizer's own, and where the data of `record` are conversations the
+    one that ends an answer."""
+    if tokenizer is None:
+        return []
+    ends = [tokenizer.eos_token_id]
+    if is_chat(record):
+        ends += ends_of_answers(tokenizer, base.read_template(settings.chat_template))
+    return [end for end in dict.fromkeys(ends) if end is not None]
+
+
+def is_chat(record: DataRecord | None) -> bool:
+    return record is not None and any(rules.get("chat") for rules in record.sources.values())
 
 
 def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:

@@ -39,11 +39,13 @@ INSTEAD = {
 # Flags of other trainers, and what there is here; `also` of a flag has those that are the same by another name.
 KEEP_BEST = "--keep-best keeps the checkpoint with the lowest held-out loss, and the last lines of the run export it"
 HUB = "--export DIR writes a folder, which `hf upload REPO DIR` puts on the hub"
+MERGED = "--export DIR --export-weights merged writes a whole model"
+HELD_OUT = "--eval-split takes a file or folder of its own too; without it one of 20 documents is held out"
 ADAPTERS = "--lora-rank R trains adapters of that rank, by peft"
 QUANTIZED = "a quantized base (QLoRA) is not trained here, TRL and axolotl do that; --lora-rank R has its base in bf16"
 ELSEWHERE = {
-    "--eval-dataset": "--eval-split takes a file or folder of its own too",
-    "--validation-file": "--eval-split takes a file or folder of its own too",
+    "--eval-dataset": HELD_OUT,
+    "--validation-file": HELD_OUT,
     "--per-device-eval-batch-size": "evaluations have the --batch-size of the training",
     "--eval-strategy": "--eval-interval takes a number of steps, or epoch",
     "--evaluation-strategy": "--eval-interval takes a number of steps, or epoch",
@@ -64,6 +66,19 @@ ELSEWHERE = {
     "--lora-r": ADAPTERS,
     "--lora-target-modules": "--lora-targets names the linears that have adapters",
     "--lora-dropout": "adapters have no dropout here; leave it out",
+    "--use-dora": "adapters are plain LoRA here; peft and TRL train others",
+    "--use-rslora": "--lora-alpha sets the scale of adapters, alpha / rank; sqrt(rank) x alpha gives rsLoRA's",
+    "--modules-to-save": "adapters alone are trained with --lora-rank; without it all weights",
+    "--adapter": ADAPTERS,
+    "--merge": MERGED,
+    "--merge-lora": MERGED,
+    "--merge-and-unload": MERGED,
+    "--val-set-size": HELD_OUT,
+    "--eval-file": HELD_OUT,
+    "--evals-per-epoch": "--eval-interval takes a number of steps, or epoch",
+    "--gradient-checkpointing": "--activation-checkpointing full (or selective) recomputes activations",
+    "--dpo": "losses of preferences are not here; TRL has them",
+    "--eos-token": "texts end with the tokenizer's eos_token, or what the chat template puts behind an answer",
     "--load-in-4bit": QUANTIZED,
     "--load-in-8bit": QUANTIZED,
     "--qlora": QUANTIZED,

@@ -149,6 +149,10 @@ def complete(given: dict[str, typing.Any], file: str | None = None) -> Settings:
         changes["dataset_split"] = default_split(settings.dataset, settings.streaming)
     if settings.fp8_recipe is None and settings.precision == "fp8":
         changes["fp8_recipe"] = "tensorwise"
+    if flags_of_adapters(settings.model) and settings.init == "pretrained" and not settings.lora_rank:
+        raise base.UserError(
+            f"--lora-rank 0: {settings.model} is a folder of adapters; leave it out to go on from them"
+        )
     if settings.lora_rank and settings.lora_alpha is None:
         changes["lora_alpha"] = 2 * settings.lora_rank
     if settings.warmup_steps is None:

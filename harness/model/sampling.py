@@ -35,10 +35,15 @@ def reshard(model: nn.Module) -> None:
 
 
 def sample(
-    settings: flags.Resolved, prompt: str, model: Any, tokenizer: PreTrainedTokenizerBase, device: torch.device
+    settings: flags.Resolved,
+    prompt: str,
+    ends: list[int],
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
 ) -> dict[str, str]:
-    """`prompt` and, as `text`, it with its continuation, both without special tokens; every rank takes part with the
-    same random numbers."""
+    """`prompt` and, as `text`, it with its continuation, up to one of the tokens `ends`, both without special tokens;
+    every rank takes part with the same random numbers."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
     # the length changes with every token: eager code and no cuDNN, or both would start again each time
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -53,7 +58,7 @@ def sample(
             top_k=20,
             use_cache=True,
             synced_gpus=dist.get_world_size() > 1,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=ends,
             pad_token_id=tokenizer.eos_token_id,
         )
     shown, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (encoded["input_ids"][0], tokens[0]))

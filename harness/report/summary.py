@@ -165,7 +165,8 @@ def next_commands(settings: flags.Resolved, folder: pathlib.Path, step: int, met
         lines["kept"] = "no weights: --final-checkpoint or --export DIR keeps them"
     if "best_step" in metrics:
         best = folder / "checkpoints" / base.checkpoint_name(metrics["best_step"])
-        export = flags.to_paste(launcher, num_steps=0, resume=best, export=f"{folder}-best")
+        as_asked = {"export_weights": settings.export_weights} if settings.export_weights else None
+        export = flags.to_paste(launcher, as_asked, num_steps=0, resume=best, export=f"{folder}-best")
         lines["best"] = f"{best.name}, held-out loss {metrics['best_eval_loss']:.4f}, exported by: {export}"
         lines["from best"] = f"a new run goes on with --resume {best} --run-name NAME"
     if newest:

@@ -90,11 +90,13 @@ def checksum_of_command(settings: flags.Settings) -> str:
     return hashlib.sha256(given.encode()).hexdigest()[:20]
 
 
-def export(settings: flags.Resolved, state: TrainState, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def export(
+    settings: flags.Resolved, state: TrainState, tokenizer: PreTrainedTokenizerBase | None, ends: list[int]
+) -> None:
     """Writes the folder of --export, which AutoModelForCausalLM and AutoTokenizer.from_pretrained load, in the place of
     an earlier export there. The weights keep their training precision: fp32, or bf16 with bf16-pure. Of adapters it is
     a folder of peft's or, with --export-weights merged, the model with them, in the precision of its frozen weights.
-    Every rank calls this.
+    `ends` are the tokens that end a text. Every rank calls this.
 
     Raises:
         UserError: the model is not finite, or the folder cannot be written; nothing of it is left.
@@ -121,7 +123,7 @@ def export(settings: flags.Resolved, state: TrainState, tokenizer: PreTrainedTok
         raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
     on_disk(lambda: make_folder(temporary))
     write_weights(temporary, settings, state, on_disk)
-    on_disk(lambda: write_configs(temporary, settings, state.model, tokenizer))
+    on_disk(lambda: write_configs(temporary, settings, state.model, tokenizer, ends))
     on_disk(lambda: replace_folder(final, temporary))
     parts = [str(final), f"step {state.step:,}"]
     if settings.lora_rank:
@@ -213,13 +215,17 @@ def gather(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def write_configs(
-    folder: pathlib.Path, settings: flags.Resolved, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    folder: pathlib.Path,
+    settings: flags.Resolved,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    ends: list[int],
 ) -> None:
     if exports_adapters(settings):
         models.write_adapter_config(folder, settings, model)
     else:
         write_json(folder / "config.json", model_config(model, tokenizer, settings.init == "pretrained"))
-        write_json(folder / "generation_config.json", generation_config(settings, model, tokenizer))
+        write_json(folder / "generation_config.json", generation_config(settings, model, tokenizer, ends))
     if tokenizer:
         for name in FOREIGN_CODE:
             vars(tokenizer).pop(name, None)
@@ -249,11 +255,12 @@ def model_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
 
 
 def generation_config(
-    settings: flags.Resolved, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    settings: flags.Resolved, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, ends: list[int]
 ) -> dict:
     """The generation config of an export: that of the source of the weights, or, where they began at random, the
-    model's own with the tokens of the tokenizer. The token that ended documents in training ends a text too. A source's
-    that cannot be read is said and left out: at the end of a run it must not cost the export."""
+    model's own with the tokens of the tokenizer. What ended documents, or answers of a chat, in training ends a text
+    too: `ends`. A source's that cannot be read is said and left out: it must not cost the export at the end of a
+    run."""
     config = model.generation_config.to_diff_dict()
     if settings.init == "pretrained":
         try:
@@ -263,12 +270,14 @@ def generation_config(
         except Exception as error:  # the file may hold anything
             problem = f"generation config of {settings.model}, which cannot be read ({base.first_line(error)})"
             job.say(f"export     without the {problem}")
-        ends = config.get("eos_token_id")
+        before = config.get("eos_token_id")
         if tokenizer:
-            all_ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+            all_ends = [*(before if isinstance(before, list) else [before]), *ends]
             config["eos_token_id"] = [end for end in dict.fromkeys(all_ends) if end is not None]
     elif tokenizer:
         config |= {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
+        if len(ends) > 1:
+            config["eos_token_id"] = ends
     unwanted = {"use_cache", "_from_model_config", *FOREIGN_CODE}
     return {key: value for key, value in config.items() if key not in unwanted and value is not None}
 

@@ -1,6 +1,7 @@
 """What is trained on of a conversation whose template has no {% generation %}: the same as by hand-made marks. The
 templates are small ones by what their models' cards say of the format."""
 
+import copy
 import re
 from collections import Counter
 from typing import NamedTuple
@@ -185,7 +186,11 @@ def test_the_header_says_how_turns_are_found_and_where_a_model_cannot_learn_to_s
     marked = "the assistant's turns, marked by the chat template"
     found = "the assistant's turns, found by rendering prefixes"
     lacking = "; the template puts no end to them, from which a model learns to stop"
-    assert lines == [marked, found, marked + lacking, found + lacking]
+    split = "; their end, <|im_end|>, is 8 tokens of this tokenizer, so a model hardly learns to stop"
+    assert lines == [marked + split, found + split, marked + lacking, found + lacking]
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    assert chat_format(tokenizer, CHATML).describe()["trained on"] == marked
 
 
 @pytest.mark.parametrize("marks", [True, False])

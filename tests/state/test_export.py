@@ -262,3 +262,22 @@ def test_the_chat_template_that_was_trained_with_is_the_exports(device, source, 
         tokenizer = AutoTokenizer.from_pretrained(export)
         assert tokenizer.chat_template == trained
         assert tokenizer.apply_chat_template(messages, tokenize=False) == wanted
+
+
+def test_an_answer_ends_in_an_export_with_what_ends_it_in_the_template(run, device, tmp_path):
+    """A tokenizer whose own end of text is another token, as base models have that are trained on chats."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "chat.jinja").write_text(CHAT)
+    chats = [{"role": role, "content": "a fox and a hat"} for role in ("user", "assistant")]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chats})}\n" * 40)
+    model = write_model(tmp_path / "model", "llama", **SIZES | {"vocab_size": len(tokenizer)})
+    flags = ["--model", model, "--tokenizer", tmp_path / "tokenizer", "--dataset", tmp_path / "chats.jsonl"]
+    flags += ["--chat-template", tmp_path / "chat.jinja", "--chat-loss", "all", "--export", tmp_path / "export"]
+    assert run("chats", *flags) == 0
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert read(tmp_path / "export")["eos_token_id"] == ends
+    later = ["--num-steps", 0, "--resume", tmp_path / "out" / "chats", "--export", tmp_path / "later"]
+    assert train(later, device) == 0
+    assert read(tmp_path / "later")["eos_token_id"] == ends
