@@ -431,7 +431,7 @@ def check_size(settings: flag_rules.Resolved, data: TrainingData, corpora: list[
             if data.epochs(last.start)[name] >= settings.max_epochs:  # the last step may begin the next epoch
                 problem = f"{name} would be read {epochs:.4g} times in {settings.num_steps:,} steps"
                 steps = step_that_reads(data, name, settings.max_epochs, settings.num_steps)
-                advice = f"{settings.max_epochs:g} epochs of it are --num-steps {steps}"
+                advice = f"--max-epochs {settings.max_epochs:g} of it is --num-steps {steps}"
                 if len(data.sources) > 1:
                     advice += ", or give it a smaller weight"
                 raise base.UserError(f"--max-epochs {settings.max_epochs:g}: {problem}; {advice}")

@@ -88,10 +88,10 @@ def test_a_resume_with_another_global_batch_counts_what_was_read(flags, device, 
 
 
 def test_what_a_source_would_be_read_too_often_for_names_the_steps_of_its_epochs(flags, device):
-    with pytest.raises(UserError, match=r"a would be read 4\.5 times in 30 steps; 3 epochs of it are --num-steps 20"):
+    with pytest.raises(UserError, match=r"a would be read 4\.5 times in 30 steps; --max-epochs 3 of it is --num-steps 20"):
         train(flags("--num-steps 30 --batch-size 3 --max-epochs 3"), device)
     mixed = "--batch-size 4 --dataset {}/a.npy:1 {}/b.npy:3 --max-epochs 3"  # b has 10 windows, and 3 of 4 samples
-    with pytest.raises(UserError, match="3 epochs of it are --num-steps 10, or give it a smaller weight"):
+    with pytest.raises(UserError, match="--max-epochs 3 of it is --num-steps 10, or give it a smaller weight"):
         train(flags(f"{mixed} --num-steps 30"), device)
     assert train(flags(f"{mixed} --num-steps 9 --run-name mixed"), device) == 0
     assert train(flags("--num-steps 20 --batch-size 3 --max-epochs 3"), device) == 0
