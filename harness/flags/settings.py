@@ -96,7 +96,7 @@ class Settings:
 
     # fmt: off
     demo: bool = flag(False, "the embedded model on the embedded stories; any flag given beside it wins", group="all at once")
-    config: str | None = flag(None, "TOML, or the config.json of a run, of which all is taken but --run-name, --resume and --export; what stands on the command line wins", metavar="FILE", type=path)
+    config: str | None = flag(None, "TOML, or the config.json of a run, without its --run-name, --resume and --export; the command line wins", metavar="FILE", type=path)
 
     model: str = flag("smollm3-3b", f"preset ({', '.join(PRESETS)}), local folder with a config.json, or hub id [smollm3-3b]", group="model", type=path, also="model-name-or-path model-name pretrained-model-name-or-path", from_checkpoint="model")
     init: Literal["random", "pretrained"] = flag("random", "random weights from the config, or the safetensors of the folder or hub id [random]", from_checkpoint="model")
@@ -111,7 +111,7 @@ class Settings:
     dataset_config: str | None = flag(None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1 [its default]", also="dataset-config-name", from_checkpoint="data")
     text_field: str = flag("text", f"column of the text in {', '.join(FIELD_SUFFIXES)} and hub data [conversations, input_ids or text, the first that is there]", also="text-column text-column-name dataset-text-field", from_checkpoint="data")
     dataset_split: str | None = flag(None, "training split, with an optional slice [train[:5%%]; of local data and with --streaming: train]", from_checkpoint="data")
-    eval_split: str | None = flag(None, "what is held out: a split of --dataset, with an optional slice, or a file, folder, pattern or hub id of its own [the split validation; where there is none 5 %% of the training documents, one of every 20]", type=path, only_with="eval_interval", from_checkpoint="data")
+    eval_split: str | None = flag(None, "what is held out: a split of --dataset, with an optional slice, or a file, folder, pattern or hub id of its own [the split validation; where there is none one of every 20 documents]", type=path, only_with="eval_interval", from_checkpoint="data")
     sequence_length: int | None = flag(None, "tokens per sample [8192, or as many positions as the model has]", also="seq-len max-seq-len max-seq-length block-size context-length", on_resume="same", from_checkpoint="model")
     batch_size: int | Literal["auto"] = flag(1, "sequences per rank and microbatch; auto takes the largest that fits by --plan [1]", type=batch_size, also="per-device-train-batch-size device-batch-size micro-batch-size local-batch-size", on_resume="reported", from_checkpoint="data")
     gradient_accumulation_steps: int = flag(1, "microbatches per optimizer step [1]", on_resume="reported", from_checkpoint="data")
@@ -120,7 +120,7 @@ class Settings:
     chat_template: str | None = flag(None, "Jinja file that renders conversations [the tokenizer's]", metavar="FILE", type=path, also="chat-template-path", from_checkpoint="model")
     chat_loss: Literal["assistant", "all"] = flag("assistant", "tokens of a conversation that are trained on; of a prompt and its completion assistant is the completion [assistant]", from_checkpoint="data")
     streaming: bool = flag(False, "read and tokenize while training: no full download, no cache; whole splits only [off]", on_resume="same", from_checkpoint="data")
-    streams: int | None = flag(None, "logical streams that --streaming cuts a corpus into, one for each sequence of a step in turn; what is read is divided among ranks and workers by them [the smallest multiple of a step's sequences that gives each file one]", below=2**20, only_with="streaming")
+    streams: int | None = flag(None, "lanes that --streaming cuts a corpus into, which ranks and workers divide [the smallest multiple of a step's sequences that gives each file one]", below=2**20, only_with="streaming")
     skip_bad_records: bool = flag(False, "count and leave out records that cannot be read: a text that is null or a number, broken JSON, bytes that are not UTF-8 [the first one is an error]", from_checkpoint="data")
     num_workers: int | None = flag(None, "data loading processes per rank [1; 0 where the CPU computes and the tokens are cached]", least=0, below=1025)
     cache_dir: str | None = flag(None, "where tokenized data is kept [~/.cache/train_fsdp]", type=path)
@@ -139,8 +139,8 @@ class Settings:
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 
     num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates (--eval-interval 1), writes stories (--sample-prompt) and exports (--export) [1000]", least=0, group="optimization", also="max-steps steps max-iters num-iterations", on_resume="reported")
-    num_tokens: int | None = flag(None, "instead of --num-steps: tokens of the whole run, such as 20e9, 20B, 500M or 1.5T; the global batch decides how many steps these are [--num-steps]", type=token_count)
-    num_epochs: float | None = flag(None, "instead of --num-steps: how often the whole run reads its data, such as 3 or 0.5; the windows of the data and the global batch decide how many steps these are [--num-steps]", below=1_000_000, also="epochs num-train-epochs")
+    num_tokens: int | None = flag(None, "instead of --num-steps: tokens of the whole run, such as 20e9, 20B, 500M or 1.5T [--num-steps]", type=token_count)
+    num_epochs: float | None = flag(None, "instead of --num-steps: how often the whole run reads its data, such as 3 or 0.5 [--num-steps]", below=1_000_000, also="epochs num-train-epochs")
     optimizer: Literal[*OPTIMIZERS] = flag("adamw", f"{OPTIMIZERS_HELP} [adamw]", also="optim", on_resume="same", from_checkpoint="model")  # type: ignore[valid-type]  # the files of a folder
     lr: float | None = flag(None, "peak learning rate [3e-4; of --init pretrained 2e-5, of --lora-rank 2e-4; a checkpoint's on a resume]", also="learning-rate max-lr", on_resume="reported")
     adamw_lr: float | None = flag(None, "peak learning rate of what muon leaves to adamw: embedding, head, norms, biases [--lr]", on_resume="reported")
@@ -154,24 +154,24 @@ class Settings:
     seed: int = flag(42, "of weights and data order [42]", least=0, below=2**63, on_resume="same", from_checkpoint="data")
 
     eval_interval: int | Literal["epoch"] = flag(0, "steps between evaluations on what is held out, or epoch for one at the end of each; 0 never [0]", type=evaluation_interval, group="evaluation", also="eval-every", from_checkpoint="data")
-    eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split, of a stream without one 256 windows; a run that goes on, and an evaluation of it, take the same windows on any ranks [0]", least=0, only_with="eval_interval", from_checkpoint="data")
-    show_samples: int | None = flag(None, "no training: prints the documents that this optimizer step of a run trains on, or trained on [none]", metavar="STEP")
-    average_checkpoints: int | None = flag(None, "with --num-steps 0 --resume RUN: evaluates, samples or exports the mean of the run's newest so many checkpoints, summed in fp32 [the one that --resume names]", metavar="K")
+    eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split, of a stream without one 256 windows [0]", least=0, only_with="eval_interval", from_checkpoint="data")
+    show_samples: int | None = flag(None, "no training: prints the documents that this optimizer step of a run trains on [none]", metavar="STEP")
+    average_checkpoints: int | None = flag(None, "with --num-steps 0 --resume RUN: evaluates, samples or exports the mean of the run's newest K checkpoints, summed in fp32 [the one that --resume names]", metavar="K")
     sample_prompt: tuple[str, ...] | None = flag(None, "text that the model continues at evaluations and at the end, of conversations a user's message; each further one is continued too", type=text, action=Collect)
     sample_tokens: int = flag(128, "length of the continuation [128]", only_with="sample_prompt demo")
 
     checkpoint_interval: int = flag(0, "steps between checkpoints; 0 saves at the end, and on SIGTERM and SIGUSR1 [0]", least=0, group="checkpoints", also="save-steps save-interval save-every")
     keep_checkpoints: int = flag(2, "how many complete ones to keep, the newest [2]", also="save-total-limit")
-    keep_best: bool = flag(False, "each evaluation saves a checkpoint, and the one with the lowest held-out loss is kept beside the newest [off]", only_with="eval_interval")
+    keep_best: bool = flag(False, "each evaluation saves a checkpoint; the one with the lowest held-out loss is kept beside the newest [off]", only_with="eval_interval")
     async_checkpoint: bool = flag(True, "write in the background, the loop waits only for the copy [on]", only_with="checkpoint_interval keep_best")
     final_checkpoint: bool | None = flag(None, "keep the state after the last step [on; off for --dataset synthetic without --checkpoint-interval, and where the disk has no room for it]")
     resume: str = flag("none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]", metavar="{none,auto,PATH}", type=path, of_one_run=True, also="resume-from-checkpoint")
     export: str | None = flag(None, "at the end, a folder that from_pretrained loads, of adapters one that peft loads", metavar="DIR", type=path, of_one_run=True)
-    export_weights: Literal["adapters", "merged"] | None = flag(None, "with --lora-rank: merged exports the model with its adapters added, as a whole model [adapters]", only_with="export", of_one_run=True)
+    export_weights: Literal["adapters", "merged"] | None = flag(None, "with --lora-rank: merged exports the model with its adapters added [adapters]", only_with="export", of_one_run=True)
 
-    timeout_minutes: float = flag(10.0, "how long ranks wait for each other; then the job ends with a line that names the rank that did not come, its host, pid and what it did [10]", least=0.001, below=1e7, group="failures")
+    timeout_minutes: float = flag(10.0, "how long ranks wait for each other; then the job ends with a line that names the one that did not come [10]", least=0.001, below=1e7, group="failures")
 
-    max_skipped: int = flag(5, "a step whose gradient norm is NaN or infinite is skipped: it changes no weight; more of them in a row end the run [5]", least=0)
+    max_skipped: int = flag(5, "a step whose gradient norm is NaN or infinite is skipped; more of them in a row end the run [5]", least=0)
 
     output_dir: str = flag("outputs", "a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]", group="output", type=path, also="out-dir output")
     run_name: str | None = flag(None, "[model and start time; with --resume auto the model; with --resume PATH that run's]", of_one_run=True)
@@ -192,7 +192,7 @@ class Settings:
     plan_gpus: tuple[int, ...] | None = flag(None, "number of GPUs to plan for, whole nodes where it is more than one; of several the first in full and all in a table [--gpus-per-node]", type=gpu_counts, metavar="N[,N...]", only_with="plan")
     plan_gpu: str | None = flag(None, "kind of GPU to plan for, such as 'H100 SXM' or B200; training prints that plan beside its own figures [this machine's, else H100 SXM]", metavar="NAME")
     gpus_per_node: int = flag(8, "GPUs between which a plan has the fast links of one node [8]")
-    plan_seconds: float = flag(30.0, "how long planning takes, from when torch is loaded, to within one configuration; 0 plans only what is asked for [30]", least=0, only_with="plan")
+    plan_seconds: float = flag(30.0, "how long planning takes, to within one configuration; 0 plans only what is asked for [30]", least=0, only_with="plan")
     gpu_hour_usd: float | None = flag(None, "price of one GPU for an hour; the plan says what a billion tokens cost, and with --num-steps the run", below=1_000_000, only_with="plan")
     json: bool = flag(False, "the plan, or with --num-steps 0 the evaluation, as one JSON object on stdout")
     plan_details: bool = flag(False, "the plan with memory, time and traffic of a step, and all that it takes for granted", only_with="plan")
