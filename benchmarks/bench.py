@@ -55,7 +55,13 @@ def harness() -> tuple:
         size = {"batch_size": batch, "num_steps": steps}
         ours, bare = f"train_fsdp.py, batch {batch}", f"bare loop, batch {batch}"
         configs[bare] = Config(BARE, TOKENS | SAME | size | {"perf_warmup_steps": 4})
-        plain = {"tokenizer": "assets/demo", "init": "pretrained", "lr_scheduler": "constant", "precision": "fp32"}
+        plain = {
+            "tokenizer": "assets/demo",
+            "init": "pretrained",
+            "lr": 3e-4,
+            "lr_scheduler": "constant",
+            "precision": "fp32",
+        }
         flags = DEMO | SAME | size | plain | {"perf_warmup_steps": 4}
         configs[ours] = Config("train_fsdp.py", flags, same_loss_as=bare)
         label = f"harness / bare loop, {batch * 256:,} tokens a step"
@@ -187,7 +193,13 @@ def peers_cpu(ranks: int, tokens: int, threads: int, optimizer: str) -> tuple:
     size = {"batch_size": tokens // 256 // ranks, "num_steps": 32768 // tokens + 12, "perf_warmup_steps": 4}
     size |= {"sequence_length": 256, "optimizer": optimizer}
     options = SAME | TOKENS | size | {"precision": "fp32", "compile": False}
-    plain = {"tokenizer": "assets/demo", "init": "pretrained", "lr_scheduler": "constant", "precision": "fp32"}
+    plain = {
+        "tokenizer": "assets/demo",
+        "init": "pretrained",
+        "lr": 3e-4,
+        "lr_scheduler": "constant",
+        "precision": "fp32",
+    }
     fabric, sharded = "benchmarks/peers/lightning_fabric.py", "benchmarks/peers/fully_shard_loop.py"
     replicas = {
         "Trainer": Config("benchmarks/peers/hf_trainer.py", options),

@@ -39,7 +39,7 @@ def train(folder: pathlib.Path, name: str, ranks: int, flags: list[str], **env: 
 
 def losses(folder: pathlib.Path, name: str, ranks: int, flags: list[str], **env: str) -> list[float]:
     """The losses of one run from the exported weights."""
-    start = ["--model", str(folder / "start"), "--init", "pretrained"]
+    start = ["--model", str(folder / "start"), "--init", "pretrained", "--lr", "0.004"]
     train(folder, name, ranks, [*start, *STEPS.split(), *flags], **env)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "final" not in line]

@@ -1,7 +1,6 @@
 """The loss: cross entropy that never holds the logits of all tokens, and how a transformers model is made to use it.
 FSDP gathers the head around it."""
 
-import functools
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -241,7 +240,13 @@ def fuse_loss(model: Any, terms: dict[str, Term], compiled: bool) -> None:
     head = model.get_output_embeddings()
     project = head.forward
     model.loss_terms = {}
-    of_chunk: Callable = functools.partial(loss_and_gradient, terms=terms)
+
+    # no partial: dynamo counts what it compiles of all partials as one
+    def of_chunk(
+        logits: torch.Tensor, target: torch.Tensor, trains: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+        return loss_and_gradient(logits, target, terms, trains)
+
     if compiled:
         of_chunk = torch.compile(of_chunk)
 
