@@ -271,35 +271,16 @@ def evaluate(
 
 @dataclasses.dataclass(kw_only=True)
 class Run(opening.Opened):
-    """A run that is ready for its first step, or for what is done without one."""
+    """A run that is ready for its first step."""
 
     device: torch.device
-    data: Any  # a data.TrainingData; None where nothing is trained or evaluated
-    # of a run that trains
-    folder: pathlib.Path | None = None
-    batches: data.Batches | None = None
-    log: report.Log | None = None
-    checkpoints: state.Checkpoints | None = None
-    has_room: bool = True  # on the disk, for a checkpoint
+    folder: pathlib.Path
+    data: Any  # a data.TrainingData
+    batches: data.Batches
+    log: report.Log
+    checkpoints: state.Checkpoints
+    has_room: bool  # on the disk, for a checkpoint
     state: state.TrainState  # everything that must survive a restart
-
-    def stories(self) -> list[dict[str, str]]:
-        """A continuation of each prompt, in a run on conversations an answer to it."""
-        job.enter_phase("sampling")
-        settings, model, tokenizer = self.settings, self.state.model, self.tokenizer
-        texts = [data.story_beginning(settings, self.record, tokenizer, prompt) for prompt in self.prompts]
-        return [models.sample(settings, text, self.ends(), model, tokenizer, self.device) for text in texts]
-
-    def ends(self) -> list[int]:
-        """The tokens that end a text of this run's model."""
-        return data.end_tokens(self.settings, self.record, self.tokenizer)
-
-    @property
-    def record(self) -> data.DataRecord | None:
-        """Of the data that this run trains on, or its checkpoint's did."""
-        if self.data is not None:
-            return self.data.record
-        return data.read_record(self.manifest) if self.manifest else None
 
 
 def prepare(given: flags.Settings, device: torch.device) -> Run:
@@ -421,7 +402,7 @@ def evaluate_and_log(run: Run, due: job.Due, metrics: dict, problem: str, stop: 
                 losses, _ = evaluate(run.settings, run.state.model, run.data.held_out, run.device)
                 metrics |= losses
                 if not due.last:  # after the last step the end of the run writes them
-                    stories = run.stories()
+                    stories = opening.tell_stories(run, run.data, run.state.model, run.device)
         except job.Stopped:
             run.log.write(metrics)  # without the evaluation, which the next start makes
             raise
@@ -436,13 +417,13 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
     gates, what to do next. `planned` is the process that plans this run. Returns the exit code."""
     settings = run.settings
     with stop.before_each_forward(run.state.model):
-        stories = run.stories()
+        stories = opening.tell_stories(run, run.data, run.state.model, run.device)
     if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long
         stop.raise_if_asked()  # else a run that took its last step is done
     stop.can_save = False
     metrics = run.log.finish(stories, plan.predicted_figures(planned) | run.checkpoints.best_figures())
     if settings.export:
-        state.export(settings, run.state, run.tokenizer, run.ends())
+        state.export(settings, run.state, run.tokenizer, opening.end_tokens(run, run.data))
     job.say(report.next_commands(settings, run.folder, run.state.step, metrics))
     run.checkpoints.check_saved()
     run.log.check_written()
@@ -508,13 +489,12 @@ def answer_without_training(given: flags.Settings, device: torch.device) -> int:
         if settings.average_checkpoints:
             job.say(f"averaged   {state.load_mean(settings, weights, opened.config, checkpoint.path)}")
         state.refuse_broken(settings, weights, checkpoint)
-        ready = Run(**vars(opened), device=device, data=dataset, state=weights)
         if settings.eval_interval:
             losses, tokens = evaluate(settings, model, dataset.held_out, device)
             report.say_evaluation(settings, dataset, checkpoint, losses, tokens, stdout)
-        report.say_stories(ready.stories())
+        report.say_stories(opening.tell_stories(opened, dataset, model, device))
         if settings.export:
-            state.export(settings, weights, opened.tokenizer, ready.ends())
+            state.export(settings, weights, opened.tokenizer, opening.end_tokens(opened, dataset))
     return 0
 
 

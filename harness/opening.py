@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import transformers
 
 from harness import base, data, flags, job, resolving, state
@@ -77,6 +78,29 @@ def load_to_evaluate(opened: Opened) -> Any:
     if own_data and settings.dataset != "synthetic":
         state.check_same_corpus(settings, dataset.record, manifest)
     return dataset
+
+
+def tell_stories(
+    opened: Opened, dataset: Any, model: transformers.PreTrainedModel, device: torch.device
+) -> list[dict[str, str]]:
+    """A continuation of each prompt, in a run on conversations an answer to it. `dataset` is the `data.TrainingData`
+    that the run reads, None where it reads none. Every rank calls this."""
+    job.enter_phase("sampling")
+    record, ends = record_of(opened, dataset), end_tokens(opened, dataset)
+    texts = [data.story_beginning(opened.settings, record, opened.tokenizer, prompt) for prompt in opened.prompts]
+    return [models.sample(opened.settings, text, ends, model, opened.tokenizer, device) for text in texts]
+
+
+def end_tokens(opened: Opened, dataset: Any) -> list[int]:
+    """The tokens that end a text of the run's model."""
+    return data.end_tokens(opened.settings, record_of(opened, dataset), opened.tokenizer)
+
+
+def record_of(opened: Opened, dataset: Any) -> data.DataRecord | None:
+    """Of the data that a run reads, or that its checkpoint's did."""
+    if dataset is not None:
+        return dataset.record
+    return data.read_record(opened.manifest) if opened.manifest else None
 
 
 def show_samples(given: flags.Settings, choose_batch_size: Callable[[flags.Settings], int]) -> int:
