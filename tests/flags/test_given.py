@@ -10,7 +10,7 @@ import shlex
 import multirank
 import pytest
 import torch
-from conftest import ROOT, forked, metrics_of, parse, python, train, words, write_model
+from conftest import ROOT, forked, metrics_of, parse, python, slow_case, train, words, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import flags, state
@@ -127,7 +127,7 @@ def test_three_starts_on_any_ranks_keep_the_batch_that_was_given(batch, tmp_path
         assert len(global_batches) == 1, (worlds, second, third)
 
 
-@pytest.mark.parametrize("ranks, how", [((1, 2, 2), "a file"), ((2, 1, 2), "printed")])
+@pytest.mark.parametrize("ranks, how", [((1, 2, 2), "a file"), slow_case((2, 1, 2), "printed")])
 def test_three_starts_on_other_ranks_are_one_run(run, tmp_path, ranks, how):
     """With the losses of a run that was never stopped, also those of the windows that --eval-steps take."""
     (tmp_path / "run.toml").write_text('dataset = "demo"\nbatch-size = 2\ngradient-accumulation-steps = 2')

@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from conftest import parse, train
+from conftest import parse, slow_case, train
 
 from harness.base import GIB, UserError
 from harness.flags.settings import OPTIMIZERS
@@ -49,7 +49,7 @@ def test_too_little_shared_memory_for_data_workers_is_an_error(monkeypatch):
 # The disk
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [slow_case(o) if o == "adamw8bit" else o for o in OPTIMIZERS])
 def test_a_checkpoint_is_as_large_as_is_said(device, tmp_path, arguments, mistake, monkeypatch, optimizer):
     given = ["--optimizer", optimizer, "--precision", "bf16", "--num-steps", 1, "--checkpoint-interval", 1]
     assert train([*arguments, *given], device) == 0
