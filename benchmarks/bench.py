@@ -42,6 +42,8 @@ PUBLISHED = {"precision": "bf16-pure", "compile": False, "fused_loss": False, "a
 FINAL = {"precision": "bf16", "compile": True, "fused_loss": True, "attention": "auto"}
 BARE, TOKENS = "benchmarks/bare_loop.py", {"tokens": "WORK/tokens.bin"}
 SAME = {"model": "WORK/start"}  # first weights that two programs share
+# What makes the program do a peer's steps.
+PLAIN = {"tokenizer": "assets/demo", "init": "pretrained", "lr": 3e-4, "lr_scheduler": "constant", "precision": "fp32"}
 SAME_WAITING = {"GOMP_SPINCOUNT": "1000000"}  # what train_fsdp.py chooses on free cores (harness/job/host.py)
 
 
@@ -55,14 +57,7 @@ def harness() -> tuple:
         size = {"batch_size": batch, "num_steps": steps}
         ours, bare = f"train_fsdp.py, batch {batch}", f"bare loop, batch {batch}"
         configs[bare] = Config(BARE, TOKENS | SAME | size | {"perf_warmup_steps": 4})
-        plain = {
-            "tokenizer": "assets/demo",
-            "init": "pretrained",
-            "lr": 3e-4,
-            "lr_scheduler": "constant",
-            "precision": "fp32",
-        }
-        flags = DEMO | SAME | size | plain | {"perf_warmup_steps": 4}
+        flags = DEMO | SAME | size | PLAIN | {"perf_warmup_steps": 4}
         configs[ours] = Config("train_fsdp.py", flags, same_loss_as=bare)
         label = f"harness / bare loop, {batch * 256:,} tokens a step"
         pairs[f"{label}, steps/s"] = (ours, bare, "at least 0.97")
@@ -193,13 +188,6 @@ def peers_cpu(ranks: int, tokens: int, threads: int, optimizer: str) -> tuple:
     size = {"batch_size": tokens // 256 // ranks, "num_steps": 32768 // tokens + 12, "perf_warmup_steps": 4}
     size |= {"sequence_length": 256, "optimizer": optimizer}
     options = SAME | TOKENS | size | {"precision": "fp32", "compile": False}
-    plain = {
-        "tokenizer": "assets/demo",
-        "init": "pretrained",
-        "lr": 3e-4,
-        "lr_scheduler": "constant",
-        "precision": "fp32",
-    }
     fabric, sharded = "benchmarks/peers/lightning_fabric.py", "benchmarks/peers/fully_shard_loop.py"
     replicas = {
         "Trainer": Config("benchmarks/peers/hf_trainer.py", options),
@@ -214,11 +202,11 @@ def peers_cpu(ranks: int, tokens: int, threads: int, optimizer: str) -> tuple:
     others = shards | replicas
     if ranks == 1:
         others = {"bare loop": Config(BARE, SAME | TOKENS | size)} | others
-    ours = {"train_fsdp.py": Config("train_fsdp.py", DEMO | SAME | size | plain)}
+    ours = {"train_fsdp.py": Config("train_fsdp.py", DEMO | SAME | size | PLAIN)}
     if ranks > 1:
         for stage in (2, 0):
             ours[f"train_fsdp.py, stage {stage}"] = Config(
-                "train_fsdp.py", DEMO | SAME | size | plain | {"zero_stage": stage}
+                "train_fsdp.py", DEMO | SAME | size | PLAIN | {"zero_stage": stage}
             )
     configs = others | ours
     reference = next(iter(configs))  # a bare loop

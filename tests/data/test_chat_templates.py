@@ -194,6 +194,15 @@ def test_the_header_says_how_turns_are_found_and_where_a_model_cannot_learn_to_s
 
 
 @pytest.mark.parametrize("marks", [True, False])
+def test_a_call_that_the_template_leaves_out_is_refused_with_its_name(tokenizer, marks):
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
+    lost = Conversation([HI, says("assistant", "", tool_calls=[call])], place="chat.jsonl, line 3")
+    template = CHATML if marks else MARKS.sub("", CHATML)
+    with pytest.raises(UserError, match=r"line 3: the chat template leaves out its call of get_weather"):
+        chat_format(tokenizer, template).encode([lost], Counter())
+
+
+@pytest.mark.parametrize("marks", [True, False])
 def test_of_a_prompt_of_messages_nothing_is_trained_on(tokenizer, marks):
     """Its earlier answers are part of the prompt."""
     template = CHATML if marks else MARKS.sub("", CHATML)

@@ -137,6 +137,8 @@ def test_a_folder_of_adapters_goes_on_from_them_on_its_base(workspace, flags, de
     given = json.loads((tmp_path / "out" / "second" / "config.json").read_text())["flags"]
     assert (given["lora_rank"], given["lora_alpha"], given["lora_targets"]) == (2, 4, ["q_proj", "up_proj"])
     config = base.read_json(adapters / base.ADAPTER_CONFIG)
+    with pytest.raises(base.UserError, match=r"--lora-rank 0: .* is a folder of adapters; leave it out"):
+        train([*without_rank, "--run-name", "third", "--lora-rank", 0], device)
     (adapters / base.ADAPTER_CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.05}))
     assert train([*without_rank, "--run-name", "undropped", "--num-steps", 1], device) == 0
     assert capfd.readouterr().err.count("had a dropout of 0.05; they go on without") == 1
