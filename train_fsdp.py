@@ -21,12 +21,10 @@ from harness import before_torch
 if __name__ == "__main__":
     SETTINGS = before_torch.begin()  # flags and signals come before the imports below, which take seconds
 
-import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
-import re
 import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +35,6 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import utils
 from harness import base, data, flags, job, opening, plan, report, state
@@ -135,11 +132,7 @@ def transform_layer(
     """
     if convert_to_fp8:
         convert_to_fp8(layer)
-    if settings.activation_checkpointing == "full":
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    elif settings.activation_checkpointing == "selective":
-        recompute = functools.partial(checkpoint, use_reentrant=False, context_fn=selective_contexts)
-        layer.forward = functools.partial(recompute, layer.forward)
+    models.checkpoint_activations(layer, settings.activation_checkpointing)
     if settings.compile:
         layer.forward = torch.compile(layer.forward)
     shard(layer, reshard_after_forward=reshards_early(settings))
@@ -153,31 +146,6 @@ def sharding_policies(settings: flags.Resolved, device: torch.device) -> dict[st
         precision = MixedPrecisionPolicy()  # everything in the parameters' own dtype
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.cpu_offload else OffloadPolicy()
     return {"mp_policy": precision, "offload_policy": offload}
-
-
-def selective_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    """Keep what is expensive to compute again, the results of matmuls and attention; recompute everything else. Grouped
-    matmuls of experts are recomputed too: they have a row for each expert that a token is sent to, so for their FLOPs
-    they take several times the memory of the other matmuls."""
-
-    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        # str(op) is a name like aten.addmm.default or ..._flash_attention.default
-        expensive = re.search(r"(?<!grouped_)mm\.|attention|attn", str(op))
-        return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-def build_scheduler(settings: flags.Resolved, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rate's schedule, one of transformers'."""
-    schedule = flags.SCHEDULES[settings.lr_scheduler]
-    return transformers.get_scheduler(
-        schedule.transformers_name,
-        optimizer,
-        num_warmup_steps=settings.warmup_steps,
-        num_training_steps=settings.num_steps,
-        scheduler_specific_kwargs=schedule.options(settings),
-    )
 
 
 # ---- Step ------------------------------------------------------------------------------------------------------------
@@ -304,7 +272,7 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
 
     model = build_model(settings, config, mesh, read_weights=not checkpoint)
     optimizer = models.build_optimizer(settings, model)
-    scheduler = build_scheduler(settings, optimizer)
+    scheduler = models.build_scheduler(settings, optimizer)
     verified = models.verify_sharding(settings, model, optimizer, mesh)
     flops_per_token, flops_text = models.known_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
     if settings.min_mfu and not flops_per_token:
