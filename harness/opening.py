@@ -86,9 +86,12 @@ def tell_stories(
     """A continuation of each prompt, in a run on conversations an answer to it. `dataset` is the `data.TrainingData`
     that the run reads, None where it reads none. Every rank calls this."""
     job.enter_phase("sampling")
+    settings, prompts = opened.settings, opened.prompts
+    if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.beginning:
+        prompts = [dataset.beginning]  # the demo's prompt is for the demo's stories
     record, ends = record_of(opened, dataset), end_tokens(opened, dataset)
-    texts = [data.story_beginning(opened.settings, record, opened.tokenizer, prompt) for prompt in opened.prompts]
-    return [models.sample(opened.settings, text, ends, model, opened.tokenizer, device) for text in texts]
+    texts = [data.story_beginning(settings, record, opened.tokenizer, prompt) for prompt in prompts]
+    return [models.sample(settings, text, ends, model, opened.tokenizer, device) for text in texts]
 
 
 def end_tokens(opened: Opened, dataset: Any) -> list[int]:

@@ -22,7 +22,7 @@ from harness.model.lora import (
     trained_on_meta,
     write_adapter_config,
 )
-from harness.model.loss import adapt_forward, choose_loss, full_loss
+from harness.model.loss import StepLoss, adapt_forward, choose_loss, full_loss
 from harness.model.optimization import (
     build_optimizer,
     build_scheduler,
@@ -44,6 +44,7 @@ from harness.model.weights import as_in_checkpoint, check_room, decoder_layers, 
 __all__ = [
     "MENDED",
     "PretrainedWeights",
+    "StepLoss",
     "adapt_forward",
     "adapter_injector",
     "as_in_checkpoint",
