@@ -374,7 +374,7 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
     stop.can_save = False
     metrics = run.log.finish(stories, plan.predicted_figures(planned) | run.checkpoints.best_figures())
     if settings.export:
-        state.export(settings, run.state, run.tokenizer, opening.end_tokens(run, run.data))
+        opening.export(run, run.state, run.data)
     job.say(report.next_commands(settings, run.folder, run.state.step, metrics))
     run.checkpoints.check_saved()
     run.log.check_written()
@@ -440,7 +440,7 @@ def answer_without_training(given: flags.Settings, device: torch.device) -> int:
             report.say_evaluation(settings, dataset, opened.checkpoint, losses, tokens, stdout)
         report.say_stories(opening.tell_stories(opened, dataset, model, device))
         if settings.export:
-            state.export(settings, weights, opened.tokenizer, opening.end_tokens(opened, dataset))
+            opening.export(opened, weights)
     return 0
 
 
