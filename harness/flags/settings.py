@@ -301,16 +301,6 @@ def flags_where(name: str, value: object) -> list[str]:
     return [flag for flag, field in FLAGS.items() if field.metadata[name] == value]
 
 
-def must_match(settings: Settings) -> dict[str, Any]:
-    """What a resumed run must have as its checkpoint has it, but for model and data, which are compared by content."""
-    return {name: getattr(settings, name) for name in flags_where("on_resume", "same")}
-
-
-def reported(settings: Settings) -> dict[str, Any]:
-    """What may change when a run goes on, and is reported then."""
-    return {name: getattr(settings, name) for name in flags_where("on_resume", "reported")}
-
-
 def record_flags(settings: Settings) -> dict[str, dict]:
     """The flags of a run for its config.json and its checkpoints: `given`, those that the command line and --config
     gave, with the values that they had there; `flags`, all of them as `settings` has them, with `eval_windows`."""

@@ -80,7 +80,7 @@ def check_resume(
         return ""
     manifest = checkpoint.manifest
     before, now = manifest["flags"], as_json(dataclasses.asdict(settings))
-    refuse_changed(settings, manifest, flag_rules.must_match(settings))
+    refuse_changed(settings, manifest, flag_rules.flags_where("on_resume", "same"))
     check_same_model(config, manifest)
     check_same_base(settings, identity["base"], manifest)
     vocabulary = identity["tokenizer"]
@@ -95,7 +95,8 @@ def check_resume(
     world_before, world = manifest["world_size"], dist.get_world_size()
     values = {"world size": (world_before, world)}
     values["global batch"] = (global_batch(before, world_before), global_batch(now, world))
-    values |= {name.replace("_", " "): (before[name], now[name]) for name in flag_rules.reported(settings)}
+    reported = flag_rules.flags_where("on_resume", "reported")
+    values |= {name.replace("_", " "): (before[name], now[name]) for name in reported}
     changed += [f"{name} {old} -> {new}" for name, (old, new) in values.items() if old != new]
     return ", ".join(changed)
 
