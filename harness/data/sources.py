@@ -312,8 +312,8 @@ def open_cached(
     of_source = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
     job.say("data      ", of_source + line)
     warning = token_files.differing_tokenizer(tokens.files, reading.tokenizer)
-    if warning and dist.get_rank() == 0:
-        job.print_error(f"train_fsdp.py: warning: {warning}")
+    if warning:
+        job.warn(warning)
     held_out = None
     if rule:
         tokens = reading.with_ends(tokens)
