@@ -268,8 +268,9 @@ class Reading:
         name, bounds = parse_split(split)
         of_split = corpus.listing.of_split(name)
         if corpus.is_mapped and are_mapped(of_split):
-            open_all = functools.partial(open_token_files, of_split, self.vocab_size)
-            opened = base.with_all_ranks(open_all)  # on one node alone a file may be missing
+            opened = base.with_all_ranks(  # on one node alone a file may be missing
+                lambda: [contents.open_token_file(file, self.vocab_size) for file in of_split]
+            )
             line = token_files.describe(opened)
         else:
             rows = None
@@ -345,10 +346,6 @@ class Reading:
             short = f"{base.counted(len(tokens), 'token')}, too few for one window of --sequence-length {self.seq_len}"
             raise base.UserError(f"--dataset {place}: {short}; use a shorter sequence or more text")
         return packed
-
-
-def open_token_files(of_split: list[DataFile], vocab_size: int) -> list[token_files.TokenFile]:
-    return [contents.open_token_file(file, vocab_size) for file in of_split]
 
 
 def parse_split(split: str) -> tuple[str, list[str]]:

@@ -145,10 +145,6 @@ class Mixture:
         places = self.block_of(first).order[:samples] * self.lanes + lanes
         return np.bincount(places, minlength=len(self.names) * self.lanes).reshape(-1, self.lanes)
 
-    def shares_at(self, sample: int) -> dict[str, float]:
-        """The share of the tokens that each source has at a sample."""
-        return self.segment_of(sample).shares()
-
 
 def with_cursors(begins: list[Segment], seed: int, lanes: int) -> list[Segment]:
     """Segments that follow each other, each with the cursors that those before it leave; the first has its own."""

@@ -54,10 +54,6 @@ class Tokens:
         return np.concatenate([[0], np.cumsum(self.stops - self.starts)])
 
     @functools.cached_property
-    def size(self) -> int:
-        return int(self.before[-1])
-
-    @functools.cached_property
     def dtype(self) -> np.dtype:
         return np.dtype(np.uint16 if (self.vocab_size or 2**32) <= 2**16 else np.uint32)
 
@@ -71,12 +67,12 @@ class Tokens:
         return self.cut(np.array([first]), np.array([last]))
 
     def __len__(self) -> int:
-        return self.size
+        return int(self.before[-1])
 
     def __getitem__(self, window: slice) -> np.ndarray:
         """These tokens, unsigned integers: a view where one file of that type holds them in one stretch. A UserError
         where one has no embedding."""
-        first, last, _ = window.indices(self.size)
+        first, last, _ = window.indices(len(self))
         return self._read(first, last, self._of_file)
 
     def trained(self, first: int, last: int) -> np.ndarray:
