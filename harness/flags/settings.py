@@ -252,7 +252,7 @@ class Settings:
 
     def describe_batch(self, world: int) -> str:
         """The batch in words: `4 ranks x 2 microbatches x 1 sequence x 8,192 = 65,536 tokens a step`."""
-        counts = {"rank": world, "microbatch": self.gradient_accumulation_steps, "sequence": self.batch_size}
+        counts = {"rank": world, "microbatch": self.gradient_accumulation_steps, "sequence": int(self.batch_size)}
         sequences = " x ".join(base.counted(count, name) for name, count in counts.items())
         return f"{sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
 
@@ -334,7 +334,12 @@ def is_place(split: str | None) -> bool:
     --dataset."""
     if split is None:
         return False
-    name, last_suffix = os.path.splitext(split.lower())
+    return "/" in split or split.startswith("~") or has_suffix(split, SUFFIXES)
+
+
+def has_suffix(name: str, suffixes: Sequence[str]) -> bool:
+    """Whether a name of files, which may be packed, ends with one of these suffixes."""
+    stem, last_suffix = os.path.splitext(name.lower())
     if last_suffix not in COMPRESSIONS:
-        name += last_suffix
-    return "/" in split or split.startswith("~") or name.endswith(tuple(SUFFIXES))
+        stem += last_suffix
+    return stem.endswith(tuple(suffixes))
