@@ -17,7 +17,7 @@ from harness.job.folders import replace_file, take_folder
 from harness.job.heartbeats import PROGRESS, end_part, enter_phase
 from harness.job.preflight import check_disk, check_machine, describe_spread
 from harness.job.schedule import Due, count_steps, due
-from harness.job.signals import LISTENING, Stopped, StopRequest, ignore_signals
+from harness.job.signals import Stopped, StopRequest, ignore_signals
 from harness.job.startup import begin
 from harness.job.terminal import (
     columns,
@@ -36,7 +36,6 @@ from harness.job.terminal import (
 from harness.job.world import World, limit_waiting, start_processes, stop_processes
 
 __all__ = [
-    "LISTENING",
     "PROGRESS",
     "STOPPED",
     "Due",
