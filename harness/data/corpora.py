@@ -25,16 +25,7 @@ from harness.data.encode import RowFormat, TextFormat, take
 from harness.data.files import DataFile, Listing
 from harness.data.mixture import WindowOrder
 from harness.data.readers import is_token_file, reader_of
-from harness.data.records import (
-    DEFAULT_FIELD,
-    KINDS,
-    MASKED_KINDS,
-    BadRecord,
-    Conversation,
-    Field,
-    kind_of,
-    read_documents,
-)
+from harness.data.records import KINDS, MASKED_KINDS, BadRecord, Conversation, Field, kind_of, read_documents
 from harness.data.windows import BestFitDataset, PackedDataset, Tokens
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
@@ -408,9 +399,9 @@ def open_windows(
     reading: Reading,
     dataset: str | Sequence[str],
     split: str | None,
-    text_field: Field = DEFAULT_FIELD,
-    subset: str | None = None,
-    shuffle: bool = False,
+    text_field: Field,
+    subset: str | None,
+    shuffle: bool,
 ) -> PackedDataset | Subset | TrainingData:
     """The windows of one corpus, or of several mixed, for `utils.get_dataset`."""
     if not (shuffle or isinstance(dataset, str)):

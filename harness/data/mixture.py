@@ -161,8 +161,8 @@ def begin_segments(
     stages: list[flags.Stage],
     num_steps: int,
     samples_per_step: int,
-    steps_before: int = 0,
-    first: int = 0,
+    steps_before: int,
+    first: int,
 ) -> list[Segment]:
     """The segments of a run from sample `first` on, which comes after so many steps: the weights, then each stage from
     the step on that is nearest to its share of the planned run. Stages that would have begun earlier begin there. None

@@ -330,7 +330,7 @@ class BestFitDataset(PackedDataset):
     and counts as no token. A document longer than a window is cut into pieces, see `cut_long`.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, padding: int, seed: int = 0, document_mask: bool = True):
+    def __init__(self, tokens: Tokens, seq_len: int, padding: int, seed: int, document_mask: bool):
         """`padding` is a token id; without `document_mask` the documents of a window see those before them."""
         super().__init__(tokens, seq_len, document_mask)
         self.is_uniform, self.padding = False, padding

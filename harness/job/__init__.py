@@ -1,7 +1,7 @@
 """Job: the processes of a run: how they start, meet, print, share a folder, keep watch over each other and end.
 
 job.begin(settings)                            signals, threads; before torch is loaded
-with job.World(settings) as world:             what is raised inside becomes one line and an exit code
+with job.World(settings, advice) as world:     what is raised inside becomes one line and an exit code
     device = world.meet()
     folder = job.take_folder(settings)         the run's own, locked
     job.check_machine(settings, mesh, device)

@@ -109,7 +109,7 @@ def last_lines(lines: dict[str, str]) -> str:
 
 
 def describe_interrupt(
-    settings: flag_rules.Settings, step: int, phase: str, folder: pathlib.Path | None, resumed_step: int = 0
+    settings: flag_rules.Settings, step: int, phase: str, folder: pathlib.Path | None, resumed_step: int
 ) -> str:
     """The last lines after Ctrl-C: where the run was, what is lost, and the command that goes on. `resumed_step` is
     the one that this start went on from."""

@@ -28,7 +28,7 @@ TORCHS_PATIENCE = 480  # seconds that torch waits for its own NCCL watchdog, bef
 class World:
     """The job that this process is a rank of.
 
-        with job.World(settings) as world:
+        with job.World(settings, memory_advice) as world:
             device = world.meet()
             world.exit_code = run(settings, device, world.stop)
 
@@ -37,7 +37,7 @@ class World:
     rank is gone; a bug keeps its traceback. Signals end it by `stop`.
     """
 
-    def __init__(self, settings: flags.Settings, memory_advice: Callable[[], str] = lambda: ""):
+    def __init__(self, settings: flags.Settings, memory_advice: Callable[[], str]):
         """`memory_advice` says what to try when a device has no memory left; it is asked only then."""
         self.settings, self.memory_advice = settings, memory_advice
         self.exit_code = 0
@@ -107,7 +107,7 @@ class World:
 # ---- The store -------------------------------------------------------------------------------------------------------
 
 
-def open_store(timeout_minutes: float = 10) -> dist.Store:
+def open_store(timeout_minutes: float) -> dist.Store:
     """The job's store, in which its ranks find each other: torchrun's or rank 0's, or in a world of one its own.
 
     Raises:
