@@ -14,7 +14,7 @@ A flag is one field of `Settings` in settings.py, which says all of it; what it 
 from harness.flags.checkpoints import checkpoint_folder, no_checkpoint
 from harness.flags.commands import as_flags, as_words, flags_of_run, to_paste
 from harness.flags.parser import complete, make_parser, parse_args
-from harness.flags.rules import contradiction, misfits_float8, not_a_folder_name
+from harness.flags.rules import contradiction, may_be_on_the_hub, misfits_float8, not_a_folder_name
 from harness.flags.schedules import SCHEDULES
 from harness.flags.settings import (
     ASSETS,
@@ -66,6 +66,7 @@ __all__ = [
     "is_pattern",
     "is_place",
     "make_parser",
+    "may_be_on_the_hub",
     "misfits_float8",
     "name_of",
     "no_checkpoint",

@@ -30,7 +30,7 @@ def find_source(model: str) -> tuple[str, str]:
                 return find_base(model)
             raise base.UserError(f"--model {model}: the folder has no config.json")
         return str(path), str(path)
-    if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+    if path.exists() or not flags.may_be_on_the_hub(model):
         raise base.UserError(f"--model {model}: no such folder")
     return model, model
 
