@@ -29,7 +29,6 @@ from harness.job.terminal import (
     print_error,
     progress,
     say,
-    say_story,
     step_bar,
     warn,
 )
@@ -63,7 +62,6 @@ __all__ = [
     "progress",
     "replace_file",
     "say",
-    "say_story",
     "start_processes",
     "state_of",
     "step_bar",
