@@ -60,7 +60,8 @@ class World:
         device = start_processes(minutes, store)
         self.watch.read()  # all have come by now: from here on their places are known
         if dist.get_world_size() > 1:
-            self.stop.group = new_group()
+            self.stop.group = dist.new_group(backend="gloo")  # for its tensors on the host
+            limit_waiting(self.stop.group)
         return device
 
     def __exit__(
@@ -240,12 +241,3 @@ def limit_waiting(*groups: dist.ProcessGroup) -> None:
         for group in groups:
             # private: no public name sets the timeout of a group that exists
             dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
-
-
-def new_group() -> dist.ProcessGroup:
-    """Another group of all ranks, for Python objects and tensors on the host; every rank calls this."""
-    import torch.distributed as dist
-
-    group = dist.new_group(backend="gloo")
-    limit_waiting(group)
-    return group
