@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from harness import base, flags
@@ -64,9 +63,7 @@ class World:
             limit_waiting(self.stop.group)
         return device
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None and self.watch:
             try:
                 stop_processes(self.stop)
