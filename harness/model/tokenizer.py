@@ -6,15 +6,15 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from harness import base, flags
 from harness.model import patches
-from harness.model.configs import find_source, folder_of_adapters, load_config, refuse_foreign_code
+from harness.model.configs import find_source, load_config, refuse_foreign_code
 
 
 def load_tokenizer(settings: flags.Settings, config: PretrainedConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, its vocabulary checked against the model's."""
     source = settings.tokenizer or find_source(settings.model)[1]
-    adapters = folder_of_adapters(settings.model)
-    if adapters and not settings.tokenizer and os.path.exists(os.path.join(adapters, "tokenizer_config.json")):
-        source = adapters  # whose template they were trained with
+    adapters = flags.folder_of_adapters(settings.model)
+    if adapters and not settings.tokenizer and (adapters / "tokenizer_config.json").exists():
+        source = str(adapters)  # whose template they were trained with
     base.answer_from_cache_without_network(source)
     patches.take_tokenizers_only()
     try:
