@@ -14,6 +14,7 @@ import bisect
 import dataclasses
 import functools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -260,9 +261,12 @@ def read_record(manifest: dict[str, Any]) -> DataRecord:
     return DataRecord(**record | {"segments": segments, "step_sizes": sizes})
 
 
-def renamed(record: DataRecord, name: str) -> DataRecord:
-    """The record of a run of one source that is called differently now, as a file that was moved is."""
-    (old,) = record.sources
+def renamed(record: DataRecord, names: Collection[str]) -> DataRecord:
+    """The record of a run whose sources have these `names` now: the only one may be called differently, as a file that
+    was moved is."""
+    if not len(record.sources) == len(names) == 1:
+        return record
+    (old,), (name,) = record.sources, names
 
     def rename(values: dict[str, Any]) -> dict[str, Any]:
         return {name if key == old else key: value for key, value in values.items()}

@@ -238,10 +238,7 @@ def recorded_data(settings: flag_rules.Settings, manifest: dict | None) -> DataR
     """What a checkpoint's manifest records of the data; the only source has the name that it has now."""
     if not manifest:
         return None
-    record, sources = read_record(manifest), settings.sources()
-    if len(record.sources) == len(sources) == 1:
-        record = renamed(record, sources[0].name)
-    return record
+    return renamed(read_record(manifest), [source.name for source in settings.sources()])
 
 
 def open_synthetic(settings: flag_rules.Resolved, vocab_size: int) -> OpenedSource:

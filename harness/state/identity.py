@@ -129,7 +129,7 @@ def check_same_base(settings: flag_rules.Resolved, digest: str | None, manifest:
 def check_data(settings: flag_rules.Resolved, now: corpora.DataRecord, manifest: dict) -> list[str]:
     """What changed of the mixture, in words. Raises a UserError for a source that is not what it was at the checkpoint,
     or when it was removed."""
-    before = record_before(manifest, now)
+    before = corpora.renamed(corpora.read_record(manifest), now.sources)
     for name, field in differences(before.removed | before.sources, now):
         if len(before.sources) == len(now.sources) == 1:
             refuse_changed(settings, manifest, DATA_FLAGS)
@@ -143,7 +143,7 @@ def check_data(settings: flag_rules.Resolved, now: corpora.DataRecord, manifest:
 def check_same_corpus(settings: flag_rules.Resolved, now: corpora.DataRecord, manifest: dict) -> None:
     """Raises a UserError where the corpus of a run's own evaluation is not what the run read, so that what it held out
     cannot be told."""
-    before = record_before(manifest, now)
+    before = corpora.renamed(corpora.read_record(manifest), now.sources)
     other_length = settings.sequence_length != manifest["flags"]["sequence_length"]
     for name, field in differences(before.sources, now):
         is_stream = "corpus" in now.sources[name]
@@ -153,14 +153,6 @@ def check_same_corpus(settings: flag_rules.Resolved, now: corpora.DataRecord, ma
         raise base.UserError(f"--dataset: {name} is not what it was at the checkpoint ({field}): {advice}")
     for name in now.sources.keys() - before.sources.keys():
         raise base.UserError(f"--dataset: {name} is no source of the run; leave it out")
-
-
-def record_before(manifest: dict, now: corpora.DataRecord) -> corpora.DataRecord:
-    """What a checkpoint records of its data. The only source of a run may have another name today."""
-    before = corpora.read_record(manifest)
-    if len(before.sources) == len(now.sources) == 1:
-        return corpora.renamed(before, next(iter(now.sources)))
-    return before
 
 
 def differences(known: dict[str, dict], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:
