@@ -95,20 +95,17 @@ class TrainState(Counters):
 
     # ---- Counting ----------------------------------------------------------------------------------------------------
 
-    def advance(self, data: corpora.TrainingData) -> int:
-        """Counts an optimizer step of `data`, a run's training data: its samples and tokens, the schedule. Returns the
-        tokens of the step, over all ranks."""
+    def advance(self, data: corpora.TrainingData) -> None:
+        """Counts an optimizer step of `data`, a run's training data: its samples and tokens, the schedule."""
         self.step += 1
         self.eval_loss = None
         self.moved |= self.moved_in_step
         self.moved_in_step.clear()
         samples = data.record.samples_of_step(self.step)
-        tokens = data.count_tokens(samples)
         self.samples += len(samples)
-        self.tokens += tokens
+        self.tokens += data.count_tokens(samples)
         self.scheduler.step()
         self.learning_rate = float(self.scheduler.get_last_lr()[0])
-        return tokens
 
     @contextlib.contextmanager
     def step_undone_if_stopped(self) -> Iterator[None]:
