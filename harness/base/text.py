@@ -39,13 +39,10 @@ def one_line(message: str) -> str:
     return message.replace("\r", "\\r").replace("\n", "\\n")
 
 
-def counted(count: int | str, name: str) -> str:
+def counted(count: int, name: str) -> str:
     """`1 rank`, `1,024 ranks`, `2 batches`."""
-    number = count if isinstance(count, str) else f"{count:,}"
-    if count == 1:
-        return f"{number} {name}"
     ending = "es" if name.endswith("ch") else "s"
-    return f"{number} {name}{ending}"
+    return f"{count:,} {name}{'' if count == 1 else ending}"
 
 
 def one_or_more(words: str | Iterable[str]) -> str:

@@ -135,7 +135,7 @@ class TrainingData:
         often it was read; the share of padding so far."""
         figures = {}
         if len(self.mixture.names) > 1:
-            shares = self.mixture.shares_at(max(samples - 1, 0))
+            shares = self.mixture.segment_of(max(samples - 1, 0)).shares()
             for name in self.sources:
                 figures[f"share/{name}"] = shares.get(name, 0.0)
             for name, epochs in self.epochs(samples).items():

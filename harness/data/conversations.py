@@ -95,9 +95,11 @@ def choose_field(columns: list[str], text_field: Field) -> str:
 
 def layout_of(name: str) -> Layout:
     """The layout of this name, or that of a column of messages."""
-    return LAYOUTS.get(name) or Layout(
-        f"{name} (a list of messages)", (name,), (), lambda fields: read_list(fields, name)
-    )
+    return LAYOUTS.get(name) or layout_of_messages(name, f"{name} (a list of messages)")
+
+
+def layout_of_messages(name: str, title: str) -> Layout:
+    return Layout(title, (name,), (), lambda fields: (messages_in(fields.get(name), name), 0))
 
 
 def has_layout(fields: dict[str, Any], name: str) -> bool:
@@ -144,10 +146,6 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
         raise ValueError(f"{excerpt(messages)} with half a surrogate pair")
     is_text = isinstance(fields.get("completion"), str)
     return Conversation(messages, tools or None, name, first_trained, is_text)
-
-
-def read_list(fields: dict[str, Any], name: str) -> tuple[list[dict], int]:
-    return messages_in(fields.get(name), name), 0
 
 
 def read_completion(fields: dict[str, Any]) -> tuple[list[dict], int]:
@@ -245,11 +243,9 @@ def is_objects(value: Any) -> bool:
 
 
 LAYOUTS = {
-    "messages": Layout("messages", ("messages",), (), lambda fields: read_list(fields, "messages")),
-    "conversations": Layout(
-        "conversations, as ShareGPT's", ("conversations",), (), lambda fields: read_list(fields, "conversations")
-    ),
-    "conversation": Layout("conversation", ("conversation",), (), lambda fields: read_list(fields, "conversation")),
+    "messages": layout_of_messages("messages", "messages"),
+    "conversations": layout_of_messages("conversations", "conversations, as ShareGPT's"),
+    "conversation": layout_of_messages("conversation", "conversation"),
     "prompt+completion": Layout("prompt and completion", ("prompt", "completion"), ("label",), read_completion),
     "instruction+output": Layout(
         "instruction, input and output, as Alpaca's", ("instruction", "output"), ("input", "history"), read_alpaca

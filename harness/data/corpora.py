@@ -25,16 +25,7 @@ from harness.data.encode import RowFormat, TextFormat, take
 from harness.data.files import DataFile, Listing
 from harness.data.mixture import WindowOrder
 from harness.data.readers import is_token_file, reader_of
-from harness.data.records import (
-    DEFAULT_FIELD,
-    KINDS,
-    MASKED_KINDS,
-    BadRecord,
-    Conversation,
-    Field,
-    kind_of,
-    read_documents,
-)
+from harness.data.records import KINDS, MASKED_KINDS, BadRecord, Conversation, Field, kind_of, read_documents
 from harness.data.windows import BestFitDataset, PackedDataset, Tokens
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
@@ -268,8 +259,9 @@ class Reading:
         name, bounds = parse_split(split)
         of_split = corpus.listing.of_split(name)
         if corpus.is_mapped and are_mapped(of_split):
-            open_all = functools.partial(open_token_files, of_split, self.vocab_size)
-            opened = base.with_all_ranks(open_all)  # on one node alone a file may be missing
+            opened = base.with_all_ranks(  # on one node alone a file may be missing
+                lambda: [contents.open_token_file(file, self.vocab_size) for file in of_split]
+            )
             line = token_files.describe(opened)
         else:
             rows = None
@@ -347,10 +339,6 @@ class Reading:
         return packed
 
 
-def open_token_files(of_split: list[DataFile], vocab_size: int) -> list[token_files.TokenFile]:
-    return [contents.open_token_file(file, vocab_size) for file in of_split]
-
-
 def parse_split(split: str) -> tuple[str, list[str]]:
     """(name, bounds of its slice) of a split, such as `train` or `train[:95%]`; no bounds without a slice."""
     part = re.fullmatch(r"([\w.-]+)(\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
@@ -411,9 +399,9 @@ def open_windows(
     reading: Reading,
     dataset: str | Sequence[str],
     split: str | None,
-    text_field: Field = DEFAULT_FIELD,
-    subset: str | None = None,
-    shuffle: bool = False,
+    text_field: Field,
+    subset: str | None,
+    shuffle: bool,
 ) -> PackedDataset | Subset | TrainingData:
     """The windows of one corpus, or of several mixed, for `utils.get_dataset`."""
     if not (shuffle or isinstance(dataset, str)):

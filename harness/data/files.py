@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from harness import base
+from harness import base, flags
 from harness.data import readers, stores
 from harness.data.records import COMPRESSIONS
 
@@ -97,7 +97,7 @@ def find_files(place: str, subset: str | None = None) -> Listing:
         candidates = [DataFile(url, *stores.size_and_mark(url, info)) for url, info in stores.list_url(path)]
     elif os.path.exists(path) or glob.has_magic(path):
         is_pattern, (candidates, left_out) = not os.path.exists(path), list_paths(path)
-    elif looks_local(place):
+    elif readers.reader_of(place) or not flags.may_be_on_the_hub(place):
         beside = f"; there is {place}.bin" if os.path.exists(f"{path}.bin") else ""  # which Megatron names without
         raise base.UserError(f"--dataset {place}: no such file or folder{beside}")
     else:
@@ -146,11 +146,6 @@ def split_in(name: str) -> str:
         if part in SPLITS:
             return SPLITS[part]
     return ""
-
-
-def looks_local(place: str) -> bool:
-    """Whether a name that does not exist on this machine is no name of a data set of the hub either."""
-    return readers.reader_of(place) is not None or place.startswith(("/", ".", "~")) or place.count("/") > 1
 
 
 def describe_nothing(left_out: list[str]) -> str:

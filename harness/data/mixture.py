@@ -14,6 +14,7 @@ import bisect
 import dataclasses
 import functools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -145,10 +146,6 @@ class Mixture:
         places = self.block_of(first).order[:samples] * self.lanes + lanes
         return np.bincount(places, minlength=len(self.names) * self.lanes).reshape(-1, self.lanes)
 
-    def shares_at(self, sample: int) -> dict[str, float]:
-        """The share of the tokens that each source has at a sample."""
-        return self.segment_of(sample).shares()
-
 
 def with_cursors(begins: list[Segment], seed: int, lanes: int) -> list[Segment]:
     """Segments that follow each other, each with the cursors that those before it leave; the first has its own."""
@@ -165,8 +162,8 @@ def begin_segments(
     stages: list[flags.Stage],
     num_steps: int,
     samples_per_step: int,
-    steps_before: int = 0,
-    first: int = 0,
+    steps_before: int,
+    first: int,
 ) -> list[Segment]:
     """The segments of a run from sample `first` on, which comes after so many steps: the weights, then each stage from
     the step on that is nearest to its share of the planned run. Stages that would have begun earlier begin there. None
@@ -264,9 +261,12 @@ def read_record(manifest: dict[str, Any]) -> DataRecord:
     return DataRecord(**record | {"segments": segments, "step_sizes": sizes})
 
 
-def renamed(record: DataRecord, name: str) -> DataRecord:
-    """The record of a run of one source that is called differently now, as a file that was moved is."""
-    (old,) = record.sources
+def renamed(record: DataRecord, names: Collection[str]) -> DataRecord:
+    """The record of a run whose sources have these `names` now: the only one may be called differently, as a file that
+    was moved is."""
+    if not len(record.sources) == len(names) == 1:
+        return record
+    (old,), (name,) = record.sources, names
 
     def rename(values: dict[str, Any]) -> dict[str, Any]:
         return {name if key == old else key: value for key, value in values.items()}

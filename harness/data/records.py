@@ -20,7 +20,6 @@ BLOCK = 2**18  # bytes that are read of a file at a time
 FIRST_TAIL = 2**13  # of the first read behind a part of a file, for the end of its last record
 
 Field = str | tuple[str, ...]  # the column that is trained on, or several: the first one that is there
-DEFAULT_FIELD = ("input_ids", "text")
 LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # 1 for each token that is trained on
 BESIDE_IDS = ("labels", "attention_mask", "position_ids", *LOSS_MASKS)  # fields of token ids, a number for each of them
 
@@ -155,7 +154,7 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
-def split_records(stream: BinaryIO, mark: bytes, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+def split_records(stream: BinaryIO, mark: bytes, start: int, end: int | None) -> Iterator[bytes]:
     """The bytes of each record of a file that begins within the bytes [start, end); all from `start` on without `end`.
 
     A record begins at the file's beginning and after each mark, so that parts end to end hold each record once.

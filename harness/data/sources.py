@@ -238,10 +238,7 @@ def recorded_data(settings: flag_rules.Settings, manifest: dict | None) -> DataR
     """What a checkpoint's manifest records of the data; the only source has the name that it has now."""
     if not manifest:
         return None
-    record, sources = read_record(manifest), settings.sources()
-    if len(record.sources) == len(sources) == 1:
-        record = renamed(record, sources[0].name)
-    return record
+    return renamed(read_record(manifest), [source.name for source in settings.sources()])
 
 
 def open_synthetic(settings: flag_rules.Resolved, vocab_size: int) -> OpenedSource:
@@ -312,8 +309,8 @@ def open_cached(
     of_source = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
     job.say("data      ", of_source + line)
     warning = token_files.differing_tokenizer(tokens.files, reading.tokenizer)
-    if warning and dist.get_rank() == 0:
-        job.print_error(f"train_fsdp.py: warning: {warning}")
+    if warning:
+        job.warn(warning)
     held_out = None
     if rule:
         tokens = reading.with_ends(tokens)

@@ -155,9 +155,6 @@ class RangeReader(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self.place
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
         return self.place

@@ -54,10 +54,6 @@ class Tokens:
         return np.concatenate([[0], np.cumsum(self.stops - self.starts)])
 
     @functools.cached_property
-    def size(self) -> int:
-        return int(self.before[-1])
-
-    @functools.cached_property
     def dtype(self) -> np.dtype:
         return np.dtype(np.uint16 if (self.vocab_size or 2**32) <= 2**16 else np.uint32)
 
@@ -71,12 +67,12 @@ class Tokens:
         return self.cut(np.array([first]), np.array([last]))
 
     def __len__(self) -> int:
-        return self.size
+        return int(self.before[-1])
 
     def __getitem__(self, window: slice) -> np.ndarray:
         """These tokens, unsigned integers: a view where one file of that type holds them in one stretch. A UserError
         where one has no embedding."""
-        first, last, _ = window.indices(self.size)
+        first, last, _ = window.indices(len(self))
         return self._read(first, last, self._of_file)
 
     def trained(self, first: int, last: int) -> np.ndarray:
@@ -334,7 +330,7 @@ class BestFitDataset(PackedDataset):
     and counts as no token. A document longer than a window is cut into pieces, see `cut_long`.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, padding: int, seed: int = 0, document_mask: bool = True):
+    def __init__(self, tokens: Tokens, seq_len: int, padding: int, seed: int, document_mask: bool):
         """`padding` is a token id; without `document_mask` the documents of a window see those before them."""
         super().__init__(tokens, seq_len, document_mask)
         self.is_uniform, self.padding = False, padding

@@ -5,17 +5,16 @@ program prints. Imports no torch, so that --help and a wrong flag answer at once
     flags.complete(given)             the settings of flags that were given, such as those that a checkpoint records
     settings.given                    {field: value} of the flags that the command line and --config gave
     flags.record_flags(settings)      {"given": ..., "flags": ...}, for config.json and a checkpoint's manifest
-    flags.must_match(settings)        {field: value} that a resumed run must have as its checkpoint has it
-    flags.reported(settings)          {field: value} that may change at a resume, and is reported then
+    flags.flags_where(name, value)    the flags of which settings.py says so, such as what a resumed run may not change
     flags.contradiction(settings)     what does not go together, as an error; empty where all is well
 
 A flag is one field of `Settings` in settings.py, which says all of it; what it contradicts is a row in rules.py.
 """
 
-from harness.flags.checkpoints import checkpoint_folder, no_checkpoint
+from harness.flags.checkpoints import checkpoint_folder, folder_of_adapters, no_checkpoint
 from harness.flags.commands import as_flags, as_words, flags_of_run, to_paste
 from harness.flags.parser import complete, make_parser, parse_args
-from harness.flags.rules import contradiction, misfits_float8, not_a_folder_name
+from harness.flags.rules import contradiction, may_be_on_the_hub, misfits_float8, not_a_folder_name
 from harness.flags.schedules import SCHEDULES
 from harness.flags.settings import (
     ASSETS,
@@ -32,12 +31,10 @@ from harness.flags.settings import (
     Settings,
     default_lr,
     default_warmup,
-    is_local,
+    flags_where,
     is_pattern,
     is_place,
-    must_match,
     record_flags,
-    reported,
 )
 from harness.flags.sources import Source, Stage, name_of, sources_of, splits_overlap, stages_of
 
@@ -65,18 +62,18 @@ __all__ = [
     "default_lr",
     "default_warmup",
     "flags_of_run",
-    "is_local",
+    "flags_where",
+    "folder_of_adapters",
     "is_pattern",
     "is_place",
     "make_parser",
+    "may_be_on_the_hub",
     "misfits_float8",
-    "must_match",
     "name_of",
     "no_checkpoint",
     "not_a_folder_name",
     "parse_args",
     "record_flags",
-    "reported",
     "sources_of",
     "splits_overlap",
     "stages_of",

@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from harness import base
-from harness.flags.settings import Settings, flags_where
+from harness.flags.settings import PRESETS, Settings, flags_where
 from harness.flags.sources import same_dataset
 
 
@@ -53,11 +53,18 @@ def flags_of_checkpoint(settings: Settings) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
+def folder_of_adapters(model: str) -> pathlib.Path | None:
+    """The folder that --model names where it is one of peft's, adapters without a model; else None."""
+    path = pathlib.Path(model).expanduser()
+    is_one = (path / base.ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
+    return path if is_one and model not in PRESETS else None
+
+
 def flags_of_adapters(model: str) -> dict[str, Any]:
     """The flags that train on the adapters in a folder of peft's, where --model names one; none for anything else, and
     for a folder that cannot be read so, which is reported when it is loaded."""
-    folder = pathlib.Path(model).expanduser()
-    if (folder / "config.json").exists() or not (folder / base.ADAPTER_CONFIG).is_file():
+    folder = folder_of_adapters(model)
+    if not folder:
         return {}
     try:
         config = base.read_json(folder / base.ADAPTER_CONFIG)

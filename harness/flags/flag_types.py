@@ -5,7 +5,7 @@ import errno
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -111,26 +111,14 @@ def stage(text: str) -> str:
 class Collect(argparse.Action):
     """A flag that may be given several times, and collects its values."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        value: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: object, namespace: argparse.Namespace, value: Any, *others: object) -> None:
         setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), value))
 
 
 class DatasetWords(argparse.Action):
     """--dataset: one plain word stays a text; several, or one with a name or a weight, are a tuple."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, *others: object) -> None:
         name, _, weight = parse_source(values[0])
         is_plain = len(values) == 1 and not name and weight is None
         setattr(namespace, self.dest, values[0] if is_plain else tuple(values))

@@ -5,25 +5,6 @@ from collections.abc import Iterable
 
 from harness.flags.settings import FLAGS, as_flag
 
-# Flags of other trainers for chats, and what there is here.
-ON_ASSISTANT = "the loss is on the assistant's turns and on completions; --chat-loss all takes every token"
-LAYOUTS = "the layout of records is found by their fields; docs/DATA.md (Conversations) has the layouts"
-OF_CHATS = {
-    "--assistant-only-loss": ON_ASSISTANT,
-    "--completion-only-loss": ON_ASSISTANT,
-    "--train-on-inputs": ON_ASSISTANT,
-    "--train-on-prompt": ON_ASSISTANT,
-    "--train-on-responses-only": ON_ASSISTANT,
-    "--mask-prompt": ON_ASSISTANT,
-    "--roles-to-train": ON_ASSISTANT,
-    "--train-on-eos": "the token that ends a turn of the assistant's is in the loss",
-    "--conversation-column": "--text-field names a column of messages; messages and conversations are found",
-    "--messages-field": "--text-field names a column of messages; messages and conversations are found",
-    "--dataset-format": LAYOUTS,
-    "--dataset-type": LAYOUTS,
-    "--conversation-template": "--chat-template FILE has a jinja template; without it the tokenizer's is taken",
-}
-
 # Flags that are no more, and what takes their place.
 INSTEAD = {
     "--ema": "--average-checkpoints K, with --num-steps 0 --resume RUN, averages the weights of saved checkpoints",
@@ -37,6 +18,8 @@ INSTEAD = {
 }
 
 # Flags of other trainers, and what there is here; `also` of a flag has those that are the same by another name.
+ON_ASSISTANT = "the loss is on the assistant's turns and on completions; --chat-loss all takes every token"
+LAYOUTS = "the layout of records is found by their fields; docs/DATA.md (Conversations) has the layouts"
 KEEP_BEST = "--keep-best keeps the checkpoint with the lowest held-out loss, and the last lines of the run export it"
 HUB = "--export DIR writes a folder, which `hf upload REPO DIR` puts on the hub"
 MERGED = "--export DIR --export-weights merged writes a whole model"
@@ -44,6 +27,19 @@ HELD_OUT = "--eval-split takes a file or folder of its own too; without it one o
 ADAPTERS = "--lora-rank R trains adapters of that rank, by peft"
 QUANTIZED = "a quantized base (QLoRA) is not trained here, TRL and axolotl do that; --lora-rank R has its base in bf16"
 ELSEWHERE = {
+    "--assistant-only-loss": ON_ASSISTANT,
+    "--completion-only-loss": ON_ASSISTANT,
+    "--train-on-inputs": ON_ASSISTANT,
+    "--train-on-prompt": ON_ASSISTANT,
+    "--train-on-responses-only": ON_ASSISTANT,
+    "--mask-prompt": ON_ASSISTANT,
+    "--roles-to-train": ON_ASSISTANT,
+    "--train-on-eos": "the token that ends a turn of the assistant's is in the loss",
+    "--conversation-column": "--text-field names a column of messages; messages and conversations are found",
+    "--messages-field": "--text-field names a column of messages; messages and conversations are found",
+    "--dataset-format": LAYOUTS,
+    "--dataset-type": LAYOUTS,
+    "--conversation-template": "--chat-template FILE has a jinja template; without it the tokenizer's is taken",
     "--eval-dataset": HELD_OUT,
     "--validation-file": HELD_OUT,
     "--per-device-eval-batch-size": "evaluations have the --batch-size of the training",
@@ -87,8 +83,6 @@ ELSEWHERE = {
 
 def no_such_flag(name: str, known: Iterable[str]) -> str:
     """What is wrong with a flag that is none, and what takes its place or may have been meant."""
-    if name.replace("_", "-") in OF_CHATS:
-        return f"no such flag; {OF_CHATS[name.replace('_', '-')]}"
     if name in INSTEAD:
         return f"no such flag any more; {INSTEAD[name]}"
     if answer := ELSEWHERE.get(name.lower().replace("_", "-")):

@@ -12,7 +12,6 @@ from harness.flags.choices import constants_of, modules_in
 from harness.flags.names import suggest
 from harness.flags.schedules import SCHEDULES
 from harness.flags.settings import (
-    COMPRESSIONS,
     FLAGS,
     LENGTHS,
     OPTIMIZERS_FOLDER,
@@ -22,6 +21,7 @@ from harness.flags.settings import (
     Settings,
     as_flag,
     default_split,
+    has_suffix,
     is_local,
     is_pattern,
     is_place,
@@ -148,7 +148,7 @@ def without_effect(s: Settings) -> Iterator[str]:
     places = [source.dataset for source in s.sources()]
     if all(map(is_local, places)):
         yield from idle("dataset_config", "only a data set of the hub has subsets")
-    if all(map(is_plain_text, places)):
+    if all(has_suffix(place, PLAIN_SUFFIXES) for place in places):
         yield from idle("text_field", "plain text has no fields")
     if len(places) == 1:
         yield from idle("mixture_stage", "one source has no weights to change")
@@ -176,14 +176,6 @@ def as_words_of_condition(condition: str) -> str:
     """A condition as words of a command line: `--lr-scheduler cosine`."""
     name, _, wanted = condition.partition("=")
     return f"{as_flag(name)} {wanted}".rstrip()
-
-
-def is_plain_text(dataset: str) -> bool:
-    """Whether a source is one file, or a pattern of files, whose format has no fields."""
-    name, last_suffix = os.path.splitext(dataset.lower())
-    if last_suffix not in COMPRESSIONS:
-        name += last_suffix
-    return name.endswith(tuple(PLAIN_SUFFIXES))
 
 
 def wrong_adapters(s: Settings) -> Iterator[str]:

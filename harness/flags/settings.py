@@ -252,7 +252,7 @@ class Settings:
 
     def describe_batch(self, world: int) -> str:
         """The batch in words: `4 ranks x 2 microbatches x 1 sequence x 8,192 = 65,536 tokens a step`."""
-        counts = {"rank": world, "microbatch": self.gradient_accumulation_steps, "sequence": self.batch_size}
+        counts = {"rank": world, "microbatch": self.gradient_accumulation_steps, "sequence": int(self.batch_size)}
         sequences = " x ".join(base.counted(count, name) for name, count in counts.items())
         return f"{sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
 
@@ -301,16 +301,6 @@ def flags_where(name: str, value: object) -> list[str]:
     return [flag for flag, field in FLAGS.items() if field.metadata[name] == value]
 
 
-def must_match(settings: Settings) -> dict[str, Any]:
-    """What a resumed run must have as its checkpoint has it, but for model and data, which are compared by content."""
-    return {name: getattr(settings, name) for name in flags_where("on_resume", "same")}
-
-
-def reported(settings: Settings) -> dict[str, Any]:
-    """What may change when a run goes on, and is reported then."""
-    return {name: getattr(settings, name) for name in flags_where("on_resume", "reported")}
-
-
 def record_flags(settings: Settings) -> dict[str, dict]:
     """The flags of a run for its config.json and its checkpoints: `given`, those that the command line and --config
     gave, with the values that they had there; `flags`, all of them as `settings` has them, with `eval_windows`."""
@@ -344,7 +334,12 @@ def is_place(split: str | None) -> bool:
     --dataset."""
     if split is None:
         return False
-    name, last_suffix = os.path.splitext(split.lower())
+    return "/" in split or split.startswith("~") or has_suffix(split, SUFFIXES)
+
+
+def has_suffix(name: str, suffixes: Sequence[str]) -> bool:
+    """Whether a name of files, which may be packed, ends with one of these suffixes."""
+    stem, last_suffix = os.path.splitext(name.lower())
     if last_suffix not in COMPRESSIONS:
-        name += last_suffix
-    return "/" in split or split.startswith("~") or name.endswith(tuple(SUFFIXES))
+        stem += last_suffix
+    return stem.endswith(tuple(suffixes))

@@ -1,7 +1,7 @@
 """Job: the processes of a run: how they start, meet, print, share a folder, keep watch over each other and end.
 
 job.begin(settings)                            signals, threads; before torch is loaded
-with job.World(settings) as world:             what is raised inside becomes one line and an exit code
+with job.World(settings, advice) as world:     what is raised inside becomes one line and an exit code
     device = world.meet()
     folder = job.take_folder(settings)         the run's own, locked
     job.check_machine(settings, mesh, device)
@@ -17,7 +17,7 @@ from harness.job.folders import replace_file, take_folder
 from harness.job.heartbeats import PROGRESS, end_part, enter_phase
 from harness.job.preflight import check_disk, check_machine, describe_spread
 from harness.job.schedule import Due, count_steps, due
-from harness.job.signals import LISTENING, Stopped, StopRequest, ignore_signals
+from harness.job.signals import Stopped, StopRequest, ignore_signals
 from harness.job.startup import begin
 from harness.job.terminal import (
     columns,
@@ -29,14 +29,12 @@ from harness.job.terminal import (
     print_error,
     progress,
     say,
-    say_story,
     step_bar,
     warn,
 )
 from harness.job.world import World, limit_waiting, start_processes, stop_processes
 
 __all__ = [
-    "LISTENING",
     "PROGRESS",
     "STOPPED",
     "Due",
@@ -64,7 +62,6 @@ __all__ = [
     "progress",
     "replace_file",
     "say",
-    "say_story",
     "start_processes",
     "state_of",
     "step_bar",

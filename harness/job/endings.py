@@ -25,7 +25,7 @@ def state_of(exit_code: int) -> str:
     return "failed" if exit_code else "done"
 
 
-def announce(exit_code: int, patience: float | None = None) -> None:
+def announce(exit_code: int, patience: float | None) -> None:
     """Calls every listener with the exit code and waits for them, for `patience` seconds at most. What listeners
     raise is ignored. Only the first thread that calls this returns, so that the process ends with its exit code."""
     own = exit_code, threading.current_thread()

@@ -23,8 +23,7 @@ def take_folder(settings: flags.Settings) -> pathlib.Path:
     """
     folder = base.on_main_rank(lambda: choose_folder(settings))
     heartbeats.PROGRESS.folder = folder
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):  # of this torch, and of older ones
-        os.environ.setdefault(name, str(folder.resolve() / "nccl_trace_rank_"))
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.resolve() / "nccl_trace_rank_"))
     return folder
 
 

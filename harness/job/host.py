@@ -44,9 +44,9 @@ def cores() -> int:
     return max(1, int(min([len(allowed_cores()), *quotas])))
 
 
-def busy_cores(seconds: float = 0.1) -> float:
-    """How many of this process's cores are in use during the next `seconds`, while it sleeps."""
-    percents = psutil.cpu_percent(seconds, percpu=True)
+def busy_cores() -> float:
+    """How many of this process's cores are in use during the next 0.1 s, while it sleeps."""
+    percents = psutil.cpu_percent(0.1, percpu=True)
     return sum(percents[core] for core in allowed_cores()) / 100
 
 

@@ -3,7 +3,6 @@ and the last lines of a run that was stopped, with the command that goes on. Imp
 
 import os
 import pathlib
-import re
 import shlex
 import sys
 from collections.abc import Iterable
@@ -32,11 +31,6 @@ def say(*message: object) -> None:
     if is_first_rank():
         tqdm.write(" ".join(map(str, message)))
         sys.stdout.flush()
-
-
-def say_story(story: str) -> None:
-    """Prints a text that the model wrote, of several blank lines in a row one."""
-    say(re.sub(r"\n(\s*\n)+", "\n\n", story))  # early in training most lines can be blank
 
 
 def print_error(text: str) -> None:
@@ -109,7 +103,7 @@ def last_lines(lines: dict[str, str]) -> str:
 
 
 def describe_interrupt(
-    settings: flag_rules.Settings, step: int, phase: str, folder: pathlib.Path | None, resumed_step: int = 0
+    settings: flag_rules.Settings, step: int, phase: str, folder: pathlib.Path | None, resumed_step: int
 ) -> str:
     """The last lines after Ctrl-C: where the run was, what is lost, and the command that goes on. `resumed_step` is
     the one that this start went on from."""

@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from harness import base, flags
@@ -28,7 +27,7 @@ TORCHS_PATIENCE = 480  # seconds that torch waits for its own NCCL watchdog, bef
 class World:
     """The job that this process is a rank of.
 
-        with job.World(settings) as world:
+        with job.World(settings, memory_advice) as world:
             device = world.meet()
             world.exit_code = run(settings, device, world.stop)
 
@@ -37,7 +36,7 @@ class World:
     rank is gone; a bug keeps its traceback. Signals end it by `stop`.
     """
 
-    def __init__(self, settings: flags.Settings, memory_advice: Callable[[], str] = lambda: ""):
+    def __init__(self, settings: flags.Settings, memory_advice: Callable[[], str]):
         """`memory_advice` says what to try when a device has no memory left; it is asked only then."""
         self.settings, self.memory_advice = settings, memory_advice
         self.exit_code = 0
@@ -60,12 +59,11 @@ class World:
         device = start_processes(minutes, store)
         self.watch.read()  # all have come by now: from here on their places are known
         if dist.get_world_size() > 1:
-            self.stop.group = new_group()
+            self.stop.group = dist.new_group(backend="gloo")  # for its tensors on the host
+            limit_waiting(self.stop.group)
         return device
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None and self.watch:
             try:
                 stop_processes(self.stop)
@@ -107,7 +105,7 @@ class World:
 # ---- The store -------------------------------------------------------------------------------------------------------
 
 
-def open_store(timeout_minutes: float = 10) -> dist.Store:
+def open_store(timeout_minutes: float) -> dist.Store:
     """The job's store, in which its ranks find each other: torchrun's or rank 0's, or in a world of one its own.
 
     Raises:
@@ -240,12 +238,3 @@ def limit_waiting(*groups: dist.ProcessGroup) -> None:
         for group in groups:
             # private: no public name sets the timeout of a group that exists
             dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
-
-
-def new_group() -> dist.ProcessGroup:
-    """Another group of all ranks, for Python objects and tensors on the host; every rank calls this."""
-    import torch.distributed as dist
-
-    group = dist.new_group(backend="gloo")
-    limit_waiting(group)
-    return group

@@ -26,20 +26,13 @@ def find_source(model: str) -> tuple[str, str]:
             advice = f"--num-steps 0 --resume {model} --export DIR writes its model to a folder for --model"
             raise base.UserError(f"--model {model}: a folder of a run, not of a model; {advice}")
         if not (path / "config.json").is_file():
-            if folder_of_adapters(model):
+            if flags.folder_of_adapters(model):
                 return find_base(model)
             raise base.UserError(f"--model {model}: the folder has no config.json")
         return str(path), str(path)
-    if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+    if path.exists() or not flags.may_be_on_the_hub(model):
         raise base.UserError(f"--model {model}: no such folder")
     return model, model
-
-
-def folder_of_adapters(model: str) -> str | None:
-    """The folder that --model names where it is one of peft's, adapters without a model; else None."""
-    path = pathlib.Path(model).expanduser()
-    is_one = (path / base.ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
-    return str(path) if is_one and model not in flags.PRESETS else None
 
 
 def find_base(adapters: str) -> tuple[str, str]:
@@ -49,7 +42,7 @@ def find_base(adapters: str) -> tuple[str, str]:
         model = base.read_json(path).get("base_model_name_or_path")
     except (OSError, ValueError) as error:
         raise base.UserError(f"--model {adapters}: {path.name} cannot be read ({base.first_line(error)})") from error
-    if not model or folder_of_adapters(model):
+    if not model or flags.folder_of_adapters(model):
         raise base.UserError(
             f"--model {adapters}: adapters, which do not name the model that they are for; {NAME_BASE}"
         )
@@ -69,7 +62,7 @@ def load_config(model: str) -> PretrainedConfig:
     except Exception as error:  # transformers raises many kinds
         refuse_foreign_code(f"--model {model}", error)
         nowhere = f"not a preset ({', '.join(flags.PRESETS)}), not a local folder, and not to be had from the hub"
-        if folder_of_adapters(model):
+        if flags.folder_of_adapters(model):
             nowhere = f"adapters for {source}, which is no folder and not to be had from the hub; {NAME_BASE}"
         problem = "its config.json cannot be used" if os.path.exists(source) else nowhere
         raise base.UserError(f"--model {model}: {problem} ({base.first_line(error)})") from error

@@ -24,7 +24,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from harness import base, flags, job
-from harness.model.configs import find_source, folder_of_adapters
+from harness.model.configs import find_source
 from harness.model.optimization import weight_dtype
 from harness.model.routing import find_routers
 from harness.model.weights import decoder_layers, on_meta
@@ -128,7 +128,7 @@ def adapter_injector(settings: flags.Resolved, model: Any) -> Callable[[nn.Modul
     targets = find_targets(settings, model)
     place = functools.partial(lora_config, r=settings.lora_rank, lora_alpha=settings.lora_alpha)
     model.peft_config = {"default": place(target_modules=target_modules(model, targets))}
-    folder = folder_of_adapters(settings.model) if settings.init == "pretrained" else None
+    folder = flags.folder_of_adapters(settings.model) if settings.init == "pretrained" else None
     read = open_adapters(settings, folder, targets) if folder else None
     names = {model.get_submodule(name): name for name in targets}
 
@@ -191,14 +191,13 @@ def refuse_quantized(settings: flags.Resolved, config: transformers.PretrainedCo
         raise base.UserError(f"--lora-rank: {problem}; choose weights that are not quantized")
 
 
-def open_adapters(settings: flags.Resolved, folder: str, targets: list[str]) -> Callable[[str], torch.Tensor]:
+def open_adapters(settings: flags.Resolved, folder: pathlib.Path, targets: list[str]) -> Callable[[str], torch.Tensor]:
     """A function that reads a tensor of a folder of adapters by its name.
 
     Raises:
         UserError: they are of another rank or of other linears, or more than adapters of linears.
     """
-    path = pathlib.Path(folder)
-    config = base.read_json(path / base.ADAPTER_CONFIG)
+    config = base.read_json(folder / base.ADAPTER_CONFIG)
     for field, usual in lora_config().to_dict().items():
         if field not in TAKEN_FIELDS and config.get(field) and config[field] != usual:
             raise base.UserError(f"--model {folder}: its adapters have {field}, which is not trained here")
@@ -209,7 +208,7 @@ def open_adapters(settings: flags.Resolved, folder: str, targets: list[str]) -> 
     if config.get("lora_dropout"):
         job.warn(f"{folder}: its adapters had a dropout of {config['lora_dropout']}; they go on without")
     try:
-        file = safe_open(path / ADAPTERS_FILE, framework="pt")
+        file = safe_open(folder / ADAPTERS_FILE, framework="pt")
         there = {*file.keys()}
     except Exception as error:
         problem = f"{ADAPTERS_FILE} cannot be read ({base.first_line(error)})"

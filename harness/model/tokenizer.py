@@ -6,19 +6,15 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from harness import base, flags
 from harness.model import patches
-from harness.model.configs import find_source, folder_of_adapters, load_config, refuse_foreign_code
+from harness.model.configs import find_source, load_config, refuse_foreign_code
 
 
-def load_tokenizer(
-    settings: flags.Settings, config: PretrainedConfig, needed: bool = True
-) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, its vocabulary checked against the model's; None where it is not `needed`."""
-    if not needed:
-        return None
+def load_tokenizer(settings: flags.Settings, config: PretrainedConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer, its vocabulary checked against the model's."""
     source = settings.tokenizer or find_source(settings.model)[1]
-    adapters = folder_of_adapters(settings.model)
-    if adapters and not settings.tokenizer and os.path.exists(os.path.join(adapters, "tokenizer_config.json")):
-        source = adapters  # whose template they were trained with
+    adapters = flags.folder_of_adapters(settings.model)
+    if adapters and not settings.tokenizer and (adapters / "tokenizer_config.json").exists():
+        source = str(adapters)  # whose template they were trained with
     base.answer_from_cache_without_network(source)
     patches.take_tokenizers_only()
     try:
@@ -34,7 +30,7 @@ def load_tokenizer(
                 reason = "no tokenizer.json, and nothing that transformers makes one of"
                 if os.path.exists(os.path.join(source, "tokenizer.model")):
                     reason = "no tokenizer.json, and a tokenizer.model needs the package sentencepiece or tiktoken"
-        elif source.count("/") > 1 or source.startswith(("/", ".", "~")):
+        elif not flags.may_be_on_the_hub(source):
             raise base.UserError(f"--tokenizer {source}: no such folder; {advice}") from error
         else:
             problem = "no folder, and not to be had from the hub"
@@ -54,7 +50,7 @@ def load_files(settings: flags.Settings, needs_tokenizer: bool) -> tuple:
     """(the model's config, its tokenizer or None where it is not needed, the prompts to write stories from). Rank 0
     reads first."""
     config = base.on_main_rank(lambda: load_config(settings.model))
-    tokenizer = base.on_main_rank(lambda: load_tokenizer(settings, config, needs_tokenizer))
+    tokenizer = base.on_main_rank(lambda: load_tokenizer(settings, config)) if needs_tokenizer else None
     prompts = base.on_main_rank(lambda: read_prompts(settings, config, tokenizer))
     return config, tokenizer, prompts
 

@@ -95,7 +95,8 @@ class Ranks:
         places = self.places(batch, self.replica)
         if places:
             targets = [sent[shard, slot, :rows] for shard, slot, _ in places]
-            copy_each(targets, [local(weight.parameter.grad) for _, _, weight in places])
+            # private: no public name copies many tensors at once, from other dtypes and devices too
+            torch._foreach_copy_(targets, [local(weight.parameter.grad) for _, _, weight in places])
         return self.exchange(sent)
 
     def whole(self, batch: Batch, received: torch.Tensor) -> torch.Tensor:
@@ -219,11 +220,6 @@ def after(work: dist.Work, sent: torch.Tensor, received: torch.Tensor) -> Callab
         return received
 
     return take
-
-
-def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies each source into its target, which may be of another dtype or device."""
-    torch._foreach_copy_(targets, sources)  # private: no public name copies many tensors at once
 
 
 def interleave(tasks: Iterable[Iterator[None]]) -> None:

@@ -44,7 +44,7 @@ def predict(
     host = move_states_to_host(peaks, counts, settings) if settings.cpu_offload else np.zeros(len(KINDS))
     collectives = list_collectives(counts)
     seconds = price_step(counts, rates)
-    speed = recipe.estimate_mfu(flops, settings.tokens_per_step(world), seconds["step"], world, rates.peak_tflops or 0)
+    speed = recipe.estimate_mfu(flops, settings.tokens_per_step(world), seconds["step"], world, rates.peak_tflops)
     prediction = {
         "gpus": world,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -60,7 +60,7 @@ class Rates:
 
     device: str
     memory_gib: float
-    peak_tflops: float | None
+    peak_tflops: float
     values: dict[str, float]
     taken: str = ""  # what a name that fits several kinds was taken for
 
@@ -72,7 +72,7 @@ class Rates:
             seconds /= CHUNK_CAT_SHARE
         if flops:
             seconds = max(seconds, flops / self.tflops(unit) / 1e12)
-        return max(seconds, self.values.get("kernel_us", 0) / 1e6)
+        return max(seconds, self.values["kernel_us"] / 1e6)
 
     def tflops(self, unit: str) -> float:
         if unit == "grouped":
@@ -118,7 +118,7 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
         elif name == "dispatches":
             host += count * rates.values["host_us"] / 1e6
         elif name == "launches":
-            host += count * rates.values.get("launch_us", 0) / 1e6
+            host += count * rates.values["launch_us"] / 1e6
         elif name == "kernels":
             kernels += count
         elif name == "calls":

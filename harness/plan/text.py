@@ -1,5 +1,5 @@
-"""Plan text: what --plan prints, in 80 columns but for commands, tables and paths: the answer, the table, and with
---plan-details what they are made of. Computes no figure that the JSON object does not have."""
+"""Plan text: what --plan prints: the answer, the table, and with --plan-details what they are made of. Computes no
+figure that the JSON object does not have."""
 
 from collections.abc import Callable
 
@@ -23,8 +23,7 @@ SHORT = {"fits": "yes", "tight": "tight", "does not fit": "NO"}  # verdicts in a
 def describe_plan(settings: flags.Resolved, result: dict) -> str:
     """The answer and the table; with --plan-details all of it."""
     answer = {"verdict": describe_verdict(result)} | describe_speed(result) | describe_advice(result)
-    lines = [job.columns({name: text}) if name == "command" else fill(name, text) for name, text in answer.items()]
-    lines += [fill("warning", warning) for warning in result["warnings"]]
+    lines = [job.columns(answer), *(job.columns({"warning": warning}) for warning in result["warnings"])]
     if len(result["configurations"]) > 1:
         lines += describe_configurations(result)
     if settings.plan_details:
@@ -218,7 +217,7 @@ def describe_details(settings: flags.Resolved, result: dict) -> list[str]:
         for entry in result["collectives"]
     }
     return [
-        *("", *(fill(name, text) for name, text in setup.items())),
+        *("", job.columns(setup)),
         *table(f"memory of the fullest GPU at its peak, {result['peak_at']}, GiB", result["at_peak_gib"]),
         *table("beside its tensors, GiB", result["beside_tensors_gib"]),
         *table(f"at most, each at its own worst moment, of {result['capacity_gib']:,.2f} GiB", result["memory_gib"]),
@@ -227,7 +226,7 @@ def describe_details(settings: flags.Resolved, result: dict) -> list[str]:
             "time of a step, ms; of communication only the exposed part counts, of the host the launches",
             result["time_ms"] | {"step": result["step_time_ms"]},
         ),
-        *("", "assumptions", *(fill(f"  {name}", text) for name, text in result["assumptions"].items())),
+        *("", "assumptions", job.columns({f"  {name}": text for name, text in result["assumptions"].items()})),
     ]
 
 
@@ -257,11 +256,6 @@ def published_share(rates: Rates, config: PretrainedConfig) -> tuple[float, floa
 
 
 # ---- Figures ---------------------------------------------------------------------------------------------------------
-
-
-def fill(title: str, text: str) -> str:
-    """A title and its text."""
-    return job.columns({title: text})
 
 
 def figures(row: dict, share: tuple | None) -> str:

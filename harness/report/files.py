@@ -90,11 +90,7 @@ class MetricsFile:
 
 
 def describe_run(
-    settings: flags.Resolved,
-    folder: pathlib.Path,
-    state: states.TrainState,
-    data: corpora.DataRecord,
-    changed: str = "",
+    settings: flags.Resolved, folder: pathlib.Path, state: states.TrainState, data: corpora.DataRecord, changed: str
 ) -> dict:
     """What config.json holds: what it takes to repeat the run, which run it is, and each of its starts.
 

@@ -19,7 +19,6 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -126,9 +125,7 @@ class Log(contextlib.AbstractContextManager):
             job.say("compile    the layers, within the first step; of a large model that takes minutes")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         gc.enable()
         if error is None:  # else another rank may be gone, for which a profile would wait
             self.profile.close()  # of a run that was stopped within it

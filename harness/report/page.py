@@ -14,7 +14,6 @@ from harness.report.files import read_metrics
 
 WIDTH, HEIGHT = 1000, 300  # of a chart's drawing, which CSS stretches
 POINTS = 120  # of a line; one of more numbers is drawn as their means and a band from the least to the greatest
-SAME = 0.01  # of a number, by which one can differ that is drawn at the same place
 MAX_STORIES, MAX_STORY = 6, 900  # how many stories, of how many characters
 
 Line = list[tuple[int, float]]  # (step, number)
@@ -158,26 +157,16 @@ class Axis(NamedTuple):
 
 
 def draw_charts(lines: list[dict], resumed: list[int]) -> str:
-    """A chart for each title in the table of figures for which there are numbers, marked at the steps `resumed`. A line
-    that would lie on the first one, as that of the slowest of one rank, is left out."""
+    """A chart for each title in the table of figures for which there are numbers, marked at the steps `resumed`."""
     charts: dict[str, dict[str, Line]] = {figure.chart: {} for figure in FIGURES.values() if figure.chart}
     for key in dict.fromkeys(key for line in lines for key in line):
         figure = find(key)
         numbers = [(line["step"], line[key]) for line in lines if is_number(line.get(key))]
         if figure and figure.chart and numbers:
-            is_loss = figure.unit == "nats per token"  # where losses meet, that is what to see
-            if not is_loss and any(lies_on(numbers, other) for other in charts[figure.chart].values()):
-                continue
             name = key.partition("/")[2] or ("training" if key == "loss" else in_words(key))
             charts[figure.chart][name] = numbers
     drawn = [draw_chart(title, named, resumed) for title, named in charts.items() if named]
     return f"<div class=charts>{''.join(drawn)}</div>"
-
-
-def lies_on(line: Line, other: Line) -> bool:
-    """Whether no eye can tell the lines apart: at each step of the first one the second one has about its number."""
-    at_step = dict(other)
-    return all(step in at_step and abs(number - at_step[step]) <= SAME * abs(number) for step, number in line)
 
 
 def points_of(line: Line) -> list[tuple[float, float, float, float]]:

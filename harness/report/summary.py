@@ -4,6 +4,7 @@ left."""
 import contextlib
 import math
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -43,8 +44,10 @@ def describe_held_out(metrics: dict) -> str:
 
 
 def say_stories(stories: list[dict[str, str]]) -> None:
+    """Prints what the model wrote, of several blank lines in a row one: early in training most lines can be blank."""
     if stories:
-        job.say_story("\n" + "\n\n".join(story["text"] for story in stories))
+        texts = "\n" + "\n\n".join(story["text"] for story in stories)
+        job.say(re.sub(r"\n(\s*\n)+", "\n\n", texts))
 
 
 @contextlib.contextmanager

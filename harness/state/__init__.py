@@ -3,7 +3,6 @@ shards, everything else is one dataclass of counters in the manifest.
 
     TrainState                everything that must survive a restart; `advance` counts a step, `load` restores it
     Checkpoints               saves it: `save` publishes a checkpoint or nothing, `finish` waits for it
-    remove_leftovers          removes what a kill left of a save
     find_checkpoint           the `Checkpoint` to go on from, its path and manifest, checked; None for a fresh start
     find_recorded_data        what a run recorded of its data, for --show-samples
     goes_on                   whether a checkpoint is of the run in a folder; else that is a new run

@@ -80,7 +80,7 @@ def check_resume(
         return ""
     manifest = checkpoint.manifest
     before, now = manifest["flags"], as_json(dataclasses.asdict(settings))
-    refuse_changed(settings, manifest, flag_rules.must_match(settings))
+    refuse_changed(settings, manifest, flag_rules.flags_where("on_resume", "same"))
     check_same_model(config, manifest)
     check_same_base(settings, identity["base"], manifest)
     vocabulary = identity["tokenizer"]
@@ -95,7 +95,8 @@ def check_resume(
     world_before, world = manifest["world_size"], dist.get_world_size()
     values = {"world size": (world_before, world)}
     values["global batch"] = (global_batch(before, world_before), global_batch(now, world))
-    values |= {name.replace("_", " "): (before[name], now[name]) for name in flag_rules.reported(settings)}
+    reported = flag_rules.flags_where("on_resume", "reported")
+    values |= {name.replace("_", " "): (before[name], now[name]) for name in reported}
     changed += [f"{name} {old} -> {new}" for name, (old, new) in values.items() if old != new]
     return ", ".join(changed)
 
@@ -128,7 +129,7 @@ def check_same_base(settings: flag_rules.Resolved, digest: str | None, manifest:
 def check_data(settings: flag_rules.Resolved, now: corpora.DataRecord, manifest: dict) -> list[str]:
     """What changed of the mixture, in words. Raises a UserError for a source that is not what it was at the checkpoint,
     or when it was removed."""
-    before = record_before(manifest, now)
+    before = corpora.renamed(corpora.read_record(manifest), now.sources)
     for name, field in differences(before.removed | before.sources, now):
         if len(before.sources) == len(now.sources) == 1:
             refuse_changed(settings, manifest, DATA_FLAGS)
@@ -142,7 +143,7 @@ def check_data(settings: flag_rules.Resolved, now: corpora.DataRecord, manifest:
 def check_same_corpus(settings: flag_rules.Resolved, now: corpora.DataRecord, manifest: dict) -> None:
     """Raises a UserError where the corpus of a run's own evaluation is not what the run read, so that what it held out
     cannot be told."""
-    before = record_before(manifest, now)
+    before = corpora.renamed(corpora.read_record(manifest), now.sources)
     other_length = settings.sequence_length != manifest["flags"]["sequence_length"]
     for name, field in differences(before.sources, now):
         is_stream = "corpus" in now.sources[name]
@@ -152,14 +153,6 @@ def check_same_corpus(settings: flag_rules.Resolved, now: corpora.DataRecord, ma
         raise base.UserError(f"--dataset: {name} is not what it was at the checkpoint ({field}): {advice}")
     for name in now.sources.keys() - before.sources.keys():
         raise base.UserError(f"--dataset: {name} is no source of the run; leave it out")
-
-
-def record_before(manifest: dict, now: corpora.DataRecord) -> corpora.DataRecord:
-    """What a checkpoint records of its data. The only source of a run may have another name today."""
-    before = corpora.read_record(manifest)
-    if len(before.sources) == len(now.sources) == 1:
-        return corpora.renamed(before, next(iter(now.sources)))
-    return before
 
 
 def differences(known: dict[str, dict], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -56,9 +55,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
             self.finish()
 

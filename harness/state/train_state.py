@@ -36,10 +36,6 @@ class Checkpoint(NamedTuple):
     manifest: dict  # what it records of the run, `Counters` among it
 
 
-def new_run_id() -> str:
-    return uuid.uuid4().hex[:12]
-
-
 def of_the_run(**options: Any) -> Any:
     """A counter that a run which goes on from another run's checkpoint begins anew."""
     return dataclasses.field(metadata={"of_the_run": True}, **options)
@@ -61,7 +57,7 @@ class Counters:
     eval_loss: float | None = None  # held-out loss after `step`, where it was evaluated
     skipped_steps: int = 0
     skipped_in_a_row: int = 0  # the last steps
-    run_id: str = of_the_run(default_factory=new_run_id)  # of the trackers
+    run_id: str = of_the_run(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
     started: float = of_the_run(default=PROCESS_STARTED)  # the run's first process, seconds since the epoch
     elapsed_before: float = of_the_run(default=0.0)  # seconds from there to the start of this process
     productive_before: float = of_the_run(default=0.0)  # seconds of steps of the processes before this one
@@ -99,20 +95,17 @@ class TrainState(Counters):
 
     # ---- Counting ----------------------------------------------------------------------------------------------------
 
-    def advance(self, data: corpora.TrainingData) -> int:
-        """Counts an optimizer step of `data`, a run's training data: its samples and tokens, the schedule. Returns the
-        tokens of the step, over all ranks."""
+    def advance(self, data: corpora.TrainingData) -> None:
+        """Counts an optimizer step of `data`, a run's training data: its samples and tokens, the schedule."""
         self.step += 1
         self.eval_loss = None
         self.moved |= self.moved_in_step
         self.moved_in_step.clear()
         samples = data.record.samples_of_step(self.step)
-        tokens = data.count_tokens(samples)
         self.samples += len(samples)
-        self.tokens += tokens
+        self.tokens += data.count_tokens(samples)
         self.scheduler.step()
         self.learning_rate = float(self.scheduler.get_last_lr()[0])
-        return tokens
 
     @contextlib.contextmanager
     def step_undone_if_stopped(self) -> Iterator[None]:

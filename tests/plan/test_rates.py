@@ -12,11 +12,12 @@ from harness.plan import rates
 from harness.plan.rates import Rates
 
 VALUES = {"matmul_tflops": 2.0, "attention_tflops": 1.0, "memory_gb_per_s": 100.0, "host_us": 1000.0}
+VALUES |= {"launch_us": 0.0, "kernel_us": 0.0}
 LINKS = {"intra_node_gb_per_s": 100.0, "inter_node_gb_per_s": 5.0}
 
 
 def known(**others: float) -> Rates:
-    return Rates("a device", 1.0, None, VALUES | others)
+    return Rates("a device", 1.0, 1.0, VALUES | others)
 
 
 @pytest.mark.parametrize(

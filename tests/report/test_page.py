@@ -146,11 +146,11 @@ def test_losses_of_sources_and_of_routers_have_charts_where_there_are_some(tmp_p
     assert drawing_of(page, "Memory").count("<polyline") == 2
 
 
-def test_a_line_that_lies_on_the_first_is_left_out_but_no_loss(tmp_path):
-    lines = [line(step, eval_loss=8 / step, peak_memory_alloc=40.01) for step in (1, 2, 3)]
+def test_sources_of_equal_shares_are_all_in_the_chart(tmp_path):
+    lines = [line(step, **{"share/web": 0.5, "share/code": 0.5}) for step in (1, 2, 3)]
     page = page_of(write_run(tmp_path / "r", lines))
-    assert drawing_of(page, "Memory").count("<polyline") == 1
-    assert drawing_of(page, "Loss").count("<polyline") == 2
+    assert drawing_of(page, "Shares of the sources").count("<polyline") == 2
+    assert "web 0.5 code 0.5" in text_of(page)
 
 
 def test_a_page_says_where_the_run_comes_from_and_marks_where_it_was_resumed(tmp_path):
