@@ -92,21 +92,18 @@ def tell_stories(
     settings, prompts = opened.settings, opened.prompts
     if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.beginning:
         prompts = [dataset.beginning]  # the demo's prompt is for the demo's stories
-    record, ends = record_of(opened, dataset), end_tokens(opened, dataset)
+    record = record_of(opened, dataset)
+    ends = data.end_tokens(settings, record, opened.tokenizer)
     texts = [data.story_beginning(settings, record, opened.tokenizer, prompt) for prompt in prompts]
     return [models.sample(settings, text, ends, model, opened.tokenizer, device) for text in texts]
-
-
-def end_tokens(opened: Opened, dataset: Any) -> list[int]:
-    """The tokens that end a text of the run's model."""
-    return data.end_tokens(opened.settings, record_of(opened, dataset), opened.tokenizer)
 
 
 def export(opened: Opened, weights: state.TrainState, dataset: Any = None) -> None:
     """Writes the folder of --export. `dataset` is the `data.TrainingData` that the weights were trained on in this run,
     None where they were only loaded. Every rank calls this."""
-    trained_on = state.trained_on(opened.settings, record_of(opened, dataset))
-    state.export(opened.settings, weights, opened.tokenizer, end_tokens(opened, dataset), trained_on)
+    settings, record = opened.settings, record_of(opened, dataset)
+    ends = data.end_tokens(settings, record, opened.tokenizer)
+    state.export(settings, weights, opened.tokenizer, ends, state.trained_on(settings, record))
 
 
 def record_of(opened: Opened, dataset: Any) -> data.DataRecord | None:

@@ -253,7 +253,7 @@ def keep_logits(model: Any, terms: dict[str, Term]) -> None:
     """Gives a model the loss of its full logits."""
     model.loss_terms = {}
 
-    def loss(logits: torch.Tensor, labels: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         mean = full_loss(logits, labels)
         means = means_of(terms, logits, labels) if terms and logits.requires_grad else {}
         model.loss_terms = {name: term.detach() for name, term in means.items()}
@@ -293,7 +293,7 @@ def fuse_loss(model: Any, terms: dict[str, Term], compiled: bool) -> None:
         head.forward = hand_through if kwargs.get("labels") is not None else project
 
     # transformers calls them logits; here they are the hidden states
-    def loss(logits: torch.Tensor, labels: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = inputs_of_head.pop()
         if logits.requires_grad and not is_multiple(logits, hidden):
             raise base.UserError(

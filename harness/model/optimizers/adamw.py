@@ -1,7 +1,6 @@
 """torch's fused AdamW. Its kernel gets local tensors: going through DTensor costs the host time for each parameter, and
 in torch 2.11 it leaks. The states are DTensors."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,20 +48,20 @@ class AdamW(torch.optim.AdamW):
         options = {name: group[name] for name in ("weight_decay", "eps")}
         options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
         if self.update:
-            self.update_each(zip(parameters, gradients, first, second, steps, strict=True), steps, group["lr"], options)
+            self.update_each([parameters, gradients, first, second], steps, group["lr"], options)
             return
         options |= {name: group[name] for name in ("lr", "amsgrad", "maximize", "fused")}
         options |= {"grad_scale": self.grad_scale, "found_inf": self.skip}
         adamw(parameters, gradients, first, second, [], steps, **options)
 
     def update_each(
-        self, tensors: Iterable[tuple[torch.Tensor, ...]], steps: list[torch.Tensor], lr: float, options: dict
+        self, tensors: list[list[torch.Tensor]], steps: list[torch.Tensor], lr: float, options: dict
     ) -> None:
-        """One step by `self.update`, of each parameter with its gradient, both moments and its step count."""
+        """One step by `self.update`. `tensors` are the parameters, their gradients and both of their moments."""
         rate = torch.tensor(lr)
         # private: torch documents few operators on many tensors. One tensor for all would be read on the host.
         torch._foreach_add_(steps, 1 if self.skip is None else [1 - self.skip] * len(steps))
-        for *of_parameter, step in tensors:
+        for *of_parameter, step in zip(*tensors, steps, strict=True):
             flat = [tensor.view(-1) for tensor in of_parameter]
             self.update(*flat, step, self.grad_scale, self.skip, rate, **options)
 
