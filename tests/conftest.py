@@ -4,6 +4,7 @@ Everything runs on the CPU, whatever the machine has, with one thread a process;
 """
 
 import contextlib
+import gc
 import io
 import json
 import multiprocessing
@@ -27,6 +28,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 if "gpu" not in sys.argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(ROOT))
+gc.disable()  # until the tests are collected: looking for garbage takes a fifth of the time of imports, which make none
 
 import multirank
 import pytest
@@ -45,7 +47,7 @@ from harness.job.signals import StopRequest
 torch.set_num_threads(1)
 # Imports of a rank take longer than what most tests do in it: ranks are forked from a process that has them.
 multiprocessing.set_forkserver_preload(
-    ["torchao", "transformers.optimization", "transformers.models.smollm3.modeling_smollm3"]
+    ["torchao", "transformers.optimization", "transformers.models.smollm3.modeling_smollm3", "train_fsdp"]
 )
 
 
@@ -54,6 +56,12 @@ def pytest_configure(config) -> None:
     config.option.reportchars += "s"
     if config.option.markexpr == "not slow" and any("::" in argument for argument in config.args):
         config.option.markexpr = ""
+
+
+def pytest_collection_finish() -> None:
+    """What imports and collection made stays, and need not be looked at again."""
+    gc.freeze()
+    gc.enable()
 
 
 def slow_case(*values, id: str | None = None):
@@ -180,13 +188,25 @@ def write_model(folder: pathlib.Path, model_type: str, **sizes) -> str:
 
 
 @pytest.fixture(scope="session")
-def workspace(tmp_path_factory) -> pathlib.Path:
+def shared_folder(tmp_path_factory) -> pathlib.Path:
+    """A folder that all processes of this test run have."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def token_cache(shared_folder) -> pathlib.Path:
+    """Where the demo's stories are tokenized once, for runs whose tests claim nothing of a cache."""
+    return shared_folder / "tokens"
+
+
+@pytest.fixture(scope="session")
+def workspace(shared_folder) -> pathlib.Path:
     """What the multi-rank workers read: text, a tokenizer, models, and checkpoints with the logits they should give.
 
     Made once for all processes of this test run.
     """
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "workspace"
+    folder = shared_folder / "workspace"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             fill_workspace(folder.with_name("workspace-in-the-making"))
@@ -294,9 +314,9 @@ SMALL = words("--num-steps 2 --sequence-length 16 --batch-size 2 --num-workers 0
 
 
 @pytest.fixture
-def arguments(tmp_path):
+def arguments(tmp_path, token_cache):
     """The smallest run that works; what a test gives beside it wins."""
-    folders = ["--output-dir", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache"), "--run-name", "r"]
+    folders = ["--output-dir", str(tmp_path / "out"), "--cache-dir", str(token_cache), "--run-name", "r"]
     model = write_model(tmp_path / "model", "llama", **multirank.SIZES)
     return ["--dataset", "demo", "--model", model, "--tokenizer", str(ROOT / "assets" / "demo"), *SMALL, *folders]
 
