@@ -25,7 +25,7 @@ def start(tmp_path_factory):
     """`start(name, *flags)`: the flags of a run of two steps on my.jsonl in `start.folder`."""
     folder = tmp_path_factory.mktemp("held-out")
     write_stories(folder / "my.jsonl")
-    write_stories(folder / "other.jsonl", 1000)
+    write_stories(folder / "other.jsonl", 1000, 40)
     model = write_model(folder / "model", "llama", **multirank.SIZES)
     small = words("--num-steps 2 --sequence-length 32 --batch-size 2 --num-workers 0 --precision fp32 --no-own-plan")
     small += ["--model", model, "--tokenizer", ROOT / "assets" / "demo", "--output-dir", folder]
@@ -212,7 +212,7 @@ def test_data_that_the_run_did_not_train_on_are_evaluated_whole_with_the_number_
         assert found == whole
         given = ["--num-steps", 0, "--eval-interval", 1, "--cache-dir", runs / "cache"]
         python_flags = [*given, "--resume", runs / "held", "--dataset", runs / "other.jsonl"]
-        assert re.search("^held out +all of it, 200 documents: ", python(*python_flags).stdout, re.MULTILINE)
+        assert re.search("^held out +all of it, 40 documents: ", python(*python_flags).stdout, re.MULTILINE)
         exported = [*given, "--model", runs / "export", "--init", "pretrained", "--sequence-length", 32]
         said = python(*exported, "--dataset", runs / "other.jsonl").stdout  # which may have been trained on it
-        assert re.search("^held out +one of every 20 documents of it, 10 of 200: ", said, re.MULTILINE)
+        assert re.search("^held out +one of every 20 documents of it, 2 of 40: ", said, re.MULTILINE)
