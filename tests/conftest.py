@@ -30,21 +30,15 @@ if "gpu" not in sys.argv:
 sys.path.insert(0, str(ROOT))
 gc.disable()  # until the tests are collected: looking for garbage takes a fifth of the time of imports, which make none
 
-import multirank
 import pytest
-import torch
-import torch.multiprocessing
 from filelock import FileLock
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
-from transformers import AutoConfig, AutoModelForCausalLM
 
-import utils
+# What loads torch is imported where it is used: with -n one process has this file and runs no test.
 from harness.base import UserError
 from harness.flags import Settings, parse_args
 from harness.job import start_processes
 from harness.job.signals import StopRequest
 
-torch.set_num_threads(1)
 # Imports of a rank take longer than what most tests do in it: ranks are forked from a process that has them.
 multiprocessing.set_forkserver_preload(
     ["torchao", "transformers.optimization", "transformers.models.smollm3.modeling_smollm3", "train_fsdp"]
@@ -114,6 +108,8 @@ def cold_python(*arguments, **options) -> subprocess.CompletedProcess:
 
 def python(*arguments, timeout: float = 900) -> subprocess.CompletedProcess:
     """The program as a shell runs it, but in a process that is forked from one that has its imports."""
+    import multirank
+
     words = [*map(str, arguments)]
     with tempfile.NamedTemporaryFile("r") as stdout, tempfile.NamedTemporaryFile("r") as stderr:
         process = multiprocessing.get_context("forkserver").Process(
@@ -138,6 +134,9 @@ def torchrun(ranks: int, *arguments, program: str = PROGRAM, **options) -> subpr
 @contextlib.contextmanager
 def forking(ranks: int, function, *arguments):
     """(the processes of a world whose every rank calls a function, the file that they print into); they end with it."""
+    import multirank
+    import torch.multiprocessing
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -161,6 +160,8 @@ def forked(ranks: int, function, *arguments, timeout: float = 900) -> str:
     Raises:
         RuntimeError: a rank failed, or they did not end in time; all are ended, the message has what they printed.
     """
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
     with forking(ranks, function, *arguments) as (world, output):
         deadline = time.monotonic() + timeout
         try:
@@ -183,6 +184,8 @@ def losses_of(folder: pathlib.Path) -> list[float]:
 
 
 def write_model(folder: pathlib.Path, model_type: str, **sizes) -> str:
+    from transformers import AutoConfig
+
     AutoConfig.for_model(model_type, **sizes).save_pretrained(folder)
     return str(folder)
 
@@ -215,6 +218,10 @@ def workspace(shared_folder) -> pathlib.Path:
 
 
 def fill_workspace(folder: pathlib.Path) -> None:
+    import multirank
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     (folder / "tokenizer").mkdir(parents=True)
     for file in (ROOT / "assets" / "demo").glob("tokenizer*"):
         shutil.copy(file, folder / "tokenizer")
@@ -256,6 +263,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     """The clock of utils, which moves only when the test says so."""
+    import utils
+
     clock = Clock()
     monkeypatch.setattr(utils.time, "perf_counter", clock)
     return clock
@@ -316,6 +325,8 @@ SMALL = words("--num-steps 2 --sequence-length 16 --batch-size 2 --num-workers 0
 @pytest.fixture
 def arguments(tmp_path, token_cache):
     """The smallest run that works; what a test gives beside it wins."""
+    import multirank
+
     folders = ["--output-dir", str(tmp_path / "out"), "--cache-dir", str(token_cache), "--run-name", "r"]
     model = write_model(tmp_path / "model", "llama", **multirank.SIZES)
     return ["--dataset", "demo", "--model", model, "--tokenizer", str(ROOT / "assets" / "demo"), *SMALL, *folders]
