@@ -21,12 +21,10 @@ from harness import before_torch
 if __name__ == "__main__":
     SETTINGS = before_torch.begin()  # flags and signals come before the imports below, which take seconds
 
-import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
-import re
 import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +35,6 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import utils
 from harness import base, data, flags, job, opening, plan, report, state
@@ -135,11 +132,7 @@ def transform_layer(
     """
     if convert_to_fp8:
         convert_to_fp8(layer)
-    if settings.activation_checkpointing == "full":
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    elif settings.activation_checkpointing == "selective":
-        recompute = functools.partial(checkpoint, use_reentrant=False, context_fn=selective_contexts)
-        layer.forward = functools.partial(recompute, layer.forward)
+    models.checkpoint_activations(layer, settings.activation_checkpointing)
     if settings.compile:
         layer.forward = torch.compile(layer.forward)
     shard(layer, reshard_after_forward=reshards_early(settings))
@@ -153,31 +146,6 @@ def sharding_policies(settings: flags.Resolved, device: torch.device) -> dict[st
         precision = MixedPrecisionPolicy()  # everything in the parameters' own dtype
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.cpu_offload else OffloadPolicy()
     return {"mp_policy": precision, "offload_policy": offload}
-
-
-def selective_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    """Keep what is expensive to compute again, the results of matmuls and attention; recompute everything else. Grouped
-    matmuls of experts are recomputed too: they have a row for each expert that a token is sent to, so for their FLOPs
-    they take several times the memory of the other matmuls."""
-
-    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        # str(op) is a name like aten.addmm.default or ..._flash_attention.default
-        expensive = re.search(r"(?<!grouped_)mm\.|attention|attn", str(op))
-        return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-def build_scheduler(settings: flags.Resolved, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rate's schedule, one of transformers'."""
-    schedule = flags.SCHEDULES[settings.lr_scheduler]
-    return transformers.get_scheduler(
-        schedule.transformers_name,
-        optimizer,
-        num_warmup_steps=settings.warmup_steps,
-        num_training_steps=settings.num_steps,
-        scheduler_specific_kwargs=schedule.options(settings),
-    )
 
 
 # ---- Step ------------------------------------------------------------------------------------------------------------
@@ -202,12 +170,7 @@ def train_step(
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
     # at stage 0 there is nothing to reduce in a shard group of one rank: its replicas reduce below
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
-    adapted: Any = model  # by `models.adapt_forward`
-    routing = adapted.routing  # of a mixture of experts
-    total: torch.Tensor | None = None
-    terms: dict[str, torch.Tensor] = {}  # beside the loss
-    router_total: torch.Tensor | None = None
-    expert_load: torch.Tensor | None = None
+    total = models.StepLoss(model, settings.gradient_accumulation_steps)
     for microbatch in range(settings.gradient_accumulation_steps):
         last = microbatch == settings.gradient_accumulation_steps - 1
         model.set_requires_gradient_sync(last or reduces_every_microbatch)
@@ -222,16 +185,7 @@ def train_step(
         job.enter_phase("forward")
         # where masks leave out tokens, "loss_divisor" weighs this microbatch by those that it trains on
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
-        loss = model(**batch, use_cache=False).loss / divisor
-        total = loss.detach() if total is None else total + loss.detach()
-        for name, term in adapted.loss_terms.items():
-            terms[name] = terms.get(name, 0.0) + term / divisor
-        if routing:
-            router_loss, assignments = routing.read()
-            router_loss = router_loss / settings.gradient_accumulation_steps
-            loss = loss + routing.coefficient * router_loss
-            router_total = router_loss.detach() if router_total is None else router_total + router_loss.detach()
-            expert_load = assignments if expert_load is None else expert_load + assignments
+        loss = total.add(model(**batch, use_cache=False).loss / divisor, divisor)
         job.enter_phase("backward")
         loss.backward()
     job.enter_phase("optimizer")
@@ -243,7 +197,7 @@ def train_step(
     optimizer.zero_grad()
     if settings.fp8_recipe == "tensorwise":  # set with --precision fp8 only
         models.compute_float8_scales(model)  # one all-reduce for the scales of all layers
-    return report.StepResult(total, norm, skip, terms, router_total, expert_load)
+    return report.StepResult(total.loss, norm, skip, total.terms, total.router_loss, total.expert_load)
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -297,14 +251,12 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
     settings, config, checkpoint = opened.settings, opened.config, opened.checkpoint
     job.check_machine(settings, mesh, device)
     dataset = data.load(settings, opened.corpora, opened.tokenizer, config, opened.manifest)
-    if settings.demo and settings.dataset != "demo" and not opened.prompts and dataset.beginning:
-        opened.prompts = [dataset.beginning]  # the demo's prompt is for the demo's stories
     identity = state.describe_identity(settings, config, opened.tokenizer, dataset)
     changed = state.check_resume(settings, config, identity, dataset, checkpoint)
 
     model = build_model(settings, config, mesh, read_weights=not checkpoint)
     optimizer = models.build_optimizer(settings, model)
-    scheduler = build_scheduler(settings, optimizer)
+    scheduler = models.build_scheduler(settings, optimizer)
     verified = models.verify_sharding(settings, model, optimizer, mesh)
     flops_per_token, flops_text = models.known_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
     if settings.min_mfu and not flops_per_token:
@@ -343,15 +295,15 @@ def train(run: Run, stop: job.StopRequest) -> None:
     forward pass, which then raises job.Stopped, and the last complete step is what is saved."""
     settings, log, tracker = run.settings, run.log, run.state.tracker
     model, optimizer = run.state.model, run.state.optimizer
-    first_step, stop.resumed_step = run.state.step + 1, run.state.step
-    due = job.due(settings, run.state.step, first_step, ends_epoch=run.data.ends_epoch)  # where this start goes on from
-    if due.evaluate and base.on_main_rank(log.lacks_evaluation):  # a stop came before it
+    stop.resumed_step = run.state.step
+    # the step that this start goes on from: a stop may have come before its evaluation
+    due = job.due(settings, run.state.step, log.first_step, ends_epoch=run.data.ends_epoch)
+    if due.evaluate and base.on_main_rank(log.lacks_evaluation):
         evaluation = {"step": run.state.step, "tokens_seen": run.state.tokens}
-        if problem := evaluate_and_log(run, due, evaluation, "", stop):
-            raise report.divergence_error(problem, run.folder, run.checkpoint)
+        evaluate_and_log(run, due, evaluation, "", stop)
     tracker.open_window()  # until here a run is set up, which is no part of a step
     while run.state.step < settings.num_steps:
-        due = job.due(settings, run.state.step + 1, first_step, run.has_room, run.data.ends_epoch)
+        due = job.due(settings, run.state.step + 1, log.first_step, run.has_room, run.data.ends_epoch)
         job.enter_phase("data", due.step)
         with log.step(due):
             with stop.before_each_forward(model), run.state.step_undone_if_stopped():
@@ -360,14 +312,11 @@ def train(run: Run, stop: job.StopRequest) -> None:
             run.state.advance(run.data)  # steps, samples, the schedule
         stop.can_save = True  # from here on a signal is answered by a checkpoint
         if due.log or due.save:
-            metrics, problem = log.metrics()  # the problem: what of them is NaN or infinite, in words
+            metrics, problem = log.metrics()
             if (due.save or due.last) and not problem:
-                problem = why_not_to_save(run, metrics, first_step)
+                problem = why_not_to_save(run, metrics)
             if due.log or problem:
-                problem = evaluate_and_log(run, due, metrics, problem, stop)
-            if problem:
-                run.checkpoints.finish()
-                raise report.divergence_error(problem, run.folder, run.checkpoint)
+                evaluate_and_log(run, due, metrics, problem, stop)
         if due.save:
             run.checkpoints.save(run.state, wait=due.last)
             if not due.last:
@@ -375,10 +324,10 @@ def train(run: Run, stop: job.StopRequest) -> None:
     run.checkpoints.finish()
 
 
-def why_not_to_save(run: Run, metrics: dict, first_step: int) -> str:
+def why_not_to_save(run: Run, metrics: dict) -> str:
     """Why the state after the last step, whose figures are `metrics`, is neither saved nor called done; empty where it
     may be. Weights or optimizer states are NaN or infinite, or what one more forward and backward pass gives is: the
-    loss in `metrics` is of before the update. `first_step` is the first one since this start."""
+    loss in `metrics` is of before the update."""
     batch = run.batches.last_finite(was_skipped="loss" not in metrics)
     with run.state.tracker.excluded():
         if problem := run.state.broken_by_update():
@@ -387,14 +336,14 @@ def why_not_to_save(run: Run, metrics: dict, first_step: int) -> str:
     for name, value in (("loss", loss), ("gradient norm", norm)):
         if not math.isfinite(value):
             # where steps were skipped, the last update; of weights that were broken from the start, the first step
-            step = max(first_step, run.state.step - run.state.skipped_in_a_row)
+            step = max(run.log.first_step, run.state.step - run.state.skipped_in_a_row)
             return f"the {name} of the weights became {value} at step {step}"
     return ""
 
 
-def evaluate_and_log(run: Run, due: job.Due, metrics: dict, problem: str, stop: job.StopRequest) -> str:
-    """An evaluation where one is due, which adds `eval_loss` to `metrics`, and then a log line. Returns what is NaN or
-    infinite: `problem`, or the evaluation's loss."""
+def evaluate_and_log(run: Run, due: job.Due, metrics: dict, problem: str, stop: job.StopRequest) -> None:
+    """An evaluation where one is due, which adds `eval_loss` to `metrics`, and then a log line. Ends a run whose loss
+    diverged, by `problem`, which says what of `metrics` is NaN or infinite, or by the evaluation's loss."""
     stories = []
     if due.evaluate and not problem:
         try:
@@ -409,7 +358,9 @@ def evaluate_and_log(run: Run, due: job.Due, metrics: dict, problem: str, stop: 
         problem = report.first_not_finite(metrics, [])
         run.checkpoints.note_evaluation(run.state, metrics["eval_loss"])
     run.log.write(metrics, stories)
-    return problem
+    if problem:
+        run.checkpoints.finish()
+        raise report.divergence_error(problem, run.folder, run.checkpoint)
 
 
 def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) -> int:
@@ -423,7 +374,7 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
     stop.can_save = False
     metrics = run.log.finish(stories, plan.predicted_figures(planned) | run.checkpoints.best_figures())
     if settings.export:
-        state.export(settings, run.state, run.tokenizer, opening.end_tokens(run, run.data))
+        opening.export(run, run.state, run.data)
     job.say(report.next_commands(settings, run.folder, run.state.step, metrics))
     run.checkpoints.check_saved()
     run.log.check_written()
@@ -438,7 +389,7 @@ def save_and_leave(run: Run, stop: job.StopRequest) -> int:
     newest = base.on_main_rank(lambda: base.newest_checkpoint(run.folder))
     if not newest or base.step_in_name(newest) != run.state.step:
         metrics, problem = log.metrics() if log.results else (log.last, "")
-        problem = problem or why_not_to_save(run, metrics, log.first_step)
+        problem = problem or why_not_to_save(run, metrics)
         if problem:
             raise report.divergence_error(problem, run.folder, run.checkpoint)
         checkpoints.save(run.state, wait=True)
@@ -478,23 +429,18 @@ def answer_without_training(given: flags.Settings, device: torch.device) -> int:
         opened = opening.open_run(given, plan.choose_batch_size)
         settings, checkpoint = opened.settings, opened.checkpoint
         dataset = opening.load_to_evaluate(opened) if settings.eval_interval else None
-        if checkpoint:
-            state.check_same_model(opened.config, checkpoint.manifest)
-            state.check_same_base(settings, state.digest_of_base(settings, opened.config), checkpoint.manifest)
+        state.check_same_weights(settings, opened.config, opened.manifest)
         model = build_model(settings, opened.config, mesh, read_weights=not checkpoint)
         weights = state.TrainState(model)
         if checkpoint:
-            opened.checkpoint = checkpoint = state.load_to_read(settings.resume, weights, checkpoint)
-            job.say(f"loaded     {checkpoint.path}, step {weights.step:,}")
-        if settings.average_checkpoints:
-            job.say(f"averaged   {state.load_mean(settings, weights, opened.config, checkpoint.path)}")
-        state.refuse_broken(settings, weights, checkpoint)
+            opened.checkpoint = state.load_to_read(settings, weights, opened.config, checkpoint)
+        state.refuse_broken(settings, weights, opened.checkpoint)
         if settings.eval_interval:
             losses, tokens = evaluate(settings, model, dataset.held_out, device)
-            report.say_evaluation(settings, dataset, checkpoint, losses, tokens, stdout)
+            report.say_evaluation(settings, dataset, opened.checkpoint, losses, tokens, stdout)
         report.say_stories(opening.tell_stories(opened, dataset, model, device))
         if settings.export:
-            state.export(settings, weights, opened.tokenizer, opening.end_tokens(opened, dataset))
+            opening.export(opened, weights)
     return 0
 
 

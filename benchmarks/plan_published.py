@@ -61,8 +61,8 @@ from harness.flags import parse_args
 
 
 def every_second_matmul():
-    """In the place of `train_fsdp.selective_contexts`: torchtitan's policy, which keeps what attention gives, float8's
-    scales, and of the matmuls of a layer the first, third, ..."""
+    """In the place of the model wing's `selective_contexts`: torchtitan's policy, which keeps what attention gives,
+    float8's scales, and of the matmuls of a layer the first, third, ..."""
     matmuls: collections.Counter = collections.Counter()
 
     def policy(context, op, *args, **kwargs):
@@ -96,7 +96,7 @@ def compiled_loss(*logits_and_labels, **options) -> torch.Tensor:
 
 
 OTHERWISE = {  # what is replaced, and by what
-    "recomputes every second matmul": ("train_fsdp.selective_contexts", every_second_matmul),
+    "recomputes every second matmul": ("harness.model.activations.selective_contexts", every_second_matmul),
     "compiles the loss": ("harness.model.loss.full_loss", compiled_loss),
     "loss in bf16": ("harness.model.loss.full_loss", loss_in_bf16),
     "accumulates and reduces gradients in fp32": ("train_fsdp.MixedPrecisionPolicy", reduces_in_fp32),

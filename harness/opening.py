@@ -65,17 +65,20 @@ def open_run(
 
 
 def load_to_evaluate(opened: Opened) -> Any:
-    """The data that an evaluation without training reads, a `data.TrainingData`: of the data of the checkpoint's run
-    what that run held out; of other data all documents, where it has no held-out split. Every rank calls this.
+    """The data that an evaluation without training reads, a `data.TrainingData`: of what the weights were trained on,
+    as far as that is known, what was held out; of other data all documents, where it has no held-out split. Every rank
+    calls this.
 
     Raises:
         UserError: it is a part of what the run trained on, or no longer what the run read.
     """
     settings, manifest = opened.settings, opened.manifest
-    own_data = manifest is not None and base.on_main_rank(lambda: data.evaluates_own_data(settings, manifest))
-    of_run, whole = (manifest, False) if own_data else (None, manifest is not None)
-    dataset = data.load(settings, opened.corpora, opened.tokenizer, opened.config, of_run, whole)
-    if own_data and settings.dataset != "synthetic":
+    of_run = (opened.corpora, opened.tokenizer, opened.config)
+    if manifest is None or not base.on_main_rank(lambda: data.evaluates_own_data(settings, manifest)):
+        trained_on = state.trained_on(settings, record_of(opened, None))
+        return data.load(settings, *of_run, trained_on=trained_on)
+    dataset = data.load(settings, *of_run, manifest)
+    if settings.dataset != "synthetic":
         state.check_same_corpus(settings, dataset.record, manifest)
     return dataset
 
@@ -86,14 +89,24 @@ def tell_stories(
     """A continuation of each prompt, in a run on conversations an answer to it. `dataset` is the `data.TrainingData`
     that the run reads, None where it reads none. Every rank calls this."""
     job.enter_phase("sampling")
+    settings, prompts = opened.settings, opened.prompts
+    if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.beginning:
+        prompts = [dataset.beginning]  # the demo's prompt is for the demo's stories
     record, ends = record_of(opened, dataset), end_tokens(opened, dataset)
-    texts = [data.story_beginning(opened.settings, record, opened.tokenizer, prompt) for prompt in opened.prompts]
-    return [models.sample(opened.settings, text, ends, model, opened.tokenizer, device) for text in texts]
+    texts = [data.story_beginning(settings, record, opened.tokenizer, prompt) for prompt in prompts]
+    return [models.sample(settings, text, ends, model, opened.tokenizer, device) for text in texts]
 
 
 def end_tokens(opened: Opened, dataset: Any) -> list[int]:
     """The tokens that end a text of the run's model."""
     return data.end_tokens(opened.settings, record_of(opened, dataset), opened.tokenizer)
+
+
+def export(opened: Opened, weights: state.TrainState, dataset: Any = None) -> None:
+    """Writes the folder of --export. `dataset` is the `data.TrainingData` that the weights were trained on in this run,
+    None where they were only loaded. Every rank calls this."""
+    trained_on = state.trained_on(opened.settings, record_of(opened, dataset))
+    state.export(opened.settings, weights, opened.tokenizer, end_tokens(opened, dataset), trained_on)
 
 
 def record_of(opened: Opened, dataset: Any) -> data.DataRecord | None:

@@ -164,13 +164,11 @@ class ChatFormat(TextFormat):
             self.refuse_rendered(conversation, template)
         if "strftime_now" in template:
             template = with_fixed_date(template)
-        if self.loss == "all":
-            text = self.tokenizer.apply_chat_template(
-                conversation.messages, tools=conversation.tools, chat_template=template, tokenize=False
-            )
+        marks = self.loss != "all"
+        text, spans = self.render_messages(conversation, template, len(conversation.messages), mark=marks)
+        refuse_misread(conversation, text)
+        if not marks:
             return Rendered(text, [(0, len(text))])
-        text, spans = self.render_messages(conversation, template, len(conversation.messages), mark=True)
-        refuse_lost_calls(conversation, text)
         if not has_generation(template):
             return Rendered(text, self.spans_by_prefixes(conversation, template, text))
         if conversation.first_trained:
@@ -293,10 +291,13 @@ def in_batches(texts: list[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def refuse_lost_calls(conversation: Conversation, text: str) -> None:
-    """Raises a BadConversationError where the rendered `text` lacks a call of a tool: an empty answer would be trained
-    on in its place."""
+def refuse_misread(conversation: Conversation, text: str) -> None:
+    """Raises a BadConversationError where the rendered `text` lacks a call of a tool, so that an empty answer would be
+    trained on in its place, or has a list of parts as Python writes it."""
     for message in conversation.messages:
+        if isinstance(message.get("content"), list) and str(message["content"]) in text:
+            what = f"the content of its {message['role']} is a list of parts, which the chat template writes as it is"
+            raise BadConversationError(f"{what}; give the text alone, or a template that reads parts")
         for call in message.get("tool_calls") or ():
             name = call.get("function", call).get("name")
             if name and name not in text:

@@ -34,7 +34,7 @@ from harness.data.files import DataFile
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
 from harness.data.records import Conversation, Field
 from harness.data.stream import HeldOutWindows, Stream
-from harness.data.windows import EVERY, BestFitDataset, PackedDataset, SyntheticDataset, tokens_of
+from harness.data.windows import EVERY, BestFitDataset, PackedDataset, SyntheticDataset, Tokens, tokens_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -76,7 +76,7 @@ def load(
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
     manifest: dict | None = None,
-    whole: bool = False,
+    trained_on: list[dict[str, Any]] | None = None,
 ) -> TrainingData:
     """What a run trains on and holds out, with the header's lines about it; where nothing is trained and --eval-split
     is a place of its own, only that. Every rank calls this.
@@ -84,13 +84,14 @@ def load(
     Args:
         manifest: that of the checkpoint that the run goes on from: its sources are read by its rules, and the mixture
             goes on from its cursors.
-        whole: whether the data was not trained on, and all documents of a source without a held-out split are held out.
+        trained_on: where nothing is trained, the rules of the sources that the weights were trained on, as far as they
+            are known. Of any other source without a held-out split all documents are held out.
     """
     apart = next((corpus for corpus in corpora if corpus.is_apart), None)
     corpora = [corpus for corpus in corpora if not corpus.is_apart]
     reading = reading_of(settings, tokenizer, config)
     if apart and not settings.num_steps:
-        return load_apart(settings, apart, reading)
+        return load_apart(settings, apart, reading, trained_on or [])
     per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
     before = recorded_data(settings, manifest)
     lanes = choose_lanes(settings, corpora, before, per_step)
@@ -107,9 +108,9 @@ def load(
                 f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}"
             )
         if settings.streaming and not corpus.is_mapped:
-            opened[corpus.name] = open_stream(settings, corpus, reading, rules, lanes, whole)
+            opened[corpus.name] = open_stream(settings, corpus, reading, rules, lanes, trained_on)
         else:
-            opened[corpus.name] = open_cached(settings, corpus, reading, rules, whole)
+            opened[corpus.name] = open_cached(settings, corpus, reading, rules, trained_on)
     record = record_of_run(
         settings,
         {name: source.rules for name, source in opened.items()},
@@ -126,7 +127,7 @@ def load(
     )
     held_out = {name: source.held_out for name, source in opened.items() if source.held_out}
     if apart:
-        held_out = {apart.name: open_apart(settings, apart, reading)}
+        held_out = {apart.name: open_apart(settings, apart, reading, [source.rules for source in opened.values()])}
     if settings.eval_interval:
         data.held_out = {name: of_source.windows for name, of_source in held_out.items()}
         data.held_out_identity = {name: of_source.identity() for name, of_source in held_out.items()}
@@ -200,15 +201,19 @@ def refuse_other_sources(settings: flag_rules.Settings, corpora: list[Corpus], b
         raise base.UserError(f"{flag}: {problem}; give {advice}")
 
 
-def open_apart(settings: flag_rules.Resolved, corpus: Corpus, reading: Reading) -> HeldOut:
-    """What an --eval-split that is a place of its own holds, from the token cache or token files, also beside
-    streams."""
+def open_apart(
+    settings: flag_rules.Resolved, corpus: Corpus, reading: Reading, trained_on: list[dict[str, Any]]
+) -> HeldOut:
+    """What an --eval-split that is a place of its own holds, from the token cache or token files, also beside streams.
+    It is an error where one of the sources in `trained_on` has the same tokens."""
     place = settings.eval_split
     if corpus.has_mask and not settings.document_mask and "document_mask" not in settings.given:
         problem = "its documents do not see each other, and those that the run trains on do"
         raise base.UserError(f"--eval-split {place}: {problem}; give --document-mask or --no-document-mask")
     with named_by_eval_split():
         tokens, line = reading.open(corpus, corpus.split)
+        if rules_of_training(trained_on, tokens, reading):
+            raise base.UserError(f"--eval-split {place}: its tokens were trained on; give what was not")
         windows = reading.windows(tokens, f"{place}, split {corpus.split!r}")
     job.say("data      ", f"{place}: {line}")
     if corpus.is_chat:
@@ -218,9 +223,11 @@ def open_apart(settings: flag_rules.Resolved, corpus: Corpus, reading: Reading) 
     return HeldOut(windows, f"{place}{split}, all of it{documents}")
 
 
-def load_apart(settings: flag_rules.Resolved, corpus: Corpus, reading: Reading) -> TrainingData:
+def load_apart(
+    settings: flag_rules.Resolved, corpus: Corpus, reading: Reading, trained_on: list[dict[str, Any]]
+) -> TrainingData:
     """An --eval-split that is a place of its own, for an evaluation of it without training."""
-    held_out = open_apart(settings, corpus, reading)
+    held_out = open_apart(settings, corpus, reading, trained_on)
     data = mix({corpus.name: held_out.windows}, {corpus.name: None}, settings.sequence_length, settings.seed)
     data.held_out, data.header = {corpus.name: held_out.windows}, {"held out": describe_held_out(held_out)}
     data.record.sources[corpus.name]["chat"] = corpus.is_chat
@@ -245,6 +252,16 @@ def open_synthetic(settings: flag_rules.Resolved, vocab_size: int) -> OpenedSour
     if settings.eval_interval:
         held_out = HeldOut(SyntheticDataset(vocab_size, length, seed + 1, SYNTHETIC_EVAL_WINDOWS), "synthetic")
     return OpenedSource(train, held_out, {"dataset": f"synthetic, {vocab_size:,} ids"})
+
+
+def rules_of_training(trained_on: list[dict[str, Any]], tokens: Tokens, reading: Reading) -> dict[str, Any] | None:
+    """The rules of the source in `trained_on` that has these tokens, or that part of them which was not held out; None
+    where none has."""
+    by_digest = {rules["dataset"]: rules for rules in trained_on}
+    digests = [tokens.fingerprint()] if trained_on else []
+    if any(rules.get("held_out") == HELD_OUT for rules in trained_on):
+        digests.append(reading.with_ends(tokens).divide()[0].fingerprint())
+    return next((by_digest[digest] for digest in digests if digest in by_digest), None)
 
 
 def choose_held_out(
@@ -277,12 +294,21 @@ def choose_held_out(
 
 
 def open_cached(
-    settings: flag_rules.Resolved, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None, whole: bool
+    settings: flag_rules.Resolved,
+    corpus: Corpus,
+    reading: Reading,
+    rules: dict[str, Any] | None,
+    trained_on: list[dict[str, Any]] | None,
 ) -> OpenedSource:
     """A source from the token cache or from token files."""
+    opened = None
+    if trained_on:
+        opened = reading.open(corpus, corpus.split)
+        rules = rules_of_training(trained_on, opened[0], reading)
+    whole = trained_on is not None and not rules
     split, rule = choose_held_out(settings, corpus, rules, HELD_OUT, whole)
     place = f"{corpus.source.dataset}, split {corpus.split!r}"
-    tokens, line = reading.open(corpus, corpus.split)
+    tokens, line = opened or reading.open(corpus, corpus.split)
     of_source = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
     job.say("data      ", of_source + line)
     warning = token_files.differing_tokenizer(tokens.files, reading.tokenizer)
@@ -323,7 +349,7 @@ def open_stream(
     reading: Reading,
     rules: dict[str, Any] | None,
     lanes: int,
-    whole: bool,
+    trained_on: list[dict[str, Any]] | None,
 ) -> OpenedSource:
     """A source that is read while training."""
     dataset = corpus.source.dataset
@@ -332,7 +358,6 @@ def open_stream(
         raise base.UserError(
             f"--dataset {dataset}: holds {holds}, whose masks are in the token cache; leave out --streaming"
         )
-    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT_BY_CONTENT, whole)
 
     def stream_of(split: str) -> Stream:
         name, bounds = parse_split(split)
@@ -358,6 +383,10 @@ def open_stream(
 
     train = stream_of(corpus.split)
     fingerprint = base.on_main_rank(train.fingerprint)
+    if trained_on:
+        rules = next((rules for rules in trained_on if rules.get("corpus") == fingerprint["corpus"]), None)
+    whole = trained_on is not None and not rules
+    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT_BY_CONTENT, whole)
     held_out = stream_of(split) if split else copy.copy(train)
     if rule:
         train.held_out = False

@@ -4,6 +4,7 @@ on any number of ranks, and nothing in it knows of runs, checkpoints' files or r
 Elsewhere: `from harness import model as models`, as a model is called `model` there.
 """
 
+from harness.model.activations import checkpoint_activations
 from harness.model.attention import choose_attention, describe_attention
 from harness.model.collectives import avoid_copies_of_one_rank, fsdp_group, make_replicas_equal, sharded_modules
 from harness.model.configs import choose_sequence_length, find_source, load_config, read_generation_config
@@ -21,8 +22,15 @@ from harness.model.lora import (
     trained_on_meta,
     write_adapter_config,
 )
-from harness.model.loss import adapt_forward, choose_loss, full_loss
-from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer, local, memory_saving_optimizers
+from harness.model.loss import StepLoss, adapt_forward, choose_loss, full_loss
+from harness.model.optimization import (
+    build_optimizer,
+    build_scheduler,
+    clip_grad_norm,
+    find_optimizer,
+    local,
+    memory_saving_optimizers,
+)
 from harness.model.precision import choose_precision
 from harness.model.pretrained import PretrainedWeights, describe_unread, digest_of_weights
 from harness.model.routing import describe_routing
@@ -36,13 +44,16 @@ from harness.model.weights import as_in_checkpoint, check_room, decoder_layers, 
 __all__ = [
     "MENDED",
     "PretrainedWeights",
+    "StepLoss",
     "adapt_forward",
     "adapter_injector",
     "as_in_checkpoint",
     "avoid_copies_of_one_rank",
     "build_optimizer",
+    "build_scheduler",
     "check_float8",
     "check_room",
+    "checkpoint_activations",
     "choose_attention",
     "choose_loss",
     "choose_precision",

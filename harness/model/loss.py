@@ -172,6 +172,39 @@ def adapt_forward(model: Any, settings: flags.Resolved) -> None:
     watch_routers(model, settings.init)
 
 
+class StepLoss:
+    """What the microbatches of an optimizer step have given so far, on the device: `loss` and what is trained on beside
+    it, `terms` by name and `router_loss`; `expert_load`, how many tokens went to each expert, fp32 of shape (layers,
+    experts). All are of this rank; the last two are None without a router loss."""
+
+    def __init__(self, model: Any, microbatches: int):
+        """`model` was adapted by `adapt_forward`."""
+        self.model, self.microbatches = model, microbatches
+        self.loss: torch.Tensor | None = None
+        self.terms: dict[str, torch.Tensor] = {}
+        self.router_loss: torch.Tensor | None = None
+        self.expert_load: torch.Tensor | None = None
+
+    def add(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
+        """Adds the microbatch of the last forward pass, whose `loss` has been divided by `divisor`; returns what of it
+        is differentiated. A router loss counts every microbatch alike, whatever tokens it trains on."""
+        self.loss = added(self.loss, loss.detach())
+        for name, term in self.model.loss_terms.items():
+            self.terms[name] = added(self.terms.get(name), term / divisor)
+        routing = self.model.routing
+        if not routing:
+            return loss
+        router_loss, assignments = routing.read()
+        router_loss = router_loss / self.microbatches
+        self.router_loss = added(self.router_loss, router_loss.detach())
+        self.expert_load = added(self.expert_load, assignments)
+        return loss + routing.coefficient * router_loss
+
+
+def added(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
+    return value if total is None else total + value
+
+
 def choose_loss(fused: bool | None, config: PretrainedConfig) -> bool:
     """Whether the head is fused into the loss, for `--fused-loss`; a UserError where it was asked for and cannot be."""
     if fused is False:

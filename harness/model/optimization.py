@@ -1,5 +1,5 @@
-"""Optimization: the optimizer of a sharded model by its name, with weight decay on matrices only and its states made,
-and the clipping of gradients. Each optimizer is a file of harness/model/optimizers/."""
+"""Optimization: the optimizer of a sharded model by its name, with weight decay on matrices only and its states made;
+the schedule of its learning rate; the clipping of gradients. Each optimizer is a file of harness/model/optimizers/."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -68,6 +69,18 @@ def build_optimizer(settings: flags.Resolved, model: nn.Module) -> torch.optim.O
         raise base.UserError(f"--optimizer {settings.optimizer}: {needs}")
     groups = [group for group in kind.groups(model, settings) if group["params"]]
     return kind.build(groups, settings)
+
+
+def build_scheduler(settings: flags.Resolved, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """The learning rate's schedule, one of transformers'."""
+    schedule = flags.SCHEDULES[settings.lr_scheduler]
+    return transformers.get_scheduler(
+        schedule.transformers_name,
+        optimizer,
+        num_warmup_steps=settings.warmup_steps,
+        num_training_steps=settings.num_steps,
+        scheduler_specific_kwargs=schedule.options(settings),
+    )
 
 
 def local(tensor: Any) -> torch.Tensor:

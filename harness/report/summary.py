@@ -91,10 +91,6 @@ def say_evaluation(
     lines = {"evaluated": f"{weights} on {dataset}: {describe_held_out(losses)}, {size}"}
     if "held out" in data.header:
         lines["held out"] = data.header["held out"]
-        if (
-            not flags.is_place(settings.eval_split) and "one of every" in lines["held out"]
-        ):  # a part, as what these weights were trained on may be unknown
-            lines["held out"] += "; a file that is given as --eval-split is taken whole"
     job.say(job.columns(lines))
     if settings.json and dist.get_rank() == 0:
         figures = {"model": settings.model, "step": step, "dataset": dataset, "tokens": tokens} | losses

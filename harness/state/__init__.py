@@ -5,30 +5,29 @@ shards, everything else is one dataclass of counters in the manifest.
     Checkpoints               saves it: `save` publishes a checkpoint or nothing, `finish` waits for it
     remove_leftovers          removes what a kill left of a save
     find_checkpoint           the `Checkpoint` to go on from, its path and manifest, checked; None for a fresh start
-    load_mean                 the mean of a run's newest checkpoints
     find_recorded_data        what a run recorded of its data, for --show-samples
     goes_on                   whether a checkpoint is of the run in a folder; else that is a new run
     describe_identity         what no flag says and a resumed run must have again
     check_resume              what changed and may change, in words; an error names what makes it another run
-    check_data, check_same_model, check_same_base, check_same_corpus    the same for what trains nothing
+    check_data, check_same_weights, check_same_corpus    the same for what trains nothing
+    load_to_read              loads a checkpoint for that, or the mean of a run's newest ones
     keep_global_batch         the batch of a run that goes on with other ranks
     check_export, export      whether --export can be written, and writing it
+    trained_on                what weights were trained on, by their run's record and by the export they began with
 
 A figure that survives a restart is one line of `Counters` in train_state.py.
 """
 
-from harness.state.exports import check_export, export
-from harness.state.find import find_checkpoint, find_recorded_data, goes_on, load_mean, load_to_read, refuse_broken
+from harness.state.exports import check_export, export, trained_on
+from harness.state.find import find_checkpoint, find_recorded_data, goes_on, load_to_read, refuse_broken
 from harness.state.identity import (
     Batch,
     check_data,
     check_resume,
-    check_same_base,
     check_same_corpus,
-    check_same_model,
+    check_same_weights,
     count_eval_windows,
     describe_identity,
-    digest_of_base,
     keep_global_batch,
 )
 from harness.state.store import Checkpoints
@@ -42,18 +41,16 @@ __all__ = [
     "check_data",
     "check_export",
     "check_resume",
-    "check_same_base",
     "check_same_corpus",
-    "check_same_model",
+    "check_same_weights",
     "count_eval_windows",
     "describe_identity",
-    "digest_of_base",
     "export",
     "find_checkpoint",
     "find_recorded_data",
     "goes_on",
     "keep_global_batch",
-    "load_mean",
     "load_to_read",
     "refuse_broken",
+    "trained_on",
 ]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from harness import base, flags, job
+from harness import base, data, flags, job
 from harness import model as models
 from harness.state.find import goes_on
 from harness.state.train_state import Checkpoint, TrainState, persistent_tensors, saved_tensors
@@ -84,6 +84,16 @@ def header_of_export(folder: pathlib.Path) -> dict[str, str]:
     return {}
 
 
+def trained_on(settings: flags.Resolved, record: data.DataRecord | None) -> list[dict[str, Any]]:
+    """The rules of the sources that weights were trained on, as far as they are known: by the run of `record`, and by
+    that whose export they began with. Every rank calls this."""
+    sources = [*record.removed.values(), *record.sources.values()] if record else []
+    if settings.init == "pretrained":
+        header = base.on_main_rank(lambda: header_of_export(pathlib.Path(settings.model).expanduser()))
+        sources += json.loads(header.get("trained_on", "[]"))
+    return sources
+
+
 def checksum_of_command(settings: flags.Settings) -> str:
     """Tells commands apart by the flags that were given; their values, such as paths, are nothing to publish."""
     given = json.dumps(dict(settings.given), sort_keys=True, default=str)
@@ -91,12 +101,16 @@ def checksum_of_command(settings: flags.Settings) -> str:
 
 
 def export(
-    settings: flags.Resolved, state: TrainState, tokenizer: PreTrainedTokenizerBase | None, ends: list[int]
+    settings: flags.Resolved,
+    state: TrainState,
+    tokenizer: PreTrainedTokenizerBase | None,
+    ends: list[int],
+    trained_on: list[dict[str, Any]],
 ) -> None:
     """Writes the folder of --export, which AutoModelForCausalLM and AutoTokenizer.from_pretrained load, in the place of
     an earlier export there. The weights keep their training precision: fp32, or bf16 with bf16-pure. Of adapters it is
     a folder of peft's or, with --export-weights merged, the model with them, in the precision of its frozen weights.
-    `ends` are the tokens that end a text. Every rank calls this.
+    `ends` are the tokens that end a text, `trained_on` the rules of the sources. Every rank calls this.
 
     Raises:
         UserError: the model is not finite, or the folder cannot be written; nothing of it is left.
@@ -122,7 +136,7 @@ def export(
     if problem:
         raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
     on_disk(lambda: make_folder(temporary))
-    write_weights(temporary, settings, state, on_disk)
+    write_weights(temporary, settings, state, trained_on, on_disk)
     on_disk(lambda: write_configs(temporary, settings, state.model, tokenizer, ends))
     on_disk(lambda: replace_folder(final, temporary))
     parts = [str(final), f"step {state.step:,}"]
@@ -154,12 +168,16 @@ def exports_adapters(settings: flags.Resolved) -> bool:
 
 
 def write_weights(
-    folder: pathlib.Path, settings: flags.Resolved, state: TrainState, on_disk: Callable[[Callable[[], None]], None]
+    folder: pathlib.Path,
+    settings: flags.Resolved,
+    state: TrainState,
+    trained_on: list[dict[str, Any]],
+    on_disk: Callable[[Callable[[], None]], None],
 ) -> None:
     """Writes the weights under the names that they have on the hub, into one file where they take at most ONE_FILE,
     else into a file for each decoder layer and one for what is in none: so no rank ever holds the model. A file's
-    header has the run's id, the step, and the checksum of the command. Adapters alone are one file, by peft's names.
-    Every rank calls this."""
+    header has the run's id, the step, and checksums of the command and of what was trained on. Adapters alone are one
+    file, by peft's names. Every rank calls this."""
     from safetensors.torch import save_file
 
     adapters_alone = exports_adapters(settings)
@@ -169,6 +187,7 @@ def write_weights(
         parts = by_layer(tensors)
     command = checksum_of_command(settings)
     header = {"format": "pt", "run_id": state.run_id, "step": str(state.step), "command": command}
+    header["trained_on"] = json.dumps(trained_on)
     index: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
 
     def write(name: str, part: dict[str, torch.Tensor]) -> None:

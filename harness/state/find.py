@@ -36,20 +36,26 @@ def find_checkpoint(resume: str, folder: pathlib.Path | None) -> Checkpoint | No
     raise base.UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
 
 
-def load_to_read(resume: str, state: TrainState, checkpoint: Checkpoint) -> Checkpoint:
-    """Loads a checkpoint for what trains nothing; returns the one that was. A run that goes on may remove it meanwhile:
-    then the next newest one of that run is loaded. Every rank calls this.
+def load_to_read(
+    settings: flags.Resolved, state: TrainState, config: PretrainedConfig, checkpoint: Checkpoint
+) -> Checkpoint:
+    """Loads a checkpoint for what trains nothing, or with --average-checkpoints the mean of the newest ones up to it;
+    returns the one that was loaded. A run that goes on may remove it meanwhile: then the next newest one of that run
+    is. Every rank calls this.
 
     Raises:
-        UserError: it cannot be loaded.
+        UserError: it cannot be loaded, or as `load_mean` says.
     """
     try:
         state.load(checkpoint)
-        return checkpoint
     except base.UserError:
         if base.on_main_rank(checkpoint.path.exists):
             raise
-    return load_to_read(resume, state, find_checkpoint(resume, None))
+        return load_to_read(settings, state, config, find_checkpoint(settings.resume, None))
+    job.say(f"loaded     {checkpoint.path}, step {state.step:,}")
+    if settings.average_checkpoints:
+        job.say(f"averaged   {load_mean(settings, state, config, checkpoint.path)}")
+    return checkpoint
 
 
 def load_mean(settings: flags.Resolved, state: TrainState, config: PretrainedConfig, newest: pathlib.Path) -> str:

@@ -109,6 +109,14 @@ def check_same_model(config: PretrainedConfig, manifest: dict) -> None:
             refuse(f"--model: {name}", value, now[name])
 
 
+def check_same_weights(settings: flag_rules.Resolved, config: PretrainedConfig, manifest: dict | None) -> None:
+    """Raises a UserError where the weights of a checkpoint, if there is one, are not those of this model, or are
+    adapters of another base. Every rank calls this."""
+    if manifest:
+        check_same_model(config, manifest)
+        check_same_base(settings, digest_of_base(settings, config), manifest)
+
+
 def check_same_base(settings: flag_rules.Resolved, digest: str | None, manifest: dict) -> None:
     """Raises a UserError where the adapters of a checkpoint are others, or for other weights than those of `digest`."""
     refuse_changed(settings, manifest, ("lora_rank", "lora_alpha", "lora_targets"))

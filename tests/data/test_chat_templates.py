@@ -193,13 +193,37 @@ def test_the_header_says_how_turns_are_found_and_where_a_model_cannot_learn_to_s
     assert chat_format(tokenizer, CHATML).describe()["trained on"] == marked
 
 
+CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
+PARTS = [{"type": "text", "text": "Hi."}]
+
+
+@pytest.mark.parametrize("loss", ["assistant", "all"])
 @pytest.mark.parametrize("marks", [True, False])
-def test_a_call_that_the_template_leaves_out_is_refused_with_its_name(tokenizer, marks):
-    call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
-    lost = Conversation([HI, says("assistant", "", tool_calls=[call])], place="chat.jsonl, line 3")
-    template = CHATML if marks else MARKS.sub("", CHATML)
-    with pytest.raises(UserError, match=r"line 3: the chat template leaves out its call of get_weather"):
-        chat_format(tokenizer, template).encode([lost], Counter())
+@pytest.mark.parametrize(
+    "messages, problem",
+    [
+        ([HI, says("assistant", "", tool_calls=[CALL])], "the chat template leaves out its call of get_weather"),
+        ([says("user", PARTS), says("assistant", "Hi.")], "the content of its user is a list of parts"),
+        ([HI, says("assistant", PARTS)], "the content of its assistant is a list of parts"),
+    ],
+)
+def test_what_the_template_does_not_read_is_refused_and_named(tokenizer, messages, problem, marks, loss):
+    misread = Conversation(messages, place="chat.jsonl, line 3")
+    template = CHATML.replace("content +", "content ~")  # which takes a list
+    template = template if marks else MARKS.sub("", template)
+    with pytest.raises(UserError, match=f"line 3: {problem}"):
+        chat_format(tokenizer, template, loss).encode([misread], Counter())
+
+
+@pytest.mark.parametrize("loss", ["assistant", "all"])
+def test_parts_that_the_template_reads_are_their_text(tokenizer, loss):
+    text = "(message.content if message.content is string else message.content[0].text)"
+    read = CHATML.replace("message.content", text)
+    of_parts, of_text = (
+        chat_format(tokenizer, read, loss).render(Conversation([HI, says("assistant", content)]))
+        for content in (PARTS, "Hi.")
+    )
+    assert of_parts == of_text
 
 
 @pytest.mark.parametrize("marks", [True, False])

@@ -4,6 +4,7 @@ trained on."""
 import json
 import math
 import re
+import shutil
 
 import multirank
 import pytest
@@ -50,13 +51,15 @@ def runs(start, device):
 
 @pytest.fixture
 def evaluate(start, device, capfd):
-    """`evaluate(*flags)`: the object of an evaluation."""
+    """`evaluate(*flags, said=words)`: the object of an evaluation, whose line of what is held out begins so."""
 
-    def evaluate(*flags) -> dict:
+    def evaluate(*flags, said: str = "") -> dict:
         capfd.readouterr()
         given = ["--num-steps", 0, "--eval-interval", 1, "--json", "--cache-dir", start.folder / "cache", *flags]
         assert train(given, device) == 0
-        return json.loads(capfd.readouterr().out)
+        out, err = capfd.readouterr()
+        assert re.search(f"^held out +{said}", err, re.MULTILINE)
+        return json.loads(out)
 
     return evaluate
 
@@ -83,7 +86,7 @@ def test_a_checkpoint_and_its_export_have_the_held_out_loss_of_the_run_and_of_tr
 ):
     opened = []
     load = data.load
-    monkeypatch.setattr(data, "load", lambda *args: opened.append(load(*args)) or opened[-1])
+    monkeypatch.setattr(data, "load", lambda *args, **more: opened.append(load(*args, **more)) or opened[-1])
     found = evaluate("--resume", runs / "held")
     (windows,) = opened[-1].held_out.values()
     assert found["eval_loss"] == pytest.approx(held_out_loss(runs / "held"), rel=1e-6)
@@ -210,9 +213,31 @@ def test_data_that_the_run_did_not_train_on_are_evaluated_whole_with_the_number_
     assert found["tokens"] == pytest.approx(whole["tokens"], abs=32 * 4)
     if not flags:
         assert found == whole
-        given = ["--num-steps", 0, "--eval-interval", 1, "--cache-dir", runs / "cache"]
-        python_flags = [*given, "--resume", runs / "held", "--dataset", runs / "other.jsonl"]
-        assert re.search("^held out +all of it, 40 documents: ", python(*python_flags).stdout, re.MULTILINE)
-        exported = [*given, "--model", runs / "export", "--init", "pretrained", "--sequence-length", 32]
-        said = python(*exported, "--dataset", runs / "other.jsonl").stdout  # which may have been trained on it
-        assert re.search("^held out +one of every 20 documents of it, 2 of 40: ", said, re.MULTILINE)
+
+
+WHOLE, A_PART = "all of it, 40 documents", "one of every 20 documents of it, 10 of 200"
+
+
+@pytest.mark.parametrize("of", ["checkpoint", "export"])
+@pytest.mark.parametrize("name, held_out", {"other": WHOLE, "my": A_PART, "copy": A_PART}.items())
+def test_what_weights_were_trained_on_is_known_by_its_tokens_and_all_else_is_taken_whole(
+    runs, evaluate, capfd, of, name, held_out
+):
+    shutil.copy(runs / "my.jsonl", runs / "copy.jsonl")
+    exported = ["--init", "pretrained", "--model", runs / "export", "--sequence-length", 32, "--precision", "fp32"]
+    weights = {"checkpoint": ["--resume", runs / "held"], "export": exported}[of]
+    found = evaluate(*weights, "--dataset", runs / f"{name}.jsonl", said=held_out)
+    if held_out == A_PART:
+        assert found["eval_loss"] == pytest.approx(held_out_loss(runs / "held"), rel=1e-6)
+
+
+def test_an_export_of_a_run_on_an_export_knows_what_both_were_trained_on(start, runs, evaluate, refused, device):
+    tuned = start("tuned", "--init", "pretrained", "--model", runs / "export", "--dataset", runs / "other.jsonl")
+    assert train([*tuned, "--export", runs / "tuned-export"], device) == 0
+    weights = ["--init", "pretrained", "--model", runs / "tuned-export", "--sequence-length", 32]
+    evaluate(*weights, "--dataset", runs / "my.jsonl", said=A_PART)
+    assert "the run held out nothing" in refused(*weights, "--dataset", runs / "other.jsonl")
+    for name in ("my", "other"):
+        assert refused(*weights, "--eval-split", runs / f"{name}.jsonl").endswith(
+            "its tokens were trained on; give what was not"
+        )

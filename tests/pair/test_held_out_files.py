@@ -2,6 +2,7 @@
 mixtures, by a checkpoint and by its export; and what is refused."""
 
 import json
+import shutil
 
 import multirank
 import numpy as np
@@ -141,6 +142,8 @@ REFUSED = {  # --eval-split and what is beside it: the line
     "none.jsonl": "--eval-split none.jsonl: no such file or folder",
     "{}/model": "--eval-split {}/model: needs .bin/",
     "{}/a.jsonl": "--eval-split {}/a.jsonl: {}/a.jsonl is in --dataset {}/a.jsonl too, which is trained on; take",
+    "{}/a-copy.jsonl": "--eval-split {}/a-copy.jsonl: its tokens were trained on; give what was not",
+    "{}/a.txt": "--eval-split {}/a.txt: its tokens were trained on; give what was not",
     "{}/held.jsonl --dataset {}/*.jsonl": "--eval-split {}/held.jsonl: {}/held.jsonl is in --dataset {}/*.jsonl too",
     "{}/bad.txt": "--eval-split {}/bad.txt, ",
     "{}/held.jsonl --sequence-length 128 --eval-split {}/template.txt": "--eval-split {}/template.txt, split 'train'",
@@ -152,6 +155,9 @@ REFUSED = {  # --eval-split and what is beside it: the line
 @pytest.mark.parametrize("more, said", REFUSED.items())
 def test_what_cannot_be_held_out_is_one_line(flags, folder, device, tmp_path, monkeypatch, more, said):
     (folder / "template.txt").write_text("The fox.")
+    shutil.copy(folder / "a.jsonl", folder / "a-copy.jsonl")
+    stories = map(json.loads, (folder / "a.jsonl").read_text().splitlines())
+    (folder / "a.txt").write_text("<|endoftext|>".join(story["text"] for story in stories))
     (folder / "bad.txt").write_bytes(b"a \xff")
     monkeypatch.chdir(folder)
     with pytest.raises(UserError) as raised:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ROOT, metrics_of, parse, train, words, write_model
 
-import train_fsdp
+from harness import model as models
 from harness.base import saved
 from harness.flags import SCHEDULES
 
@@ -48,7 +48,7 @@ def test_the_learning_rate_falls_by_its_shape_in_the_last_steps(flags, shape, de
     given += [] if decay_steps is None else ["--decay-steps", decay_steps]
     given += [] if shape == "cosine" else ["--decay-shape", shape]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], PEAK)
-    scheduler = train_fsdp.build_scheduler(parse([*flags, *given]), optimizer)
+    scheduler = models.build_scheduler(parse([*flags, *given]), optimizer)
     rates = {}
     for step in range(1, STEPS + 1):
         rates[step] = scheduler.get_last_lr()[0]
@@ -85,7 +85,7 @@ def test_every_row_of_the_table_is_a_schedule_of_transformers(flags, name):
     """It rises to the peak in the warmup, and never goes above it."""
     settings = parse([*flags, "--lr-scheduler", name, "--warmup-steps", 0 if name == "constant" else WARMUP])
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], PEAK)
-    scheduler, rates = train_fsdp.build_scheduler(settings, optimizer), []
+    scheduler, rates = models.build_scheduler(settings, optimizer), []
     for _ in range(STEPS):
         rates += scheduler.get_last_lr()
         optimizer.step()

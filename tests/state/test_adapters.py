@@ -1,6 +1,8 @@
 """What a run with --lora-rank saves and exports: adapters alone, which peft, transformers and a resumed run load."""
 
 import json
+import re
+import shlex
 import shutil
 import types
 
@@ -49,6 +51,19 @@ def built(monkeypatch) -> list:
 def logits_of(model) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("which", ["adapters", "merged"])
+def test_the_best_of_a_run_is_exported_as_the_run_was_asked_to(flags, device, tmp_path, capfd, which):
+    best = "--keep-best --eval-interval 2 --eval-steps 1 --checkpoint-interval 2 --export-weights"
+    assert train(flags("llama", *words(best), which, "--export", tmp_path / "last"), device) == 0
+    line = re.search(r"^best .* exported by: (.*)$", capfd.readouterr().out, re.MULTILINE)
+    command = shlex.split(line[1])
+    assert train(command[command.index("--export-weights") :], device) == 0
+    of_adapters = "adapter_config.json"
+    for folder in (tmp_path / "last", tmp_path / "out" / "r-best"):
+        assert (folder / of_adapters).exists() == (which == "adapters")
+        assert (folder / "config.json").exists() == (which == "merged")
 
 
 @pytest.mark.parametrize("name", ["llama", "smollm3", "qwen3_moe", "gpt2"])

@@ -1,6 +1,7 @@
 """torch's fused AdamW. Its kernel gets local tensors: going through DTensor costs the host time for each parameter, and
 in torch 2.11 it leaks. The states are DTensors."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,50 +40,31 @@ class AdamW(torch.optim.AdamW):
         self.grad_scale = self.skip = None
 
     def update_group(self, group: dict) -> None:
+        """One step of a group's parameters, of each its part on this rank."""
         with_grad = [parameter for parameter in group["params"] if parameter.grad is not None]
         states = [self.state[parameter] for parameter in with_grad]
-        update_all = self.update_each if self.update else self.update_by_torch
-        update_all(
-            group,
-            [local(parameter) for parameter in with_grad],
-            [local(parameter.grad) for parameter in with_grad],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
-            [state["step"] for state in states],
-        )
-
-    def update_by_torch(
-        self,
-        group: dict,
-        parameters: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        exp_avgs: list[torch.Tensor],
-        exp_avg_sqs: list[torch.Tensor],
-        steps: list[torch.Tensor],
-    ) -> None:
-        """One step of a group's parameters, all of them this rank's local tensors, by torch's kernel."""
-        options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
+        parameters, gradients = [local(parameter) for parameter in with_grad], [local(p.grad) for p in with_grad]
+        first, second = ([local(state[moment]) for state in states] for moment in ("exp_avg", "exp_avg_sq"))
+        steps = [state["step"] for state in states]
+        options = {name: group[name] for name in ("weight_decay", "eps")}
         options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+        if self.update:
+            self.update_each(zip(parameters, gradients, first, second, steps, strict=True), steps, group["lr"], options)
+            return
+        options |= {name: group[name] for name in ("lr", "amsgrad", "maximize", "fused")}
         options |= {"grad_scale": self.grad_scale, "found_inf": self.skip}
-        adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, **options)
+        adamw(parameters, gradients, first, second, [], steps, **options)
 
     def update_each(
-        self,
-        group: dict,
-        parameters: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        exp_avgs: list[torch.Tensor],
-        exp_avg_sqs: list[torch.Tensor],
-        steps: list[torch.Tensor],
+        self, tensors: Iterable[tuple[torch.Tensor, ...]], steps: list[torch.Tensor], lr: float, options: dict
     ) -> None:
-        """As `update_by_torch`, each parameter by `self.update`."""
-        options = {"weight_decay": group["weight_decay"], "eps": group["eps"]}
-        options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
-        rate = torch.tensor(group["lr"])
+        """One step by `self.update`, of each parameter with its gradient, both moments and its step count."""
+        rate = torch.tensor(lr)
         # private: torch documents few operators on many tensors. One tensor for all would be read on the host.
         torch._foreach_add_(steps, 1 if self.skip is None else [1 - self.skip] * len(steps))
-        for *tensors, step in zip(parameters, gradients, exp_avgs, exp_avg_sqs, steps, strict=True):
-            self.update(*(tensor.view(-1) for tensor in tensors), step, self.grad_scale, self.skip, rate, **options)
+        for *of_parameter, step in tensors:
+            flat = [tensor.view(-1) for tensor in of_parameter]
+            self.update(*flat, step, self.grad_scale, self.skip, rate, **options)
 
 
 def update(
