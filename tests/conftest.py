@@ -4,6 +4,7 @@ Everything runs on the CPU, whatever the machine has, with one thread a process;
 """
 
 import contextlib
+import gc
 import io
 import json
 import multiprocessing
@@ -27,25 +28,20 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 if "gpu" not in sys.argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(ROOT))
+gc.disable()  # until the tests are collected: looking for garbage takes a fifth of the time of imports, which make none
 
-import multirank
 import pytest
-import torch
-import torch.multiprocessing
 from filelock import FileLock
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
-from transformers import AutoConfig, AutoModelForCausalLM
 
-import utils
+# What loads torch is imported where it is used: with -n one process has this file and runs no test.
 from harness.base import UserError
 from harness.flags import Settings, parse_args
 from harness.job import start_processes
 from harness.job.signals import StopRequest
 
-torch.set_num_threads(1)
 # Imports of a rank take longer than what most tests do in it: ranks are forked from a process that has them.
 multiprocessing.set_forkserver_preload(
-    ["torchao", "transformers.optimization", "transformers.models.smollm3.modeling_smollm3"]
+    ["torchao", "transformers.optimization", "transformers.models.smollm3.modeling_smollm3", "train_fsdp"]
 )
 
 
@@ -54,6 +50,12 @@ def pytest_configure(config) -> None:
     config.option.reportchars += "s"
     if config.option.markexpr == "not slow" and any("::" in argument for argument in config.args):
         config.option.markexpr = ""
+
+
+def pytest_collection_finish() -> None:
+    """What imports and collection made stays, and need not be looked at again."""
+    gc.freeze()
+    gc.enable()
 
 
 def slow_case(*values, id: str | None = None):
@@ -106,6 +108,8 @@ def cold_python(*arguments, **options) -> subprocess.CompletedProcess:
 
 def python(*arguments, timeout: float = 900) -> subprocess.CompletedProcess:
     """The program as a shell runs it, but in a process that is forked from one that has its imports."""
+    import multirank
+
     words = [*map(str, arguments)]
     with tempfile.NamedTemporaryFile("r") as stdout, tempfile.NamedTemporaryFile("r") as stderr:
         process = multiprocessing.get_context("forkserver").Process(
@@ -130,6 +134,9 @@ def torchrun(ranks: int, *arguments, program: str = PROGRAM, **options) -> subpr
 @contextlib.contextmanager
 def forking(ranks: int, function, *arguments):
     """(the processes of a world whose every rank calls a function, the file that they print into); they end with it."""
+    import multirank
+    import torch.multiprocessing
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -153,6 +160,8 @@ def forked(ranks: int, function, *arguments, timeout: float = 900) -> str:
     Raises:
         RuntimeError: a rank failed, or they did not end in time; all are ended, the message has what they printed.
     """
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
     with forking(ranks, function, *arguments) as (world, output):
         deadline = time.monotonic() + timeout
         try:
@@ -175,18 +184,32 @@ def losses_of(folder: pathlib.Path) -> list[float]:
 
 
 def write_model(folder: pathlib.Path, model_type: str, **sizes) -> str:
+    from transformers import AutoConfig
+
     AutoConfig.for_model(model_type, **sizes).save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture(scope="session")
-def workspace(tmp_path_factory) -> pathlib.Path:
+def shared_folder(tmp_path_factory) -> pathlib.Path:
+    """A folder that all processes of this test run have."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def token_cache(shared_folder) -> pathlib.Path:
+    """Where the demo's stories are tokenized once, for runs whose tests claim nothing of a cache."""
+    return shared_folder / "tokens"
+
+
+@pytest.fixture(scope="session")
+def workspace(shared_folder) -> pathlib.Path:
     """What the multi-rank workers read: text, a tokenizer, models, and checkpoints with the logits they should give.
 
     Made once for all processes of this test run.
     """
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "workspace"
+    folder = shared_folder / "workspace"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             fill_workspace(folder.with_name("workspace-in-the-making"))
@@ -195,6 +218,10 @@ def workspace(tmp_path_factory) -> pathlib.Path:
 
 
 def fill_workspace(folder: pathlib.Path) -> None:
+    import multirank
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     (folder / "tokenizer").mkdir(parents=True)
     for file in (ROOT / "assets" / "demo").glob("tokenizer*"):
         shutil.copy(file, folder / "tokenizer")
@@ -236,6 +263,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     """The clock of utils, which moves only when the test says so."""
+    import utils
+
     clock = Clock()
     monkeypatch.setattr(utils.time, "perf_counter", clock)
     return clock
@@ -294,9 +323,11 @@ SMALL = words("--num-steps 2 --sequence-length 16 --batch-size 2 --num-workers 0
 
 
 @pytest.fixture
-def arguments(tmp_path):
+def arguments(tmp_path, token_cache):
     """The smallest run that works; what a test gives beside it wins."""
-    folders = ["--output-dir", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache"), "--run-name", "r"]
+    import multirank
+
+    folders = ["--output-dir", str(tmp_path / "out"), "--cache-dir", str(token_cache), "--run-name", "r"]
     model = write_model(tmp_path / "model", "llama", **multirank.SIZES)
     return ["--dataset", "demo", "--model", model, "--tokenizer", str(ROOT / "assets" / "demo"), *SMALL, *folders]
 

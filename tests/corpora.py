@@ -3,13 +3,9 @@
 import json
 import pathlib
 
-import multirank
 import pytest
 from conftest import words, write_model
-from transformers import AutoTokenizer
 
-import utils
-from harness.data import corpora
 from harness.flags import sources_of
 
 DEMO = pathlib.Path(__file__).parent.parent / "assets" / "demo"
@@ -18,6 +14,8 @@ END = 0  # end-of-text of the demo tokenizer
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     assert tokenizer.eos_token_id == END
     return tokenizer
@@ -26,6 +24,8 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
     """The flags of a small run, with a token cache that all of them share."""
+    import multirank
+
     folder = tmp_path_factory.mktemp("small")
     flags = words("--sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --no-compile --log-interval 1")
     flags += words("--lr 1e-3 --lr-scheduler constant --perf-warmup-steps 0 --no-own-plan --run-name r --num-steps 4")
@@ -36,6 +36,7 @@ def small(tmp_path_factory):
 @pytest.fixture
 def load(tokenizer, tmp_path):
     """`load(source, ...)`: its windows, as a library opens them."""
+    import utils
 
     def load(source, seq_len: int = 4, with_tokenizer=tokenizer, **options):
         options = {"cache_dir": tmp_path / "cache", "vocab_size": 1536, "shuffle": False} | options
@@ -47,6 +48,7 @@ def load(tokenizer, tmp_path):
 @pytest.fixture
 def line_of(tokenizer, tmp_path):
     """`line_of(source, ...)`: what a run says of where the tokens of a source come from."""
+    from harness.data import corpora
 
     def line_of(source, with_tokenizer=tokenizer, **options) -> str:
         reading = corpora.Reading(with_tokenizer, 4, **{"vocab_size": 1536, "cache_dir": tmp_path / "cache"} | options)

@@ -33,7 +33,7 @@ from harness.model.weights import decoder_layers
 from harness.state import store
 
 BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
-STEPS = 10
+STEPS = 6
 
 SIZES = {
     "vocab_size": 1536,  # the demo tokenizer's
@@ -108,8 +108,7 @@ SLOW = {
     "uneven at stage 0": ("uneven", "--zero-stage 0"),
     "uneven at stage 2 in 4 microbatches": ("uneven", "--zero-stage 2 --gradient-accumulation-steps 4"),
 } | {name: (name, "") for name in FAMILIES if name not in QUICK}
-# These only come near the fp32 losses; for so many steps they are run.
-NEAR_STEPS = 8
+# These only come near the fp32 losses.
 QUICK_NEAR = {
     "bf16 in 4 microbatches": "--precision bf16 --zero-stage 2 --gradient-accumulation-steps 4",
     "fp8 tensorwise in 2 replicas": "--precision fp8 --fp8-emulate --dp-replicate-size 2",
@@ -286,6 +285,7 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
         return digest.hexdigest()
 
     train_fsdp.build_model = keep(train_fsdp.build_model)
+    utils.get_model_flops_per_token = keep(utils.get_model_flops_per_token)
     models.build_optimizer = keep(models.build_optimizer)
 
     def arguments(name: str, flags: str, **options) -> list[str]:
@@ -306,7 +306,8 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
             "output-dir": workspace / f"runs-{world}",
             "cache-dir": workspace / "cache",
         } | options
-        return [str(part) for option, value in options.items() for part in (f"--{option}", value)] + given
+        flags = [str(part) for option, value in options.items() for part in (f"--{option}", value)]
+        return [*flags, "--no-final-checkpoint", *given]
 
     def share(tensors: list) -> float:
         """Of the elements, what the rank holds that holds most."""
@@ -329,7 +330,7 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
             "grad_norms": [line["grad_norm"] for line in logged],
             "initial_weights": built.get("weights"),
             "shares": [share([*built["build_model"].parameters()]), share([s for s in states if s.dim()])],
-            "flops_per_token": utils.get_model_flops_per_token(built["build_model"], 64),
+            "flops_per_token": built["get_model_flops_per_token"],
             "kinds_of_linears": sorted({type(linear).__name__ for linear in linears}),
         }
 
@@ -360,7 +361,7 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
     for name, (model, flags) in tables["same"].items():
         observed["same"][name] = train(name, model, flags, **({"num-steps": 2} if model in FAMILIES else {}))
     for name, flags in tables["near"].items():
-        observed["near"][name] = train(name, "smollm3", flags, **{"num-steps": NEAR_STEPS})
+        observed["near"][name] = train(name, "smollm3", flags)
     observed["replicas"] = {n: replicas_of_ranks_that_draw_others(flags) for n, flags in tables["replicas"].items()}
     observed["round trips"] = {name: round_trip(name) for name in tables["round trips"]}
     build("smollm3", "")

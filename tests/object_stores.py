@@ -124,7 +124,7 @@ def serving(handler: type, **attributes):
     server.daemon_threads = True
     server.handle_error = lambda *_: None
     vars(server).update(attributes)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)  # ends that soon
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

@@ -3,6 +3,7 @@
 `main` is a rank that measures on real tensors, and `plan_all` plans the same; both write a JSON file.
 """
 
+import collections
 import contextlib
 import itertools
 import json
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 import train_fsdp
 import utils
@@ -59,18 +59,25 @@ def arguments(model: pathlib.Path, flags: str) -> list[str]:
 def measure(argv, device) -> dict:
     """One step: every storage that an operator gave out is asked for its size after every operator."""
 
-    def rounded(storages) -> int:
-        return sum(-(-storage.nbytes() // 512) * 512 for storage in storages)
+    def rounded(storage) -> int:
+        return -(-storage.nbytes() // 512) * 512
 
     def of(tensors) -> int:
         local = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-        return rounded({id(t.untyped_storage()): t.untyped_storage() for t in local}.values())
+        return sum(map(rounded, {id(t.untyped_storage()): t.untyped_storage() for t in local}.values()))
 
     class Live(TorchDispatchMode):
         def __init__(self):
             super().__init__()
-            self.storages, self.peak, self.sent = {}, 0, {}
-            self.streams, self.held = WeakIdKeyDictionary(), {}  # that a storage was made in; the peak of each
+            self.storages, self.peak, self.sent = {}, 0, {}  # the first by id: (weak reference, stream it was made in)
+            self.held = {}  # the peak of each stream
+
+        def see(self, tensor, stream) -> None:
+            """A tensor whose storage was made in this stream, if it was not seen before."""
+            storage = tensor.untyped_storage()
+            seen, _ = self.storages.get(id(storage), (lambda: None, None))
+            if seen() is not storage:  # also of a storage that is gone, whose id this one has
+                self.storages[id(storage)] = weakref.ref(storage), stream
 
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             if DTensor in types:
@@ -80,15 +87,17 @@ def measure(argv, device) -> dict:
             made_by += [(leaf, torch.cpu.current_stream()) for leaf in tree_leaves(result)]
             for leaf, stream in made_by:
                 if isinstance(leaf, torch.Tensor):
-                    storage = leaf.untyped_storage()
-                    self.storages[id(storage)] = weakref.ref(storage)
-                    self.streams.setdefault(storage, stream)
-            alive = {key: storage for key, seen in self.storages.items() if (storage := seen()) is not None}
-            self.storages = {key: weakref.ref(storage) for key, storage in alive.items()}
-            self.peak = max(self.peak, rounded(alive.values()))
-            for stream in set(self.streams.values()) - {None}:
-                made_in_it = [storage for storage in alive.values() if self.streams[storage] is stream]
-                self.held[stream] = max(self.held.get(stream, 0), rounded(made_in_it))
+                    self.see(leaf, stream)
+            of_streams = collections.Counter()
+            for key, (seen, stream) in list(self.storages.items()):
+                storage = seen()
+                if storage is None:
+                    del self.storages[key]
+                else:
+                    of_streams[stream] += rounded(storage)
+            self.peak = max(self.peak, of_streams.total())
+            for stream in of_streams.keys() - {None}:
+                self.held[stream] = max(self.held.get(stream, 0), of_streams[stream])
             for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
                 if "c10d" in op.namespace and kind.replace("_", "") in op.name().replace("_", ""):
                     size = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
@@ -116,9 +125,7 @@ def measure(argv, device) -> dict:
     live = Live()
     with live if dist.get_rank() == 0 else contextlib.nullcontext():
         for tensor in itertools.chain(parameters, states):  # what was there before
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            live.storages[id(local.untyped_storage())] = weakref.ref(local.untyped_storage())
-            live.streams[local.untyped_storage()] = torch.cpu.current_stream()
+            live.see(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, torch.cpu.current_stream())
         train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker(0, 1, 0))
     dist.barrier()
     peaks = {"total": max(seen["passes"], live.peak), "in optimizer": live.peak}

@@ -131,6 +131,7 @@ def test_a_tokenizers_own_tokens_around_a_text_are_named_in_the_header(tmp_path,
     config = AutoConfig.from_pretrained(tmp_path / "model")
     config.vocab_size += 1
     config.save_pretrained(tmp_path / "model")
+    arguments += ["--dataset", write_jsonl(tmp_path / "stories.jsonl", [{"text": text} for text in TEXTS])]
     assert train([*arguments, "--run-name", "plain"], device) == 0
     assert "\ndocuments  <|endoftext|> after each text\n" in capfd.readouterr().out
     assert train([*arguments, "--tokenizer", tmp_path / "tokenizer"], device) == 0

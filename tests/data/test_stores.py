@@ -96,7 +96,7 @@ def put(store) -> str:
 
 @pytest.mark.parametrize("plan", [["reset", "none", "none", "short", "reset"], ["none", "slow"], ["503"] * 7])
 def test_a_range_that_fails_is_read_again_and_nothing_is_lost_or_doubled(store, monkeypatch, plan):
-    monkeypatch.setattr(stores, "TIMEOUT_SECONDS", 2)
+    monkeypatch.setattr(stores, "TIMEOUT_SECONDS", 1)
     store[2].plan = [*plan]
     assert read_whole(put(store)) == LARGE and not store[2].plan
 

@@ -15,15 +15,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import flags, state
 
-SMALL = "--model demo --dataset synthetic --sequence-length 16 --num-workers 0 --no-compile --log-interval 1"
+SMALL = "--dataset synthetic --sequence-length 16 --num-workers 0 --no-compile --log-interval 1"
 
 
 @pytest.fixture
-def run(tmp_path):
+def small(tmp_path) -> str:
+    """The flags of a run of a small model, in tmp_path."""
+    model = write_model(tmp_path / "model", "llama", **multirank.SIZES)
+    return f"{SMALL} --model {model} --final-checkpoint --output-dir {tmp_path}"
+
+
+@pytest.fixture
+def run(small):
     """`run(name, flags)`: the output of a run that ends well, in a folder of its own name."""
 
     def start(name: str, flags: str) -> str:
-        done = python(*words(f"{SMALL} --final-checkpoint --output-dir {tmp_path} --run-name {name} {flags}"))
+        done = python(*words(f"{small} --run-name {name} {flags}"))
         said = re.sub("train_fsdp.py: warning: --precision bf16: this CPU has no .*\n", "", done.stderr)
         assert (done.returncode, said) == (0, ""), done.stderr
         return done.stdout
@@ -49,7 +56,7 @@ def test_going_on_keeps_what_was_given_and_what_it_was_resolved_to(run, tmp_path
     printed = run("first", "--num-steps 20 --batch-size 2")
     assert header(printed, "precision") == "fp32 throughout; the default on a CPU"
     first = record_of(tmp_path / "first")
-    typed = f"{SMALL.replace('no-compile', 'compile')} --final-checkpoint --output-dir --run-name --num-steps"
+    typed = f"{SMALL.replace('no-compile', 'compile')} --model --final-checkpoint --output-dir --run-name --num-steps"
     typed += " --batch-size"
     assert {f"--{name.replace('_', '-')}" for name in first["given"]} == set(re.findall(r"--[\w-]+", typed))
     assert first["flags"]["precision"] == "fp32"
@@ -128,11 +135,11 @@ def test_three_starts_on_any_ranks_keep_the_batch_that_was_given(batch, tmp_path
 
 
 @pytest.mark.parametrize("ranks, how", [((1, 2, 2), "a file"), slow_case((2, 1, 2), "printed")])
-def test_three_starts_on_other_ranks_are_one_run(run, tmp_path, ranks, how):
+def test_three_starts_on_other_ranks_are_one_run(small, token_cache, tmp_path, ranks, how):
     """With the losses of a run that was never stopped, also those of the windows that --eval-steps take."""
     (tmp_path / "run.toml").write_text('dataset = "demo"\nbatch-size = 2\ngradient-accumulation-steps = 2')
     more = f"--lr-scheduler constant --eval-interval 2 --eval-steps 3 --tokenizer {ROOT / 'assets' / 'demo'}"
-    common = words(f"{SMALL} --final-checkpoint --output-dir {tmp_path} --cache-dir {tmp_path}/cache {more}")
+    common = words(f"{small} --cache-dir {token_cache} {more}")
     common += ["--config", str(tmp_path / "run.toml")]
     forked(ranks[0], multirank.program, *common, "--run-name", "whole", "--num-steps", "6")
     printed = forked(ranks[0], multirank.program, *common, "--run-name", "r", "--num-steps", "2")
@@ -149,12 +156,12 @@ def test_three_starts_on_other_ranks_are_one_run(run, tmp_path, ranks, how):
         assert moved == pytest.approx(whole, rel=1e-5)
 
 
-def test_so_many_tokens_have_a_decay_and_a_resume_is_judged_by_the_warmup_that_it_keeps(run, tmp_path):
+def test_so_many_tokens_have_a_decay_and_a_resume_is_judged_by_the_warmup_that_it_keeps(run, small, tmp_path):
     decay = "--lr-scheduler warmup_stable_decay --decay-steps 4"
     run("r", f"--num-tokens 320 --batch-size 2 {decay}")  # 10 steps of 32, none of warmup
     assert metrics_of(tmp_path / "r")[-1]["step"] == 10
     run("w", f"--num-tokens 320 --batch-size 2 {decay} --warmup-steps 6")
-    too_long = words(f"{SMALL} --output-dir {tmp_path} --run-name w --resume auto --num-steps 12 --batch-size 2")
+    too_long = words(f"{small} --run-name w --resume auto --num-steps 12 --batch-size 2")
     refused = python(*too_long, *words(decay.replace("4", "7")))
     assert "--decay-steps 7: after the warmup there are 6 steps" in refused.stderr
 

@@ -132,7 +132,7 @@ def test_only_weights_that_were_loaded_are_judged_before_the_first_step(device, 
     assert events[:3] == ["scan", "check", "step"]
 
 
-def test_a_loss_that_ends_above_its_first_one_is_in_the_last_lines(device, arguments, tmp_path, capfd):
+def test_a_loss_that_ends_above_its_first_one_is_in_the_last_lines(device, arguments, tmp_path, token_cache, capfd):
     """And the perplexity of one that no float holds is null."""
     high = words("--lr 100 --max-grad-norm 0 --warmup-steps 0 --num-steps 2 --log-interval 1 --eval-interval 2")
     assert train([*arguments, *high], device) == 0
@@ -141,7 +141,7 @@ def test_a_loss_that_ends_above_its_first_one_is_in_the_last_lines(device, argum
     assert f"worse      the loss ended at {losses[-1]:,.4f}, above its first, {losses[0]:,.4f}: a lower --lr" in said
     assert not re.search(r"[\d,.]{20}", said)  # no perplexity of hundreds of digits
     evaluation = words("--num-steps 0 --eval-interval 1 --json")
-    train([*evaluation, "--resume", tmp_path / "out" / "r", "--cache-dir", tmp_path / "cache"], device)
+    train([*evaluation, "--resume", tmp_path / "out" / "r", "--cache-dir", token_cache], device)
     found = json.loads(capfd.readouterr().out)
     assert found["eval_loss"] > 800 and found["perplexity"] is None
 

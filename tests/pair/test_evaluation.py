@@ -26,7 +26,7 @@ def start(tmp_path_factory):
     """`start(name, *flags)`: the flags of a run of two steps on my.jsonl in `start.folder`."""
     folder = tmp_path_factory.mktemp("held-out")
     write_stories(folder / "my.jsonl")
-    write_stories(folder / "other.jsonl", 1000)
+    write_stories(folder / "other.jsonl", 1000, 40)
     model = write_model(folder / "model", "llama", **multirank.SIZES)
     small = words("--num-steps 2 --sequence-length 32 --batch-size 2 --num-workers 0 --precision fp32 --no-own-plan")
     small += ["--model", model, "--tokenizer", ROOT / "assets" / "demo", "--output-dir", folder]
@@ -215,7 +215,7 @@ def test_data_that_the_run_did_not_train_on_are_evaluated_whole_with_the_number_
         assert found == whole
 
 
-WHOLE, A_PART = "all of it, 200 documents", "one of every 20 documents of it, 10 of 200"
+WHOLE, A_PART = "all of it, 40 documents", "one of every 20 documents of it, 10 of 200"
 
 
 @pytest.mark.parametrize("of", ["checkpoint", "export"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import forked, slow_case
 from filelock import FileLock
-from multirank import COMPILED, NEAR_STEPS, QUICK, QUICK_NEAR, REPLICATED, ROUND_TRIPS, SLOW, SLOW_NEAR, resolved
+from multirank import COMPILED, QUICK, QUICK_NEAR, REPLICATED, ROUND_TRIPS, SLOW, SLOW_NEAR, resolved
 
 import train_fsdp
 import utils
@@ -66,16 +66,16 @@ def test_losses_do_not_depend_on_ranks_stage_or_technique(observed, name):
 @pytest.mark.parametrize("model", [slow_case(model) if model in SLOW else model for model in REFERENCES])
 def test_the_references_learn(observed, model):
     losses = observed[1]["same"][model]["losses"]
-    assert losses[-1] < losses[0] - (0.5 if model == "smollm3" else 0)
+    assert losses[-1] < losses[0] - (0.3 if model == "smollm3" else 0)
 
 
 @pytest.mark.parametrize("name", cases(QUICK_NEAR, SLOW_NEAR))
 def test_losses_of_a_cheaper_precision_stay_near_those_of_fp32(observed, name):
     reference, seen = observed[1]["same"]["smollm3"], observed[4]["near"][name]
     near = 3e-2 if "fp8" in name else 1e-2
-    assert seen["losses"] == pytest.approx(reference["losses"][:NEAR_STEPS], rel=near)
+    assert seen["losses"] == pytest.approx(reference["losses"], rel=near)
     assert seen["grad_norms"][0] == pytest.approx(reference["grad_norms"][0], rel=near)
-    assert seen["losses"] != pytest.approx(reference["losses"][:NEAR_STEPS], rel=1e-7)  # it is another computation
+    assert seen["losses"] != pytest.approx(reference["losses"], rel=1e-7)  # it is another computation
     assert seen["flops_per_token"] == reference["flops_per_token"]
     assert seen["kinds_of_linears"] == ["Float8Linear" if "fp8" in name else "Linear"]  # of the decoder layers
 

@@ -171,15 +171,21 @@ def test_ranks_of_any_launcher_do_what_one_process_does(small, one_process, rank
 # What training computes, against a plain loop
 
 
-def in_process(device, folder, *flags) -> list[dict]:
-    argv = ["--tokenizer", str(ROOT / "assets" / "demo"), "--cache-dir", str(folder / "cache")]
-    argv += words("--dataset demo --lr 3e-3")
-    argv += words("--sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --log-interval 1")
-    if "--model" not in flags:
-        argv += ["--model", write_model(folder / "model", "llama", **SIZES | {"tie_word_embeddings": True})]
-    argv += ["--output-dir", str(folder / "out"), *map(str, flags)]
-    train(argv, device)
-    return metrics_of(folder / "out" / argv[argv.index("--run-name") + 1])
+@pytest.fixture
+def in_process(device, tmp_path, token_cache):
+    """`in_process(*flags)`: the log lines of a run in this process."""
+
+    def go(*flags) -> list[dict]:
+        argv = ["--tokenizer", str(ROOT / "assets" / "demo"), "--cache-dir", str(token_cache)]
+        argv += words("--dataset demo --lr 3e-3")
+        argv += words("--sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --log-interval 1")
+        if "--model" not in flags:
+            argv += ["--model", write_model(tmp_path / "model", "llama", **SIZES | {"tie_word_embeddings": True})]
+        argv += ["--output-dir", str(tmp_path / "out"), *map(str, flags)]
+        train(argv, device)
+        return metrics_of(tmp_path / "out" / argv[argv.index("--run-name") + 1])
+
+    return go
 
 
 def initial_model(device, folder, seed: str):
@@ -193,17 +199,17 @@ def initial_model(device, folder, seed: str):
 
 
 @pytest.mark.smoke
-def test_training_is_what_a_plain_loop_computes(device, tmp_path):
+def test_training_is_what_a_plain_loop_computes(device, in_process, token_cache, tmp_path):
     steps, peak, warmup = 8, 3e-3, 3
     flags = f"--run-name r --num-steps {steps} --lr {peak} --warmup-steps {warmup} --lr-scheduler linear --seed 3"
-    lines = in_process(device, tmp_path, *flags.split(), "--max-grad-norm", "0.7", "--weight-decay", "0.5")
+    lines = in_process(*flags.split(), "--max-grad-norm", "0.7", "--weight-decay", "0.5")
     model, other = (initial_model(device, tmp_path, seed) for seed in "34")
     assert not torch.isclose(model.lm_head.weight, other.lm_head.weight).any(dim=1).all()
     matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    dataset = utils.get_dataset(tokenizer, 32, dataset=str(STORIES), cache_dir=tmp_path / "cache", seed=3)
+    dataset = utils.get_dataset(tokenizer, 32, dataset=str(STORIES), cache_dir=token_cache, seed=3)
     losses, norms, rates = [], [], []
     for step in range(steps):
         rates.append(peak * min(step / warmup, (steps - step) / (steps - warmup)))
@@ -224,21 +230,21 @@ def test_training_is_what_a_plain_loop_computes(device, tmp_path):
     assert min(norms) > 0.7  # each step was clipped
 
 
-def test_evaluation_samples_and_rarer_log_lines_do_not_disturb_training(device, tmp_path):
+def test_evaluation_samples_and_rarer_log_lines_do_not_disturb_training(in_process, tmp_path):
     sizes = {"vocab_size": 1536, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "embd_pdrop": 0.3}
     flags = ["--num-steps", "6", "--model", write_model(tmp_path / "gpt2", "gpt2", **sizes)]
-    quiet = {line["step"]: line for line in in_process(device, tmp_path, *flags, "--run-name", "quiet")}
+    quiet = {line["step"]: line for line in in_process(*flags, "--run-name", "quiet")}
     busy_flags = "--eval-interval 2 --eval-steps 1 --sample-tokens 4 --log-interval 5 --run-name busy"
-    busy = in_process(device, tmp_path, *flags, *words(busy_flags), "--sample-prompt", PROMPT)
+    busy = in_process(*flags, *words(busy_flags), "--sample-prompt", PROMPT)
     assert [line["step"] for line in busy] == [1, 2, 4, 5, 6, 6]
     for line in busy:
         undisturbed = quiet[line["step"]]
         assert (line["loss"], line["grad_norm"]) == (undisturbed["loss"], undisturbed["grad_norm"])
 
 
-def test_random_tokens_are_trained_on_and_a_given_peak_gives_mfu_on_any_device(device, tmp_path):
+def test_random_tokens_are_trained_on_and_a_given_peak_gives_mfu_on_any_device(in_process, tmp_path):
     flags = "--num-steps 3 --run-name r --dataset synthetic --eval-interval 3 --perf-warmup-steps 1 --peak-tflops 0.5"
-    first, *_, final = in_process(device, tmp_path, *words(flags))
+    first, *_, final = in_process(*words(flags))
     for loss in (first["loss"], final["eval_loss"]):
         assert loss == pytest.approx(math.log(SIZES["vocab_size"]), rel=0.02)
     assert final["theoretical_tflops_total"] == 0.5

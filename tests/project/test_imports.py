@@ -135,7 +135,8 @@ def test_no_door_hands_on_a_name_whose_type_is_not_known(tmp_path):
 # What importing does
 
 IMPORT_ALL = """
-import importlib, json, psutil, sys
+import gc, importlib, json, psutil, sys
+gc.disable()  # as the program does
 process, seen = psutil.Process(), {}
 for name in sys.argv[1:]:
     importlib.import_module(name)

@@ -28,7 +28,6 @@ def collected(monkeypatch):
     """Endings and the collection of garbage as before, after a run in this process."""
     monkeypatch.setattr(endings, "LISTENERS", [])
     yield
-    gc.unfreeze()
     gc.enable()
 
 
@@ -96,11 +95,12 @@ PROFILED = words("--num-steps 9 --perf-warmup-steps 2 --log-interval 1 --profile
 
 @pytest.fixture
 def evaluation(monkeypatch):
-    """Stands in for an evaluation, whose operators would make a large trace: some seconds in which a few run."""
+    """Stands in for an evaluation, whose operators would make a large trace: the first one takes some seconds in which
+    a few run."""
 
     def evaluate(*_):
-        started = time.monotonic()
-        while time.monotonic() - started < evaluate.seconds:
+        started, seconds, evaluate.seconds = time.monotonic(), evaluate.seconds, 0
+        while time.monotonic() - started < seconds:
             torch.ones(1000).sum()
             time.sleep(0.1)
         return {"eval_loss": 1.0}, 1
@@ -124,27 +124,37 @@ def test_the_lines_after_a_profile_have_no_garbage_of_it_to_collect(run, monkeyp
     assert max(looked_through[step] for step in range(5, 10)) < 10_000
 
 
-def test_a_profile_counts_steps_only(run, capsys, evaluation):
-    """An evaluation after step 4, the second of three that are profiled, takes six seconds."""
-    evaluation.seconds = 6
+def test_a_profile_counts_steps_only(run, capsys, monkeypatch, evaluation):
+    """An evaluation after step 4, the second of three that are profiled, is no part of what they are said to take."""
+    evaluation.seconds = 2
+    train_step, taken = train_fsdp.train_step, []
+
+    def timed_step(*arguments):
+        started = time.monotonic()
+        result = train_step(*arguments)
+        taken.append(time.monotonic() - started)
+        return result
+
+    monkeypatch.setattr(train_fsdp, "train_step", timed_step)
     run(*PROFILED, "--eval-interval", 4)
     said = capsys.readouterr().out
     milliseconds, shares = re.search(r"^profile +3 steps of ([\d.,]+) ms: (.*)$", said, re.MULTILINE).groups()
-    assert 3 * float(milliseconds.replace(",", "")) < 5000
+    seconds = 3 * float(milliseconds.replace(",", "")) / 1000
+    assert sum(taken[2:5]) == pytest.approx(seconds, abs=1)
     shares = {name: float(share) for name, share in re.findall(r"([a-z]+) ([\d.]+) %", shares)}
     assert 0 < shares["compute"] <= 100 and 0 <= shares["idle"] < 100
 
 
-def test_without_warmup_the_clock_opens_at_the_first_step(run, monkeypatch):
-    describe = report.describe_setup
+def test_without_warmup_the_clock_opens_at_the_first_step(run, monkeypatch, clock):
+    """Setting up takes five seconds of this clock, and each step two."""
 
-    def slowly(*arguments, **options):
-        time.sleep(5)
-        return describe(*arguments, **options)
+    def takes(seconds: float, function):
+        return lambda *arguments, **options: (clock.advance(seconds), function(*arguments, **options))[1]
 
-    monkeypatch.setattr(report, "describe_setup", slowly)
+    monkeypatch.setattr(report, "describe_setup", takes(5, report.describe_setup))
+    monkeypatch.setattr(train_fsdp, "train_step", takes(2, train_fsdp.train_step))
     first = metrics_of(run("--num-steps", "2", "--perf-warmup-steps", "0", "--log-interval", "1"))[0]
-    assert first["step_time_ms"] < 4500
+    assert first["step_time_ms"] == pytest.approx(2000)
 
 
 class Event:

@@ -30,12 +30,6 @@ LLAMA3 = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "origi
 
 
 @pytest.fixture
-def arguments(arguments, tmp_path_factory) -> list:
-    """Those of the smallest run, whose data are tokenized once."""
-    return [*arguments, "--cache-dir", tmp_path_factory.getbasetemp() / "cache"]
-
-
-@pytest.fixture
 def run(device, arguments):
     """Trains a tiny model in this process under tmp_path/out/NAME, or what is given; returns the exit code."""
     return lambda name, *more: train([*arguments, "--run-name", name, *more], device)
@@ -74,10 +68,10 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tuned(device, source, tmp_path_factory):
+def tuned(device, source, token_cache, tmp_path_factory):
     """A run that began with the source's weights, wrote stories, saved, and was exported."""
     folder = tmp_path_factory.mktemp("tuned")
-    flags = f"--init pretrained --model {source} --output-dir {folder} --cache-dir {folder / 'cache'} --run-name r"
+    flags = f"--init pretrained --model {source} --output-dir {folder} --cache-dir {token_cache} --run-name r"
     more = "--checkpoint-interval 2 --sample-prompt Once --sample-tokens 6"
     assert train([*SMALL, *words(flags), *words(more), "--dataset", "demo", "--export", folder / "export"], device) == 0
     return folder
@@ -232,14 +226,12 @@ def test_habits_in_a_config_as_old_models_have_them_become_a_generation_config(d
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto").dtype == torch.float32
 
 
-def test_a_model_that_began_at_random_ends_where_its_tokenizer_does(device, source, tmp_path):
+def test_a_model_that_began_at_random_ends_where_its_tokenizer_does(device, source, token_cache, tmp_path):
     """Its config may have been another tokenizer's, of which it never saw a token."""
     (tmp_path / "model").mkdir()
     shutil.copy(source / "config.json", tmp_path / "model")
     change(tmp_path / "model" / "config.json", eos_token_id=77, bos_token_id=76)
-    flags = (
-        f"--model {tmp_path / 'model'} --tokenizer {source} --output-dir {tmp_path} --cache-dir {tmp_path / 'cache'}"
-    )
+    flags = f"--model {tmp_path / 'model'} --tokenizer {source} --output-dir {tmp_path} --cache-dir {token_cache}"
     assert train([*SMALL, *words(flags), "--dataset", "demo", "--export", tmp_path / "export"], device) == 0
     wanted = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     assert read(tmp_path / "export").items() >= wanted.items()

@@ -59,7 +59,7 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def exports(device, tokenizer, tmp_path_factory) -> list:
+def exports(device, tokenizer, token_cache, tmp_path_factory) -> list:
     """One of each family, and the demo's after two steps."""
     folder, found = tmp_path_factory.mktemp("exports"), []
     for family, sizes in FAMILIES.items():
@@ -72,7 +72,7 @@ def exports(device, tokenizer, tmp_path_factory) -> list:
         found.append(folder / family)
         assert train(words(f"{flags} --export {found[-1]}"), device) == 0
     found.append(folder / "demo")
-    places = f"--output-dir {folder} --cache-dir {folder / 'cache'} --export {found[-1]}"
+    places = f"--output-dir {folder} --cache-dir {token_cache} --export {found[-1]}"
     assert train([*SMALL, "--model", ROOT / "assets" / "demo", "--dataset", "demo", *words(places)], device) == 0
     return found
 
