@@ -103,13 +103,8 @@ def without_place(model: nn.Module, linears: list[str]) -> set[str]:
     import peft
 
     config = lora_config(r=1, target_modules=target_modules(model, linears))
-    tensors = {}
     with quiet_on_meta():
-        for name in linears:
-            linear: Any = model.get_submodule(name)
-            out_features, in_features = linear.weight.t().shape if isinstance(linear, Conv1D) else linear.weight.shape
-            tensors[f"{PREFIX}{name}.lora_A.weight"] = torch.empty(1, in_features)
-            tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.empty(out_features, 1)
+        tensors = {name: torch.empty(shape) for name, shape in adapter_shapes(model, linears, 1).items()}
         try:
             wrapped = peft.PeftModel(copy.deepcopy(model), config)
             result: Any = peft.set_peft_model_state_dict(wrapped, tensors)
@@ -123,6 +118,17 @@ def without_place(model: nn.Module, linears: list[str]) -> set[str]:
             raise base.UserError(f"--lora-rank: peft refuses this model ({base.first_line(error)})") from error
     filled = {name for name in wrapped.state_dict() if name not in result.missing_keys}
     return {n for n in linears for part in ("lora_A", "lora_B") if f"{PREFIX}{n}.{part}{NAME}weight" not in filled}
+
+
+def adapter_shapes(model: nn.Module, linears: list[str], rank: int) -> dict[str, tuple[int, int]]:
+    """The shapes of the tensors in a folder of adapters of these linears, by their names."""
+    shapes = {}
+    for name in linears:
+        linear: Any = model.get_submodule(name)
+        out_features, in_features = linear.weight.t().shape if isinstance(linear, Conv1D) else linear.weight.shape
+        shapes[f"{PREFIX}{name}.lora_A.weight"] = (rank, in_features)
+        shapes[f"{PREFIX}{name}.lora_B.weight"] = (out_features, rank)
+    return shapes
 
 
 def last_parts(names: Iterable[str]) -> list[str]:
@@ -178,7 +184,8 @@ def adapter_injector(settings: flags.Resolved, model: Any) -> Callable[[nn.Modul
     place = functools.partial(lora_config, r=settings.lora_rank, lora_alpha=settings.lora_alpha)
     model.peft_config = {"default": place(target_modules=target_modules(model, targets))}
     folder = flags.folder_of_adapters(settings.model) if settings.init == "pretrained" else None
-    read = open_adapters(settings, folder, targets) if folder else None
+    shapes = adapter_shapes(model, targets, settings.lora_rank)
+    read = open_adapters(settings, folder, shapes) if folder else None
     names = {model.get_submodule(name): name for name in targets}
 
     def inject(layer: nn.Module) -> None:
@@ -249,11 +256,13 @@ def refuse_quantized(settings: flags.Resolved, config: transformers.PretrainedCo
         raise base.UserError(f"--lora-rank: {problem}; choose weights that are not quantized")
 
 
-def open_adapters(settings: flags.Resolved, folder: pathlib.Path, targets: list[str]) -> Callable[[str], torch.Tensor]:
-    """A function that reads a tensor of a folder of adapters by its name.
+def open_adapters(
+    settings: flags.Resolved, folder: pathlib.Path, shapes: dict[str, tuple[int, int]]
+) -> Callable[[str], torch.Tensor]:
+    """A function that reads a tensor of a folder of adapters by its name; those that it has to have, by their names.
 
     Raises:
-        UserError: they are of another rank or of other linears, or more than adapters of linears.
+        UserError: they are of another rank, of other linears or another model, or more than adapters of linears.
     """
     config = flags.read_adapter_config(str(folder))
     for field, usual in lora_config().to_dict().items():
@@ -271,11 +280,15 @@ def open_adapters(settings: flags.Resolved, folder: pathlib.Path, targets: list[
     except Exception as error:
         problem = f"{ADAPTERS_FILE} cannot be read ({base.first_line(error)})"
         raise base.UserError(f"--model {folder}: {problem}") from error
-    wanted = {f"{PREFIX}{name}.{part}.weight" for name in targets for part in ("lora_A", "lora_B")}
-    for problem, names in (("lack", wanted - there), ("have", there - wanted)):
+    for problem, names in (("lack", shapes.keys() - there), ("have", there - shapes.keys())):
         if names:
             advice = "give the --lora-targets that they were trained with"
             raise base.UserError(f"--model {folder}: its adapters {problem} {min(names)}; {advice}")
+    for name, shape in shapes.items():
+        if (found := tuple(file.get_slice(name).get_shape())) != shape:
+            problem = f"{name} has the shape {found}, and with rank {settings.lora_rank} this model's has {shape}"
+            advice = f"set r and base_model_name_or_path in its {base.ADAPTER_CONFIG} to what it was trained with"
+            raise base.UserError(f"--model {folder}: {problem}; {advice}")
     return file.get_tensor
 
 

@@ -290,6 +290,21 @@ def test_adapters_without_a_rank_in_their_config_have_the_logits_that_peft_gives
     assert (logits_of(by_peft) - logits_of(built[0])).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("wrong", ["r", "base_model_name_or_path"])
+def test_adapters_of_another_rank_or_model_than_their_config_has_are_one_line(
+    workspace, flags, adapters, device, tmp_path, wrong
+):
+    narrow = transformers.AutoConfig.from_pretrained(workspace / "checkpoints" / "llama", hidden_size=32)
+    AutoModelForCausalLM.from_config(narrow).save_pretrained(tmp_path / "narrow")
+    others = {"r": 4, "base_model_name_or_path": str(tmp_path / "narrow")}
+    path = adapters / base.ADAPTER_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {wrong: others[wrong]}))
+    with pytest.raises(
+        base.UserError, match=r"--model .*: .*q_proj.lora_..weight has the shape .*; set r and base_mod"
+    ):
+        train(without_rank(flags(adapters)), device)
+
+
 def test_without_a_step_adapters_are_evaluated_averaged_and_continued(flags, device, tmp_path, capsys):
     run = tmp_path / "out" / "r"
     saved = ["--checkpoint-interval", 2, "--keep-checkpoints", 9, "--eval-interval", 4, "--eval-steps", 2]
