@@ -108,7 +108,7 @@ def without_place(model: nn.Module, linears: list[str]) -> set[str]:
         try:
             wrapped = peft.PeftModel(copy.deepcopy(model), config)
             result: Any = peft.set_peft_model_state_dict(wrapped, tensors)
-        except ValueError as error:  # some of these names it refuses in this family
+        except (ValueError, RuntimeError) as error:  # some of these names it refuses in this family
             parts = last_parts(linears)
             if len(parts) == 1:
                 return {*linears}
@@ -230,9 +230,7 @@ def inject_on_meta(config: LoraConfig, model: nn.Module) -> None:
 def quiet_on_meta() -> Iterator[None]:
     """In it tensors have no storage, and peft does not warn of what it finds in a model."""
     with warnings.catch_warnings(), torch.device("meta"):
-        warnings.simplefilter(
-            "ignore"
-        )  # that the weights of a Conv1D are transposed, which it heeds; of experts' names
+        warnings.simplefilter("ignore")  # among them that the weights of a Conv1D are transposed, which it heeds
         yield
 
 
