@@ -213,7 +213,8 @@ def an_adapter_beside_weights(folder):
 
 def an_adapter_alone(folder):
     folder.mkdir()
-    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "x"}')
+    config = {"peft_type": "LORA", "target_modules": ["q_proj"], "base_model_name_or_path": "x"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file({"a.lora_A.weight": torch.ones(2)}, folder / "adapter_model.safetensors")
     return "adapters for x, which is no folder", "set base_model_name_or_path in its adapter_config.json"
 
