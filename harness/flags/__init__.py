@@ -11,7 +11,7 @@ program prints. Imports no torch, so that --help and a wrong flag answer at once
 A flag is one field of `Settings` in settings.py, which says all of it; what it contradicts is a row in rules.py.
 """
 
-from harness.flags.checkpoints import checkpoint_folder, folder_of_adapters, no_checkpoint
+from harness.flags.checkpoints import checkpoint_folder, folder_of_adapters, no_checkpoint, read_adapter_config
 from harness.flags.commands import as_flags, as_words, flags_of_run, to_paste
 from harness.flags.parser import complete, make_parser, parse_args
 from harness.flags.rules import contradiction, may_be_on_the_hub, misfits_float8, not_a_folder_name
@@ -73,6 +73,7 @@ __all__ = [
     "no_checkpoint",
     "not_a_folder_name",
     "parse_args",
+    "read_adapter_config",
     "record_flags",
     "sources_of",
     "splits_overlap",

@@ -1,12 +1,15 @@
 """Checkpoints, as far as flags need them before torch is loaded: which one --resume means, and the flags of the run in
 it. Whether its files are undamaged is found out when it is loaded."""
 
+import json
 import pathlib
 from typing import Any
 
 from harness import base
 from harness.flags.settings import PRESETS, Settings, flags_where
 from harness.flags.sources import same_dataset
+
+PEFT_DEFAULTS = {"r": 8, "lora_alpha": 8}  # of a LoraConfig, for an adapter_config.json without them
 
 
 def checkpoint_folder(resume: str) -> pathlib.Path:
@@ -61,20 +64,57 @@ def folder_of_adapters(model: str) -> pathlib.Path | None:
 
 
 def flags_of_adapters(model: str) -> dict[str, Any]:
-    """The flags that train on the adapters in a folder of peft's, where --model names one; none for anything else, and
-    for a folder that cannot be read so, which is reported when it is loaded."""
-    folder = folder_of_adapters(model)
-    if not folder:
+    """The flags that train on the adapters in a folder of peft's, where --model names one; none for anything else.
+
+    Raises:
+        UserError: as `read_adapter_config` does.
+    """
+    if not folder_of_adapters(model):
         return {}
+    config = read_adapter_config(model)
+    targets = config["target_modules"]
+    return {
+        "init": "pretrained",
+        "lora_rank": int(config["r"]),
+        "lora_alpha": int(config["lora_alpha"]),
+        "lora_targets": (targets,) if isinstance(targets, str) else tuple(sorted(targets)),
+    }
+
+
+def read_adapter_config(model: str) -> dict[str, Any]:
+    """The adapter_config.json of a folder of adapters that --model names, with peft's defaults where fields of numbers
+    are missing.
+
+    Raises:
+        UserError: it cannot be read, or a field is missing or of another kind.
+    """
     try:
-        config = base.read_json(folder / base.ADAPTER_CONFIG)
-        targets = config["target_modules"]
-        targets = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
-        return {
-            "init": "pretrained",
-            "lora_rank": int(config["r"]),
-            "lora_alpha": int(config["lora_alpha"]),
-            "lora_targets": targets,
-        }
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        config = PEFT_DEFAULTS | base.read_json(pathlib.Path(model).expanduser() / base.ADAPTER_CONFIG)
+    except (OSError, ValueError) as error:
+        problem = f"{base.ADAPTER_CONFIG} cannot be read ({base.first_line(error)})"
+        raise base.UserError(f"--model {model}: {problem}") from error
+    targets, origin = config.get("target_modules"), config.get("base_model_name_or_path")
+    names = targets if isinstance(targets, list) else [targets]
+    checks = {
+        "peft_type": (config.get("peft_type") == "LORA", '"LORA" alone is trained here'),
+        "r": (is_count(config["r"]), "it is a positive integer"),
+        "lora_alpha": (is_count(config["lora_alpha"]), "it is a positive integer"),
+        "target_modules": (
+            bool(names) and all(name and isinstance(name, str) for name in names),
+            "it is a list of the names of the linears that have adapters, or a pattern of them",
+        ),
+        "base_model_name_or_path": (
+            origin is None or isinstance(origin, str),
+            "it is the folder or hub id of the model that the adapters are for",
+        ),
+    }
+    for field, (is_right, wanted) in checks.items():
+        if not is_right:
+            has = f"has {field} {json.dumps(config[field])}" if field in config else f"lacks {field}"
+            raise base.UserError(f"--model {model}: {base.ADAPTER_CONFIG} {has}; {wanted}")
+    return config
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value of a JSON file is a positive integer, 8.0 too."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**31 and value == int(value)

@@ -113,7 +113,10 @@ def parse_args(argv: list[str] | None = None) -> Settings:
         if given.keys() & {*LENGTHS}:  # one of them replaces the other
             of_file = {name: value for name, value in of_file.items() if name not in LENGTHS}
         given = of_file | given
-    settings = complete(given, file)
+    try:
+        settings = complete(given, file)
+    except base.UserError as error:
+        parser.error(str(error))
     if problem := contradiction(settings):
         in_file = f" (with the flags of {file})" if file else ""
         parser.error(problem + in_file)

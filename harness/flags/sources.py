@@ -142,13 +142,14 @@ def wrong_mixture(dataset: str | tuple[str, ...], stage_texts: tuple[str, ...] |
     names = [source.name for source in sources]
     places = [source.dataset for source in sources]
     twice = [name for name, count in Counter(names).items() if count > 1]
-    unweighted = [source.name for source in sources if source.weight is None]
+    unweighted = [source.dataset for source in sources if source.weight is None]
     if twice:
         return f"--dataset: two sources are called {twice[0]}; give them other names, as in web=FILE:0.7"
     if not isinstance(dataset, str) and "synthetic" in places:
         return "--dataset: synthetic tokens cannot be mixed with others; name it alone"
     if 0 < len(unweighted) < len(sources):
-        return f"--dataset: {unweighted[0]} has no weight and others have; give each one, or none, which mixes by size"
+        advice = "give each one, such as :0.3 at its end, or none, which mixes by size"
+        return f"--dataset: {unweighted[0]} has no weight and others have; {advice}"
     if not unweighted and not any(source.weight for source in sources):
         return "--dataset: all weights are 0; give at least one source another"
     begins = Counter(stage.begin for stage in stages)

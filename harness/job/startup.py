@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 
 from harness import base, flags
 from harness.job import host, signals, terminal
@@ -17,6 +18,8 @@ LAUNCHERS = {
     "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
     "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
 }
+LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}  # numbers of a launcher
+MAX_PORT = 65_535
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate")
 
 
@@ -46,14 +49,8 @@ def refuse_half_a_world(settings: flags.Settings) -> None:
         missing = [name for name in told if name not in env]
         if missing:
             problem = f"RANK={env['RANK']} is set, but not {', '.join(missing)}"
-        numbers = ["RANK", "WORLD_SIZE", "MASTER_PORT", *(n for n in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if n in env)]
-        wrong = [name for name in numbers if not env.get(name, "0").isdigit()]
-        if wrong:
-            problem = f"{wrong[0]}={env[wrong[0]]} is not a whole number"
+        elif problem := wrong_number(env):
             env["RANK"] = "0"  # this rank says so
-        elif not problem and int(env["RANK"]) >= int(env["WORLD_SIZE"]):
-            problem = f"RANK={env['RANK']} is not below WORLD_SIZE={env['WORLD_SIZE']}"
-            env["RANK"] = "0"
     elif env.get("WORLD_SIZE", "1") != "1":
         problem = f"WORLD_SIZE={env['WORLD_SIZE']} is set, but RANK is not"
         advice += "; for a run of one rank unset it"
@@ -65,6 +62,21 @@ def refuse_half_a_world(settings: flags.Settings) -> None:
                 break
     if problem:
         base.leave(f"train_fsdp.py: error: {problem}; {advice}", settings.json)
+
+
+def wrong_number(env: Mapping[str, str]) -> str:
+    """What is wrong with a number of a launcher's, in words; empty where all are right."""
+    for name, least in LEAST.items():
+        number = env.get(name, str(least))
+        if not number.isdigit():
+            return f"{name}={number} is not a whole number"
+        if int(number) < least:
+            return f"{name}={number} is below {least}"
+    if int(env["MASTER_PORT"]) > MAX_PORT:
+        return f"MASTER_PORT={env['MASTER_PORT']} is above {MAX_PORT}"
+    if int(env["RANK"]) >= int(env["WORLD_SIZE"]):
+        return f"RANK={env['RANK']} is not below WORLD_SIZE={env['WORLD_SIZE']}"
+    return ""
 
 
 def silence_libraries() -> None:

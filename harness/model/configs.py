@@ -37,11 +37,7 @@ def find_source(model: str) -> tuple[str, str]:
 
 def find_base(adapters: str) -> tuple[str, str]:
     """`find_source` of the model that a folder of adapters is for."""
-    path = pathlib.Path(adapters).expanduser() / base.ADAPTER_CONFIG
-    try:
-        model = base.read_json(path).get("base_model_name_or_path")
-    except (OSError, ValueError) as error:
-        raise base.UserError(f"--model {adapters}: {path.name} cannot be read ({base.first_line(error)})") from error
+    model = flags.read_adapter_config(adapters).get("base_model_name_or_path")
     if not model or flags.folder_of_adapters(model):
         raise base.UserError(
             f"--model {adapters}: adapters, which do not name the model that they are for; {NAME_BASE}"

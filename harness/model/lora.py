@@ -7,13 +7,14 @@ adapters are trained in the dtype of master weights, in the same groups of FSDP2
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
 import pathlib
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 ADAPTERS_FILE = "adapter_model.safetensors"
 PREFIX, NAME = "base_model.model.", ".default."  # in peft's names: of its wrapper; of the adapters of a model
+ALL_LINEARS = (None, ("all-linear",))  # --lora-targets; the latter is peft's word for it
+NO_PLACE = "peft has no place for adapters of that name in this family"
 # Fields of an adapter_config.json that may be anything; each other one that is set asks for more than is done here.
 TAKEN_FIELDS = {"peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "task_type"}
 TAKEN_FIELDS |= {"r", "lora_alpha", "target_modules", "lora_dropout", "fan_in_fan_out", "inference_mode"}
@@ -56,24 +59,76 @@ def find_targets(settings: flags.Resolved, model: nn.Module) -> list[str]:
     """The names of the linears that have adapters, of a model without any.
 
     Raises:
-        UserError: --lora-targets names what is none, or is outside the decoder layers, or routes tokens to experts.
+        UserError: --lora-targets names what is none, or is outside the decoder layers, or routes tokens to experts, or
+            what peft loads no adapters of; peft loads none of this model.
     """
-    layers = decoder_layers(model)
-    inside = {module for layer in layers for module in layer.modules()} - {router for router, _ in find_routers(model)}
-    linears = [n for n, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module in inside]
-    if settings.lora_targets in (None, ("all-linear",)):  # which is peft's word for it
-        return linears
+    linears, loaded = decoder_linears(model), linears_with_place(model)
+    if not loaded:
+        raise base.UserError(f"--lora-rank: peft loads no adapters of the linears of {settings.model}")
+    if settings.lora_targets in ALL_LINEARS:
+        return loaded
     found: set[str] = set()
     for target in settings.lora_targets:
         matches = named_by(target, model)
-        there = f"linears of its decoder layers: {', '.join(last_parts(linears))}"
+        there = f"linears of its decoder layers: {', '.join(last_parts(loaded))}"
         if not matches:
             raise base.UserError(f"--lora-targets {target}: {settings.model} has nothing of that name; {there}")
-        if others := [name for name in matches if name not in linears]:
-            problem = f"it matches {others[0]}, and adapters are for linears of decoder layers"
-            raise base.UserError(f"--lora-targets {target}: {problem}; {there}")
+        if others := [name for name in matches if name not in loaded]:
+            reason = NO_PLACE if others[0] in linears else "adapters are for linears of decoder layers"
+            raise base.UserError(f"--lora-targets {target}: it matches {others[0]}, and {reason}; {there}")
         found |= {*matches}
-    return [name for name in linears if name in found]
+    return [name for name in loaded if name in found]
+
+
+def decoder_linears(model: nn.Module) -> list[str]:
+    """The names of the linears of a model's decoder layers, without those that route tokens to experts."""
+    inside = {module for layer in decoder_layers(model) for module in layer.modules()}
+    inside -= {module for router, _ in find_routers(model) for module in router.modules()}
+    return [n for n, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module in inside]
+
+
+def linears_with_place(model: nn.Module) -> list[str]:
+    """The names of the linears of decoder layers whose adapters peft loads from a folder with the adapters of all."""
+    linears = decoder_linears(model)
+    while lost := without_place(model, linears):
+        linears = [name for name in linears if name not in lost]
+    return linears
+
+
+def without_place(model: nn.Module, linears: list[str]) -> set[str]:
+    """Those of these linears whose adapters peft would not load from a folder that has them: in families whose experts
+    were linears once, it takes the names of dense ones for those of experts."""
+    if not linears:
+        return set()
+    import peft
+
+    config = lora_config(r=1, target_modules=target_modules(model, linears))
+    with quiet_on_meta():
+        tensors = {name: torch.empty(shape) for name, shape in adapter_shapes(model, linears, 1).items()}
+        try:
+            wrapped = peft.PeftModel(copy.deepcopy(model), config)
+            result: Any = peft.set_peft_model_state_dict(wrapped, tensors)
+        except (ValueError, RuntimeError) as error:  # some of these names it refuses in this family
+            parts = last_parts(linears)
+            if len(parts) == 1:
+                return {*linears}
+            named = [[name for name in linears if name.rpartition(".")[2] == part] for part in parts]
+            if refused := set().union(*(without_place(model, names) for names in named)):
+                return refused
+            raise base.UserError(f"--lora-rank: peft refuses this model ({base.first_line(error)})") from error
+    filled = {name for name in wrapped.state_dict() if name not in result.missing_keys}
+    return {n for n in linears for part in ("lora_A", "lora_B") if f"{PREFIX}{n}.{part}{NAME}weight" not in filled}
+
+
+def adapter_shapes(model: nn.Module, linears: list[str], rank: int) -> dict[str, tuple[int, int]]:
+    """The shapes of the tensors in a folder of adapters of these linears, by their names."""
+    shapes = {}
+    for name in linears:
+        linear: Any = model.get_submodule(name)
+        out_features, in_features = linear.weight.t().shape if isinstance(linear, Conv1D) else linear.weight.shape
+        shapes[f"{PREFIX}{name}.lora_A.weight"] = (rank, in_features)
+        shapes[f"{PREFIX}{name}.lora_B.weight"] = (out_features, rank)
+    return shapes
 
 
 def last_parts(names: Iterable[str]) -> list[str]:
@@ -129,7 +184,8 @@ def adapter_injector(settings: flags.Resolved, model: Any) -> Callable[[nn.Modul
     place = functools.partial(lora_config, r=settings.lora_rank, lora_alpha=settings.lora_alpha)
     model.peft_config = {"default": place(target_modules=target_modules(model, targets))}
     folder = flags.folder_of_adapters(settings.model) if settings.init == "pretrained" else None
-    read = open_adapters(settings, folder, targets) if folder else None
+    shapes = adapter_shapes(model, targets, settings.lora_rank)
+    read = open_adapters(settings, folder, shapes) if folder else None
     names = {model.get_submodule(name): name for name in targets}
 
     def inject(layer: nn.Module) -> None:
@@ -166,9 +222,16 @@ def inject_on_meta(config: LoraConfig, model: nn.Module) -> None:
     """Has peft put adapters without storage into a model, or a layer of one."""
     import peft
 
-    with warnings.catch_warnings(), torch.device("meta"):
-        warnings.simplefilter("ignore", UserWarning)  # that the weights of a Conv1D are transposed, which it heeds
+    with quiet_on_meta():
         peft.inject_adapter_in_model(config, model)
+
+
+@contextlib.contextmanager
+def quiet_on_meta() -> Iterator[None]:
+    """In it tensors have no storage, and peft does not warn of what it finds in a model."""
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")  # among them that the weights of a Conv1D are transposed, which it heeds
+        yield
 
 
 def freeze_as_in(trained: Any, model: nn.Module) -> None:
@@ -191,13 +254,15 @@ def refuse_quantized(settings: flags.Resolved, config: transformers.PretrainedCo
         raise base.UserError(f"--lora-rank: {problem}; choose weights that are not quantized")
 
 
-def open_adapters(settings: flags.Resolved, folder: pathlib.Path, targets: list[str]) -> Callable[[str], torch.Tensor]:
-    """A function that reads a tensor of a folder of adapters by its name.
+def open_adapters(
+    settings: flags.Resolved, folder: pathlib.Path, shapes: dict[str, tuple[int, int]]
+) -> Callable[[str], torch.Tensor]:
+    """A function that reads a tensor of a folder of adapters by its name; those that it has to have, by their names.
 
     Raises:
-        UserError: they are of another rank or of other linears, or more than adapters of linears.
+        UserError: they are of another rank, of other linears or another model, or more than adapters of linears.
     """
-    config = base.read_json(folder / base.ADAPTER_CONFIG)
+    config = flags.read_adapter_config(str(folder))
     for field, usual in lora_config().to_dict().items():
         if field not in TAKEN_FIELDS and config.get(field) and config[field] != usual:
             raise base.UserError(f"--model {folder}: its adapters have {field}, which is not trained here")
@@ -213,11 +278,15 @@ def open_adapters(settings: flags.Resolved, folder: pathlib.Path, targets: list[
     except Exception as error:
         problem = f"{ADAPTERS_FILE} cannot be read ({base.first_line(error)})"
         raise base.UserError(f"--model {folder}: {problem}") from error
-    wanted = {f"{PREFIX}{name}.{part}.weight" for name in targets for part in ("lora_A", "lora_B")}
-    for problem, names in (("lack", wanted - there), ("have", there - wanted)):
+    for problem, names in (("lack", shapes.keys() - there), ("have", there - shapes.keys())):
         if names:
             advice = "give the --lora-targets that they were trained with"
             raise base.UserError(f"--model {folder}: its adapters {problem} {min(names)}; {advice}")
+    for name, shape in shapes.items():
+        if (found := tuple(file.get_slice(name).get_shape())) != shape:
+            problem = f"{name} has the shape {found}, and with rank {settings.lora_rank} this model's has {shape}"
+            advice = f"set r and base_model_name_or_path in its {base.ADAPTER_CONFIG} to what it was trained with"
+            raise base.UserError(f"--model {folder}: {problem}; {advice}")
     return file.get_tensor
 
 
@@ -276,4 +345,8 @@ def describe_adapters(settings: flags.Resolved, model: Any) -> str:
     where = (
         f"rank {settings.lora_rank}, alpha {settings.lora_alpha}, on {base.counted(len(adapted), 'linear')} ({names})"
     )
+    left_out = [name for name in decoder_linears(model) if not re.search(r"\.(base_layer|lora_[AB])\b", name)]
+    if left_out and settings.lora_targets in ALL_LINEARS:
+        count = base.counted(len(left_out), "linear")
+        where += f", not on {count} ({', '.join(last_parts(left_out))}): {NO_PLACE}"
     return f"{share}: {where}; the others are frozen in {frozen}"

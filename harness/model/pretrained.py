@@ -163,6 +163,7 @@ class PretrainedWeights:
         self.slices: dict[int | None, dict] = {}  # by decoder layer; None: embedding, final norm, head
         without_place: dict[str, list[str]] = {}  # names in the checkpoint, by what they would be in the model
         coded = {}  # the types of tensors that are codes of a weight
+        scaled = set()  # modules with scales, by which codes become weights
         try:
             for file in weight_files(source, model.config):
                 tensors = safe_open(file, framework="pt")
@@ -171,6 +172,9 @@ class PretrainedWeights:
                     of_layer = re.match(rf"{re.escape(path)}\.(\d+)\.", name)
                     layer = int(of_layer[1]) if of_layer else None
                     self.slices.setdefault(layer, {})[key] = tensor
+                    module, _, last = key.rpartition(".")
+                    if "scale" in last:
+                        scaled.add(module)
                     if name not in self.names:
                         without_place.setdefault(name, []).append(key)
                     elif self.names[name].is_floating_point() and tensor.get_dtype() not in PLAIN_TYPES:
@@ -179,7 +183,8 @@ class PretrainedWeights:
             raise
         except Exception as error:
             raise base.UserError(f"--init pretrained: no weights from {source} ({base.first_line(error)})") from error
-        self.name_those_without_place(without_place, coded)
+        self.refuse_codes(coded, scaled)
+        self.name_those_without_place(without_place, {key.rpartition(".")[0] for key in coded})
 
     def name_in_model(self, key: str) -> str:
         """The model's name of a tensor of the checkpoint."""
@@ -193,23 +198,30 @@ class PretrainedWeights:
             return key
         return name
 
-    def name_those_without_place(self, without_place: dict[str, list[str]], coded: dict[str, str]) -> None:
+    def refuse_codes(self, coded: dict[str, str], scaled: set[str]) -> None:
+        """Raises a UserError where weights are codes, by their types, and what they stand for is not known: the config
+        does not say, or their module is not one of those that have scales."""
+        for key, kind in coded.items():
+            problem = f"{self.source} has {key} in {kind}"
+            if not self.quantizer:
+                problem += ", and its config.json no quantization_config that says how"
+                advice = "add the one that it was quantized with, or choose weights that are not quantized"
+                raise base.UserError(f"--init pretrained: {problem}; {advice}")
+            if key.rpartition(".")[0] not in scaled:
+                advice = "fetch all of its files again, or choose weights that are not quantized"
+                raise base.UserError(f"--init pretrained: {problem}, without scales; {advice}")
+
+    def name_those_without_place(self, without_place: dict[str, list[str]], coded: set[str]) -> None:
         """Says which tensors are left out, but for those that the family ignores.
 
         Raises:
-            UserError: weights are codes, and what they stand for is not known.
+            UserError: they are scales of a module in `coded`, which were not read.
         """
         info = types.SimpleNamespace(missing_keys=set(), unexpected_keys=set(without_place))
         # private: which of them the family ignores, old buffers among them
         self.model._adjust_missing_and_unexpected_keys(info)
         left_out = [key for name in sorted(info.unexpected_keys) for key in without_place[name]]
-        modules = {key.rpartition(".")[0] for key in coded}
-        scales = [key for key in left_out if "scale" in key and key.rpartition(".")[0] in modules]
-        if coded and not self.quantizer:
-            key, kind = next(iter(coded.items()))
-            problem = f"{self.source} has {key} in {kind}, and its config.json no quantization_config that says how"
-            advice = "add the one that it was quantized with, or choose weights that are not quantized"
-            raise base.UserError(f"--init pretrained: {problem}; {advice}")
+        scales = [key for key in left_out if "scale" in key and key.rpartition(".")[0] in coded]
         if scales:
             method = self.quantizer.quantization_config.quant_method
             problem = f"{self.source} has scales that its quantization_config ({method}) does not read: {scales[0]}"

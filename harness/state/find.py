@@ -183,5 +183,5 @@ def refuse_broken(settings: flags.Resolved, state: TrainState, checkpoint: Check
         advice = "remove that folder, and --resume auto goes on from the one before"
         raise base.UserError(f"--resume {checkpoint.path}: it {problem}; {advice}", exit_code=1)
     if problem:
-        advice = "try other weights or --precision fp32"
+        advice = "try other weights" if settings.precision == "fp32" else "try other weights or --precision fp32"
         raise base.UserError(f"--model {settings.model}: it {problem}; {advice}", exit_code=1)

@@ -213,7 +213,8 @@ def an_adapter_beside_weights(folder):
 
 def an_adapter_alone(folder):
     folder.mkdir()
-    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "x"}')
+    config = {"peft_type": "LORA", "target_modules": ["q_proj"], "base_model_name_or_path": "x"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file({"a.lora_A.weight": torch.ones(2)}, folder / "adapter_model.safetensors")
     return "adapters for x, which is no folder", "set base_model_name_or_path in its adapter_config.json"
 
@@ -276,6 +277,19 @@ def float8_with_scales_of_another_name(folder):
     return "has scales that its quantization_config (fp8) does not read", "choose weights that are not quantized"
 
 
+def float8_without_the_scale_of_one_weight(folder):
+    weights = in_float8(write(folder))
+    del weights["model.layers.1.mlp.up_proj.weight_scale_inv"]
+    put(folder, weights, quantization_config=FP8)
+    return "has model.layers.1.mlp.up_proj.weight in F8_E4M3, without scales", "fetch all of its files again"
+
+
+def float8_without_scales(folder):
+    weights = {name: tensor for name, tensor in in_float8(write(folder)).items() if "scale" not in name}
+    put(folder, weights, quantization_config=FP8)
+    return "_proj.weight in F8_E4M3, without scales", "or choose weights that are not quantized"
+
+
 def float8_whose_blocks_do_not_fit(folder):
     weights = in_float8(write(folder))
     weights["model.layers.1.mlp.up_proj.weight_scale_inv"] = torch.ones(5, 2)
@@ -306,6 +320,7 @@ def a_method_that_transformers_does_not_know(folder):
 REFUSED = [a_head_of_its_own_that_is_tied, an_adapter_beside_weights, an_adapter_alone, pickles_alone, gguf_alone]
 REFUSED += [shards_without_an_index, an_index_of_other_files, a_shard_that_is_missing, a_tensor_that_is_missing]
 REFUSED += [a_tensor_of_another_shape, float8_without_a_config, float8_with_scales_of_another_name]
+REFUSED += [float8_without_the_scale_of_one_weight, float8_without_scales]
 REFUSED += [float8_whose_blocks_do_not_fit, int8_without_a_config, int8_without_the_package_that_reads_it]
 REFUSED += [a_method_that_is_not_turned_back, a_method_that_transformers_does_not_know]
 

@@ -8,11 +8,12 @@ import types
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from checkpoints import tensors_of
 from conftest import forked, losses_of, metrics_of, parse, slow_case, train, words
-from multirank import program
+from multirank import SIZES, program
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +24,7 @@ from harness import model as models
 
 FLAGS = "--init pretrained --lora-rank 2 --precision fp32 --no-compile --sequence-length 32 --batch-size 4 --lr 1e-2"
 FLAGS += " --num-workers 0 --dataset demo --log-interval 1 --num-steps 4 --warmup-steps 0 --lr-scheduler constant"
+ADAPTERS_FILE = "adapter_model.safetensors"
 IDS = torch.arange(24).view(1, 24) * 7
 
 
@@ -85,6 +87,46 @@ def test_peft_and_transformers_load_an_export_with_the_logits_of_the_run(
     assert not {path.name for path in folders["adapters"].iterdir()} & {"config.json", "model.safetensors"}
 
 
+DENSE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}  # and experts beside it
+SHARED = DENSE | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1}
+SHARED |= {"topk_group": 1}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 8}
+MIXED = {  # {family: (its config, linears that peft reads as experts or refuses)}
+    "qwen3_moe": (DENSE | {"num_experts": 4, "mlp_only_layers": [0], "head_dim": 16}, "gate_proj, up_proj, down_proj"),
+    "deepseek_v2": (SHARED | LATENT, "gate_proj, up_proj, down_proj"),
+    "dots1": (SHARED, "gate_proj, up_proj, down_proj"),
+    "glm4_moe": (SHARED, "gate_proj, up_proj, down_proj"),
+    "ernie4_5_moe": ({"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}, "gate_proj, up_proj, down_proj"),
+    "hunyuan_v1_moe": ({"num_experts": 4, "moe_topk": 2, "head_dim": 16}, "gate_proj, up_proj, down_proj"),
+    "nemotron_h": (MAMBA | DENSE | {"n_routed_experts": 4, "moe_shared_expert_intermediate_size": 32}, "out_proj"),
+    "qwen2_moe": (DENSE | {"num_experts": 4, "shared_expert_intermediate_size": 32}, ""),
+}
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_linears_whose_adapters_peft_does_not_load_have_none_and_are_named(
+    workspace, flags, built, device, tmp_path, capsys, family
+):
+    fields, left_out = MIXED[family]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **SIZES | fields | {"pad_token_id": None})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family)
+    assert train(flags(tmp_path / family, "--export", tmp_path / "adapters"), device) == 0
+    found = re.search(r"^adapters .*, not on \d+ linears? \((.*)\): peft has no place", capsys.readouterr().out, re.M)
+    assert (found.group(1) if found else "") == left_out
+    trained = logits_of(built[0])
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=torch.float32)
+    assert (logits_of(plain) - trained).abs().max() > 1e-3
+    by_peft = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters")
+    assert (logits_of(by_peft) - trained).abs().max() < 1e-5
+    adapted = {name.split(".")[-3] for name in safetensors.torch.load_file(tmp_path / "adapters" / ADAPTERS_FILE)}
+    assert adapted and not adapted & {"gate", "wg"}  # which route tokens
+    for name in left_out.split(", ") if left_out else []:
+        with pytest.raises(base.UserError, match=f"--lora-targets {name}: it matches .*, and peft has no place"):
+            train(flags(tmp_path / family, "--run-name", "named", "--lora-targets", name), device)
+
+
 def test_a_checkpoint_has_adapters_and_their_states_and_nothing_of_the_base(flags, device, tmp_path):
     assert train(flags("llama"), device) == 0
     names = tensors_of(tmp_path / "out" / "r" / "checkpoints" / "step-00000004").keys()
@@ -143,19 +185,17 @@ def test_a_folder_of_adapters_goes_on_from_them_on_its_base(workspace, flags, de
     evaluated = ["--eval-interval", 4, "--eval-steps", 2]
     assert train(flags("llama", "--export", adapters, *evaluated, "--lora-targets", "q_proj", "up_proj"), device) == 0
     loss = next(line["eval_loss"] for line in metrics_of(run) if "eval_loss" in line)
-    without_rank = flags(adapters, *evaluated)
-    first = without_rank.index("--init")
-    del without_rank[first : first + 4]  # and --lora-rank
-    assert train([*without_rank, "--run-name", "second", "--lr", "1e-12"], device) == 0
+    going_on = without_rank(flags(adapters, *evaluated))
+    assert train([*going_on, "--run-name", "second", "--lr", "1e-12"], device) == 0
     second = metrics_of(tmp_path / "out" / "second")
     assert next(line["eval_loss"] for line in second if "eval_loss" in line) == pytest.approx(loss, rel=1e-6)
     given = json.loads((tmp_path / "out" / "second" / "config.json").read_text())["flags"]
     assert (given["lora_rank"], given["lora_alpha"], given["lora_targets"]) == (2, 4, ["q_proj", "up_proj"])
     config = base.read_json(adapters / base.ADAPTER_CONFIG)
     with pytest.raises(base.UserError, match=r"--lora-rank 0: .* is a folder of adapters; leave it out"):
-        train([*without_rank, "--run-name", "third", "--lora-rank", 0], device)
+        train([*going_on, "--run-name", "third", "--lora-rank", 0], device)
     (adapters / base.ADAPTER_CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.05}))
-    assert train([*without_rank, "--run-name", "undropped", "--num-steps", 1], device) == 0
+    assert train([*going_on, "--run-name", "undropped", "--num-steps", 1], device) == 0
     assert capfd.readouterr().err.count("had a dropout of 0.05; they go on without") == 1
     wrong = {
         "is not there": config | {"base_model_name_or_path": "/nowhere/llama"},
@@ -166,7 +206,103 @@ def test_a_folder_of_adapters_goes_on_from_them_on_its_base(workspace, flags, de
     for problem, content in wrong.items():
         (adapters / base.ADAPTER_CONFIG).write_text(json.dumps(content))
         with pytest.raises(base.UserError, match=problem):
-            train([*without_rank, "--run-name", "third"], device)
+            train([*going_on, "--run-name", "third"], device)
+
+
+MALFORMED = {
+    '"r": null': "has r null; it is a positive integer",
+    '"r": 0': "has r 0; it is a positive integer",
+    '"r": -3': "has r -3; ",
+    '"r": 4.5': "has r 4.5; ",
+    '"r": true': "has r true; ",
+    '"r": "x"': 'has r "x"; ',
+    '"r": [4]': "has r [4]; ",
+    '"r": {}': "has r {}; ",
+    '"lora_alpha": null': "has lora_alpha null; it is a positive integer",
+    '"lora_alpha": 0': "has lora_alpha 0; ",
+    '"lora_alpha": [1]': "has lora_alpha [1]; ",
+    '"lora_alpha": Infinity': "has lora_alpha Infinity; ",
+    '"target_modules": null': "has target_modules null; it is a list of the names of the linears",
+    '"target_modules": 5': "has target_modules 5; ",
+    '"target_modules": []': "has target_modules []; ",
+    '"target_modules": ["q_proj", 5]': 'has target_modules ["q_proj", 5]; ',
+    '"target_modules": ""': 'has target_modules ""; ',
+    '"base_model_name_or_path": ["a"]': 'has base_model_name_or_path ["a"]; it is the folder or hub id',
+    '"peft_type": "IA3"': 'has peft_type "IA3"; "LORA" alone is trained here',
+    '"peft_type": null': "has peft_type null; ",
+    "target_modules": "lacks target_modules; ",
+    "peft_type": "lacks peft_type; ",
+    "[]": "cannot be read (no object)",
+    "{": "cannot be read (Expecting property name",
+}
+
+
+@pytest.fixture
+def adapters(workspace, tmp_path):
+    """A folder of adapters whose adapter_config.json a test writes."""
+    folder, plain = tmp_path / "adapters", AutoModelForCausalLM.from_pretrained(workspace / "checkpoints" / "llama")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    peft.get_peft_model(plain, config).save_pretrained(folder)
+    return folder
+
+
+def without_rank(command: list[str]) -> list[str]:
+    """A command without the --lora-rank and --init that stand in it."""
+    first = command.index("--init")
+    return command[:first] + command[first + 4 :]
+
+
+def test_an_adapter_config_that_cannot_be_followed_is_one_line(flags, adapters):
+    path = adapters / base.ADAPTER_CONFIG
+    config = json.loads(path.read_text())
+    for given, problem in MALFORMED.items():
+        if given.startswith('"'):
+            text = json.dumps(config | json.loads("{" + given + "}"))
+        else:
+            text = given if given in ("[]", "{") else json.dumps({key: config[key] for key in config.keys() - {given}})
+        path.write_text(text)
+        with pytest.raises(base.UserError) as raised:
+            parse(without_rank(flags(adapters)))
+        line = str(raised.value)
+        assert line.startswith(f"--model {adapters}: adapter_config.json {problem}") and "\n" not in line, given
+
+
+def test_a_missing_rank_or_alpha_is_that_of_peft(flags, adapters):
+    """The defaults of its LoraConfig."""
+    path = adapters / base.ADAPTER_CONFIG
+    config = json.loads(path.read_text())
+    for lacking in ({"r"}, {"lora_alpha"}, {"r", "lora_alpha"}):
+        path.write_text(json.dumps({key: config[key] for key in config.keys() - lacking}))
+        settings, loaded = parse(without_rank(flags(adapters))), peft.PeftConfig.from_pretrained(adapters)
+        assert (settings.lora_rank, settings.lora_alpha) == (loaded.r, loaded.lora_alpha)
+        assert (settings.init, settings.lora_targets) == ("pretrained", ("q_proj", "v_proj"))
+
+
+def test_adapters_without_a_rank_in_their_config_have_the_logits_that_peft_gives(
+    workspace, flags, adapters, built, device
+):
+    path = adapters / base.ADAPTER_CONFIG
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: config[key] for key in config.keys() - {"r", "lora_alpha"}}))
+    assert train([*without_rank(flags(adapters)), "--lr", "1e-12"], device) == 0
+    plain = AutoModelForCausalLM.from_pretrained(workspace / "checkpoints" / "llama", dtype=torch.float32)
+    by_peft = peft.PeftModel.from_pretrained(plain, adapters)
+    assert (logits_of(by_peft) - logits_of(built[0])).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("wrong", ["r", "base_model_name_or_path"])
+def test_adapters_of_another_rank_or_model_than_their_config_has_are_one_line(
+    workspace, flags, adapters, device, tmp_path, wrong
+):
+    narrow = transformers.AutoConfig.from_pretrained(workspace / "checkpoints" / "llama", hidden_size=32)
+    AutoModelForCausalLM.from_config(narrow).save_pretrained(tmp_path / "narrow")
+    others = {"r": 4, "base_model_name_or_path": str(tmp_path / "narrow")}
+    path = adapters / base.ADAPTER_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {wrong: others[wrong]}))
+    with pytest.raises(
+        base.UserError, match=r"--model .*: .*q_proj.lora_..weight has the shape .*; set r and base_mod"
+    ):
+        train(without_rank(flags(adapters)), device)
 
 
 def test_without_a_step_adapters_are_evaluated_averaged_and_continued(flags, device, tmp_path, capsys):
@@ -181,9 +317,7 @@ def test_without_a_step_adapters_are_evaluated_averaged_and_continued(flags, dev
     mean = ["--num-steps", 0, "--resume", run, "--average-checkpoints", 2, "--export", tmp_path / "mean"]
     assert train(mean, device) == 0
     both = [tensors_of(run / "checkpoints" / f"step-0000000{step}", "model.") for step in (2, 4)]
-    from safetensors.torch import load_file
-
-    for name, tensor in load_file(tmp_path / "mean" / "adapter_model.safetensors").items():
+    for name, tensor in safetensors.torch.load_file(tmp_path / "mean" / ADAPTERS_FILE).items():
         name = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
         assert torch.allclose(tensor, (both[0][name] + both[1][name]) / 2)
 
