@@ -325,7 +325,8 @@ class Mark(NamedTuple):
 def with_marks(messages: list[dict]) -> tuple[list[dict], list[Mark]]:
     """The messages with a mark in the name and in each argument of the functions that they call, in each text of a list
     of parts, and in a field of each part that no template knows."""
-    messages, marks = copy.deepcopy(messages), []
+    messages = copy.deepcopy(messages)
+    marks: list[Mark] = []
 
     def mark(fault: str, is_wanted: bool = True) -> str:
         marks.append(Mark(f"zqx{len(marks)}xqz", is_wanted, fault))
