@@ -14,6 +14,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
@@ -21,7 +22,7 @@ import numpy as np
 import tokenizers
 
 from harness import base
-from harness.data.conversations import layout_of
+from harness.data.conversations import ROLES, calls_of, layout_of, parts_of
 from harness.data.encode import Encoded, TextFormat, backend_of, encode_texts, own_tokens_around, take
 from harness.data.records import Conversation, refuse_or_count
 from harness.data.windows import PackedDataset, Window
@@ -160,13 +161,12 @@ class ChatFormat(TextFormat):
         if not self.has_template:
             return self.end_to_end(conversation)
         template = self.tokenizer.get_chat_template(self.template, conversation.tools)
-        if conversation.is_text:
-            self.refuse_rendered(conversation, template)
         if "strftime_now" in template:
             template = with_fixed_date(template)
         marks = self.loss != "all"
         text, spans = self.render_messages(conversation, template, len(conversation.messages), mark=marks)
-        refuse_misread(conversation, text)
+        self.refuse_rendered(conversation, text)
+        self.refuse_misread(conversation, template)
         if not marks:
             return Rendered(text, [(0, len(text))])
         if not has_generation(template):
@@ -199,7 +199,10 @@ class ChatFormat(TextFormat):
         """The characters of each turn of the assistant's in the rendered `text` of a conversation."""
         spans = []
         for number, message in enumerate(conversation.messages):
-            if message["role"] != "assistant" or number < conversation.first_trained:
+            role = message["role"]
+            if role != "assistant" and ROLES.get(role.lower()) == "assistant":
+                raise BadConversationError(f"its role {role} is not trained on; name it assistant")
+            if role != "assistant" or number < conversation.first_trained:
                 continue
             if number == 0:
                 first = self.length_before_first(conversation, template, text)
@@ -246,14 +249,34 @@ class ChatFormat(TextFormat):
         """What the tokenizer's own rule puts before a text, such as <s>."""
         return "".join(self.tokenizer.convert_ids_to_tokens(own_tokens_around(self.tokenizer)[0]))
 
-    def refuse_rendered(self, conversation: Conversation, template: str) -> None:
-        """Raises a BadConversationError for a text that has the special tokens of the template already."""
-        texts = [message["content"] for message in conversation.messages]
-        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        for token in special:
-            if token in template and any(token in text for text in texts):
+    def refuse_rendered(self, conversation: Conversation, text: str) -> None:
+        """Raises a BadConversationError for messages that have special tokens which the template wrote into the
+        rendered `text` as well."""
+        given = "\n".join(texts_in(conversation.messages))
+        for token in self.special_tokens:
+            if token in given and text.count(token) > given.count(token):
                 problem = f"its text has {token}, so it is rendered already, and would be once more"
-                raise BadConversationError(f"{problem}; docs/DATA.md (Conversations) has a template that adds nothing")
+                advice = "take it out, or have docs/DATA.md's template that adds nothing (Conversations)"
+                raise BadConversationError(f"{problem}; {advice}")
+
+    @functools.cached_property
+    def special_tokens(self) -> list[str]:
+        return [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+
+    def refuse_misread(self, conversation: Conversation, template: str) -> None:
+        """Raises a BadConversationError where the template leaves out a call of a tool or a text in a list of parts, so
+        that an empty answer would be trained on in its place, or writes a part with its fields. What it reads is seen
+        by rendering once more, with marks in these places."""
+        messages, marks = with_marks(conversation.messages)
+        if not marks:
+            return
+        try:
+            text, _ = self.render_messages(replace(conversation, messages=messages), template, len(messages))
+        except Exception:  # of a template that refuses a mark, so it reads it
+            return
+        for mark in marks:
+            if (mark.word in text) != mark.is_wanted:
+                raise BadConversationError(mark.fault)
 
     def encode_rendered(self, rendered: list[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(tokens, mask) of each: a token is trained on where one of its characters is. `apply_chat_template` looks for
@@ -291,19 +314,51 @@ def in_batches(texts: list[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def refuse_misread(conversation: Conversation, text: str) -> None:
-    """Raises a BadConversationError where the rendered `text` lacks a call of a tool, so that an empty answer would be
-    trained on in its place, or has a list of parts as Python writes it."""
-    for message in conversation.messages:
-        if isinstance(message.get("content"), list) and str(message["content"]) in text:
-            what = f"the content of its {message['role']} is a list of parts, which the chat template writes as it is"
-            raise BadConversationError(f"{what}; give the text alone, or a template that reads parts")
-        for call in message.get("tool_calls") or ():
-            name = call.get("function", call).get("name")
-            if name and name not in text:
-                raise BadConversationError(
-                    f"the chat template leaves out its call of {name}; give one that writes tool_calls"
-                )
+class Mark(NamedTuple):
+    """A word that no text has, in a place of a conversation."""
+
+    word: str
+    is_wanted: bool  # in what the template writes
+    fault: str  # of the conversation where that is otherwise
+
+
+def with_marks(messages: list[dict]) -> tuple[list[dict], list[Mark]]:
+    """The messages with a mark in the name and in each argument of the functions that they call, in each text of a list
+    of parts, and in a field of each part that no template knows."""
+    messages = copy.deepcopy(messages)
+    marks: list[Mark] = []
+
+    def mark(fault: str, is_wanted: bool = True) -> str:
+        marks.append(Mark(f"zqx{len(marks)}xqz", is_wanted, fault))
+        return marks[-1].word
+
+    for message in messages:
+        for call in calls_of(message):
+            lost = f"the chat template leaves out its call of {call['name']}; give one that writes tool_calls"
+            lost_argument = f"the chat template leaves out arguments of its call of {call['name']}; give one that"
+            lost_argument += " writes them"
+            call["name"] += mark(lost)
+            arguments = call.get("arguments")
+            if isinstance(arguments, dict):
+                call["arguments"] = {name: mark(lost_argument) for name in arguments}
+            elif arguments:
+                call["arguments"] = mark(lost_argument)
+        for part in parts_of(message):
+            what = f"the content of its {message['role']} is a list of parts, which the chat template"
+            advice = "give the text alone, or a template that reads parts"
+            if "text" in part:
+                part["text"] += mark(f"{what} leaves out; {advice}")
+            part["of no template"] = mark(f"{what} writes as it is; {advice}", is_wanted=False)
+    return messages, marks
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """The texts in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(item)
 
 
 def with_fixed_date(template: str) -> str:

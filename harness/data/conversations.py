@@ -9,7 +9,7 @@ is one as well. All but `messages` are brought to role and content:
 - Alpaca's `instruction` and `input`, with a blank line between, are the user's turn, `output` the assistant's; before
   them `history` may have pairs of such turns.
 
-A `system` text beside any of them is the first message, `tools` are a list or one as JSON text.
+A text in one of SYSTEM beside any of them is the first message, `tools` are a list or one as JSON text.
 """
 
 import contextlib
@@ -36,8 +36,14 @@ ROLES = {  # of a template, by who speaks in ShareGPT's layout
     "system": "system",
 }
 CALLS = ("function_call", "tool_call")  # of functions, by the assistant
-NOT_TRAINED = {"weight": 0, "train": False}  # fields of a turn of the assistant's, and what says that it is not learnt
-BESIDE_CHAT = ("system", "tools")
+# Fields of a turn of the assistant's, and what says that it is trained on; a mask of 1 is read either way.
+TRAINED = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)) | {"mask": ()}
+SYSTEM = ("system", "system_prompt", "system_message")
+NOT_READ = {  # fields beside a conversation that change its text, and what to do
+    "functions": "name them tools",
+    "chat_template_kwargs": "set them in a template for --chat-template FILE",
+}
+BESIDE_CHAT = (*SYSTEM, "tools", *NOT_READ)
 OF_PREFERENCES = (
     "chosen and rejected are pairs of preferences, for DPO, which is not here; to train on the chosen ones name them "
     "completion, beside a prompt, or messages"
@@ -128,14 +134,18 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
         raise ValueError(f"{missing_in(fields, layout)} is null, where a record needs {' and '.join(layout.needs)}")
     fields = without_nulls({field: fields.get(field) for field in (*layout.needs, *layout.may_have, *BESIDE_CHAT)})
     messages, first_trained = layout.read(fields)
-    system, tools = fields.get("system", ""), fields.get("tools")
-    if not isinstance(system, str):
-        raise ValueError(f"system is {excerpt(system)} instead of text")
-    first = messages[0]
-    if system.strip() and first["role"] not in ("system", "developer"):
-        messages, first_trained = [{"role": "system", "content": system}, *messages], first_trained + 1
-    elif system.strip() and first.get("content") != system:
-        raise ValueError(f"system is {excerpt(system)}, and the first message is another system prompt")
+    for field in SYSTEM:
+        system, first = fields.get(field, ""), messages[0]
+        if not isinstance(system, str):
+            raise ValueError(f"{field} is {excerpt(system)} instead of text")
+        if system.strip() and first["role"] not in ("system", "developer"):
+            messages, first_trained = [{"role": "system", "content": system}, *messages], first_trained + 1
+        elif system.strip() and first.get("content") != system:
+            raise ValueError(f"{field} is {excerpt(system)}, and the first message is another system prompt")
+    for field, advice in NOT_READ.items():
+        if fields.get(field):
+            raise ValueError(f"{field} is {excerpt(fields[field])}, which is not read; {advice}")
+    tools = fields.get("tools")
     if isinstance(tools, str):
         with contextlib.suppress(ValueError):
             tools = json.loads(tools) if tools.strip() else None
@@ -150,8 +160,9 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
 
 def read_completion(fields: dict[str, Any]) -> tuple[list[dict], int]:
     prompt, completion = fields["prompt"], fields["completion"]
-    if fields.get("label") is False:
-        raise ValueError("label is false, which says that the completion is not to be learnt")
+    label = fields.get("label", True)
+    if label == 0 or str(label).lower() == "false":
+        raise ValueError(f"label is {excerpt(label)}, which says that the completion is not to be learnt")
     if isinstance(prompt, str) and isinstance(completion, str):
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], 1
     for name in ("prompt", "completion"):
@@ -167,6 +178,8 @@ def read_alpaca(fields: dict[str, Any]) -> tuple[list[dict], int]:
     for name, value in texts.items():
         if not isinstance(value, str):
             raise ValueError(f"{name} is {excerpt(value)} instead of text")
+    if fields.get("context"):
+        raise ValueError(f"context is {excerpt(fields['context'])}, which is not read; name it input")
     question = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text.strip())
     messages = []
     history = fields.get("history", [])
@@ -193,12 +206,32 @@ def messages_in(value: Any, name: str) -> list[dict]:
                 wanted += ", or with from and value"
             raise ValueError(f"{place} is {excerpt(message)} instead of {wanted}")
         if message["role"] == "assistant":
-            for field, no in NOT_TRAINED.items():
-                if message.get(field, 1) == no:
+            for field, values in TRAINED.items():
+                if field in message and message[field] not in values:
                     problem = f"{place} has {field} {excerpt(message[field])}, and turns of the assistant are all"
                     raise ValueError(f"{problem} trained on alike; drop that field, or the turn")
+        for part in parts_of(message):
+            if not isinstance(part, dict) or not any(isinstance(part.get(name), str) for name in ("text", "thinking")):
+                raise ValueError(f"{place} has a part that is not text, {excerpt(part)}")
+        if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls_of(message)):
+            called = excerpt(message.get("tool_calls") or message.get("function_call"))
+            raise ValueError(f"{place} calls {called} instead of functions with a name and arguments")
         messages.append(message)
     return messages
+
+
+def parts_of(message: dict) -> list:
+    """The parts of a message whose content is no text."""
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def calls_of(message: dict) -> list:
+    """The functions that a message calls, each with a name and arguments; `function_call` is OpenAI's older field."""
+    calls = message.get("tool_calls") or []
+    functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
+    older = message.get("function_call")
+    return [*functions, older] if older else functions
 
 
 def from_sharegpt(message: dict, place: str) -> dict:
@@ -235,7 +268,7 @@ def is_message(message: Any) -> bool:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     content = message.get("content")
-    return isinstance(content, str | list) or (content is None and bool(message.get("tool_calls")))
+    return isinstance(content, str | list) or (content is None and bool(calls_of(message)))
 
 
 def is_objects(value: Any) -> bool:
@@ -248,6 +281,9 @@ LAYOUTS = {
     "conversation": layout_of_messages("conversation", "conversation"),
     "prompt+completion": Layout("prompt and completion", ("prompt", "completion"), ("label",), read_completion),
     "instruction+output": Layout(
-        "instruction, input and output, as Alpaca's", ("instruction", "output"), ("input", "history"), read_alpaca
+        "instruction, input and output, as Alpaca's",
+        ("instruction", "output"),
+        ("input", "history", "context"),
+        read_alpaca,
     ),
 }

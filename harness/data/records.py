@@ -20,8 +20,9 @@ BLOCK = 2**18  # bytes that are read of a file at a time
 FIRST_TAIL = 2**13  # of the first read behind a part of a file, for the end of its last record
 
 Field = str | tuple[str, ...]  # the column that is trained on, or several: the first one that is there
-LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # 1 for each token that is trained on
-BESIDE_IDS = ("labels", "attention_mask", "position_ids", *LOSS_MASKS)  # fields of token ids, a number for each of them
+LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")  # 1 for each trained token
+A_NUMBER_EACH = ("labels", "attention_mask", "position_ids", *LOSS_MASKS)  # fields with a number for each token id
+BESIDE_IDS = (*A_NUMBER_EACH, "seq_lengths")
 
 
 class BadRecord(NamedTuple):
@@ -104,7 +105,9 @@ def check_ids(ids: np.ndarray, fields: dict[str, Any]) -> np.ndarray | LabelledI
     """Token ids with what the fields of BESIDE_IDS say of them, as transformers reads these: padding, where
     `attention_mask` is 0, is taken off; not trained on is what has the label -100 or a 0 in one of LOSS_MASKS. What a
     window cannot give is a bad record."""
-    given = {name: fields[name] for name in BESIDE_IDS if fields.get(name) is not None}
+    if np.size(fields.get("seq_lengths", ())) > 1:
+        return BadRecord("seq_lengths has several documents; give each document a record")
+    given = {name: fields[name] for name in A_NUMBER_EACH if fields.get(name) is not None}
     if not given:
         return ids
     beside = {name: np.asarray(values) for name, values in given.items() if is_flat(values)}

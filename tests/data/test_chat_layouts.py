@@ -64,6 +64,11 @@ READ = {  # the records, and each as a conversation of `messages`; what is train
             [says("user", "a"), says("user", "b"), says("assistant", "c")],
         ),
     ],
+    "other names of system": [
+        ({"conversations": TURN, "system_prompt": "Be kind."}, [SYSTEM, *TURN]),
+        ({"conversations": [SYSTEM, *TURN], "system_message": "Be kind."}, [SYSTEM, *TURN]),
+        ({"conversations": TURN, "functions": [], "system_prompt": ""}, TURN),
+    ],
     "conversation": [({"conversation": TURN, "model": "m"}, TURN)],
     "messages": [({"messages": TURN, "prompt": "x", "completion": "y", "text": "z", "input_ids": [1]}, TURN)],
     "completions of text": [
@@ -177,6 +182,51 @@ REFUSED = {
         [{"conversations": [said("human", "Hi"), said("gpt", "Hello!", weight=0)]}],
         "conversations[1] has weight 0",
     ),
+    **{
+        f"a turn with {field} {value!r}": (
+            [{"messages": [TURN[0], says("assistant", "Hello!", **{field: value})]}],
+            f"messages[1] has {field} {json.dumps(value)}, and turns of the assistant are all trained on alike",
+        )
+        for field, value in (
+            ("loss", False),
+            ("training", 0),
+            ("train", "false"),
+            ("trainable", False),
+            ("weight", 0.5),
+            ("loss_scale", 0.0),
+            ("mask", 1),
+            ("mask", 0),
+        )
+    },
+    **{
+        f"a label {value!r}": ([{"prompt": "Hi", "completion": "No!", "label": value}], f"label is {json.dumps(value)}")
+        for value in (0, "False")
+    },
+    "a system of another name": ([GOOD | {"system_prompt": ["a"]}], 'system_prompt is ["a"] instead of text'),
+    "functions": ([GOOD | {"functions": TOOLS}], "functions is", "name them tools"),
+    "settings of the template": (
+        [GOOD | {"chat_template_kwargs": {"a": 1}}],
+        "chat_template_kwargs is",
+        "in a template",
+    ),
+    "context": ([{"instruction": "Add", "context": "1, 2", "output": "3"}], 'context is "1, 2"', "name it input"),
+    "an image": (
+        [{"messages": [says("user", [{"type": "image"}, {"type": "text", "text": "a"}]), TURN[1]]}],
+        'messages[0] has a part that is not text, {"type": "image"}',
+    ),
+    "calls that are text": (
+        [{"messages": [TURN[0], says("assistant", "", tool_calls=["add"])]}],
+        'messages[1] calls ["add"] instead of functions',
+    ),
+    **{
+        f"rendered, {name}": ([record], "its text has <|endoftext|>, so it is rendered already")
+        for name, record in {
+            "an answer": {"messages": [TURN[0], says("assistant", "Hello!<|endoftext|>")]},
+            "a question": {"conversations": [said("human", "What is <|endoftext|>?"), said("gpt", "An end.")]},
+            "a part": {"messages": [says("user", [{"type": "text", "text": "a<|endoftext|>"}]), TURN[1]]},
+            "Alpaca": {"instruction": "Hi", "output": "Hello!<|endoftext|>"},
+        }.items()
+    },
     "two systems": (
         [{"conversations": [said("system", "a"), said("human", "Hi"), said("gpt", "b")], "system": "c"}],
         'system is "c", and the first message is another system prompt',
@@ -196,8 +246,12 @@ REFUSED = {
     ),
     "preferences": ([{"prompt": "Hi", "chosen": "Hello!", "rejected": "No!"}], "pairs of preferences, for DPO"),
     "other names": ([{"question": "Hi", "answer": "Hello!"}], "rename fields: conversations are messages,"),
+    "the assistant by another name": (
+        [{"messages": [TURN[0], says("Assistant", "Hello!")]}],
+        "its role Assistant is not trained on; name it assistant",
+    ),
     "nobody of the assistant": (
-        [{"messages": [says("human", "Hi"), says("gpt", "Hello!")]}],
+        [{"messages": [says("human", "Hi"), says("narrator", "Hello!")]}],
         "none of its conversations, 1, has a message with the role assistant",
     ),
 }
@@ -206,9 +260,11 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_read_right_is_one_line(tokenizer, tmp_path, name):
     records, *words = REFUSED[name]
-    if name == "rendered":
+    if name.startswith("rendered"):
         tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-        tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|endoftext|>")
+        tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|endoftext|>").replace(
+            "+ message.content", "+ (message.content if message.content is string else message.content[0].text)"
+        )
     refuse(tokenizer, tmp_path, records, *words)
 
 

@@ -197,22 +197,71 @@ CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"c
 PARTS = [{"type": "text", "text": "Hi."}]
 
 
+PARTS_READ = "(message.content if message.content is string else message.content | map(attribute='text') | join)"
+CALL_NAMES = "(message.tool_calls or []) | map(attribute='function.name') | join"
+WITH_CALL = [says("user", "Call get_weather."), says("assistant", "", tool_calls=[CALL])]
+TWO_PARTS = [{"type": "text", "text": "Hi."}, {"type": "text", "text": "Bye."}]
+MISREAD = {  # what stands in the place of the content in CHATML, messages, the message
+    "no call": ("message.content", WITH_CALL, "the chat template leaves out its call of get_weather"),
+    "no older call": (
+        "message.content",
+        [HI, says("assistant", "", function_call={"name": "get_weather", "arguments": "{}"})],
+        "the chat template leaves out its call of get_weather",
+    ),
+    "no arguments": (
+        f"message.content ~ ({CALL_NAMES})",
+        WITH_CALL,
+        "the chat template leaves out arguments of its call of get_weather",
+    ),
+    "parts of the user as Python": (
+        "('' ~ message.content)",
+        [says("user", PARTS), says("assistant", "Hi.")],
+        "the content of its user is a list of parts, which the chat template writes as it is",
+    ),
+    "parts as Python": ("('' ~ message.content)", [HI, says("assistant", PARTS)], "the content of its assistant is a"),
+    "parts as JSON": (
+        "(message.content | tojson)",
+        [HI, says("assistant", PARTS)],
+        "list of parts, .* writes as it is",
+    ),
+    "joined parts": ("(message.content | join)", [HI, says("assistant", PARTS)], "a list of parts, .* writes as it is"),
+    "no parts": (
+        "(message.content if message.content is string else '')",
+        [HI, says("assistant", PARTS)],
+        "a list of parts, which the chat template leaves out",
+    ),
+    "the first part": (
+        "(message.content if message.content is string else message.content[0].text)",
+        [HI, says("assistant", TWO_PARTS)],
+        "a list of parts, which the chat template leaves out",
+    ),
+}
+
+
 @pytest.mark.parametrize("loss", ["assistant", "all"])
 @pytest.mark.parametrize("marks", [True, False])
-@pytest.mark.parametrize(
-    "messages, problem",
-    [
-        ([HI, says("assistant", "", tool_calls=[CALL])], "the chat template leaves out its call of get_weather"),
-        ([says("user", PARTS), says("assistant", "Hi.")], "the content of its user is a list of parts"),
-        ([HI, says("assistant", PARTS)], "the content of its assistant is a list of parts"),
-    ],
-)
-def test_what_the_template_does_not_read_is_refused_and_named(tokenizer, messages, problem, marks, loss):
-    misread = Conversation(messages, place="chat.jsonl, line 3")
-    template = CHATML.replace("content +", "content ~")  # which takes a list
+@pytest.mark.parametrize("name", MISREAD)
+def test_what_the_template_does_not_read_is_refused_and_named(tokenizer, name, marks, loss):
+    """Also where a list of tools, which it reads, or the user names the function."""
+    content, messages, problem = MISREAD[name]
+    misread = Conversation(messages, tools=[CALL], place="chat.jsonl, line 3")
+    template = "{{- tools | tojson }}" + CHATML.replace("message.content", content)
     template = template if marks else MARKS.sub("", template)
-    with pytest.raises(UserError, match=f"line 3: {problem}"):
+    with pytest.raises(UserError, match=f"line 3: .*{problem}"):
         chat_format(tokenizer, template, loss).encode([misread], Counter())
+
+
+CALLS_READ = "(message.tool_calls or []) | map(attribute='function') | map('tojson') | join"
+
+
+@pytest.mark.parametrize(
+    "content, messages",
+    [(f"message.content ~ ({CALLS_READ})", WITH_CALL), (PARTS_READ, [HI, says("assistant", TWO_PARTS)])],
+)
+def test_what_the_template_reads_is_rendered_without_a_mark(tokenizer, content, messages):
+    template = CHATML.replace("message.content", content)
+    text, _ = chat_format(tokenizer, template).render(Conversation(messages))
+    assert text == tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
 
 
 @pytest.mark.parametrize("loss", ["assistant", "all"])

@@ -180,8 +180,8 @@ NULLS = {  # pairs of records whose objects have other fields
         {"messages": [SAID | {"name": "Ann"}, {"role": "assistant", "content": "x"}]},
     ],
     "parts": [
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
-        {"messages": [{"role": "user", "content": [{"type": "image", "url": "b.png"}]}]},
+        {"messages": [SAID | {"notes": [{"type": "text", "text": "a"}]}]},
+        {"messages": [SAID | {"notes": [{"type": "link", "url": "b.html"}]}]},
     ],
     "nulls that are written": [
         {"messages": [SAID | {"tool_calls": None}, call("f", a=None, b=[1, 2])]},
@@ -313,6 +313,8 @@ ROWS = {  # fields beside or over IDS: (ids, which of them are trained on; None 
     "labels and padding": ({"labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]}, ([5, 6, 7], [0, 1, 1])),
     "labels at the padding": ({"labels": [-100, 6, 7, 0], "attention_mask": [1, 1, 1, 0]}, ([5, 6, 7], [0, 1, 1])),
     "a mask of the completion": ({"completion_mask": [0, 0, 1, 1]}, (IDS, [0, 0, 1, 1])),
+    "one mask of the assistant": ({"assistant_mask": [0, 0, 1, 1]}, (IDS, [0, 0, 1, 1])),
+    "lengths of one": ({"seq_lengths": [4]}, (IDS, None)),
     "two masks": ({"completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 1]}, (IDS, [0, 1, 0, 1])),
     "positions": ({"position_ids": [0, 1, 2, 3]}, (IDS, None)),
     "another field": ({"token_type_ids": [0, 0, 0, 0], "label": 3, "length": 4}, (IDS, None)),
@@ -326,6 +328,7 @@ REFUSED = {
     "a label that is missing": ({"labels": [5, None, 7, 8]}, "labels is .* instead of 4 integers"),
     "several documents": ({"attention_mask": [1, 1, 2, 2]}, "attention_mask is .* instead of 0 and 1; give each"),
     "hidden tokens": ({"attention_mask": [1, 0, 1, 1]}, "attention_mask is 0 between tokens"),
+    "lengths of several": ({"seq_lengths": [2, 2]}, "seq_lengths has several documents; give each document a record"),
     "positions anew": ({"position_ids": [0, 1, 0, 1]}, "position_ids do not count from 0 on; give each document"),
 }
 
