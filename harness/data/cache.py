@@ -18,7 +18,7 @@ from harness import base, job
 from harness.data.encode import Encoded
 from harness.data.token_files import TokenFile
 
-VERSION = 5  # of the files; another one makes them anew
+VERSION = 6  # of the files; another one makes them anew
 LEFT_OUT = (
     *("empty documents", "bad records"),
     *("conversations without a trained token", "rows without a trained token"),

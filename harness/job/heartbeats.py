@@ -30,8 +30,15 @@ STORE_PATIENCE = 10.0  # seconds until the store must have answered
 EXIT_PATIENCE = 9.0  # seconds after which a rank that ends a stalled job is gone, whatever blocks it
 
 NOWHERE = ("", 0)
-# (host, pid) of each rank, NOWHERE of one that has not come yet; before the first beat of this rank alone
-RANKS: list[tuple[str, int]] = [(socket.gethostname(), os.getpid())]
+
+
+def here() -> tuple[str, int]:
+    """(host, pid) of this process."""
+    return socket.gethostname(), os.getpid()
+
+
+# `here` of each rank, NOWHERE of one that has not come yet; before the first beat of this rank alone
+RANKS: list[tuple[str, int]] = [here()]
 
 
 @dataclasses.dataclass
@@ -133,8 +140,8 @@ class Heartbeats(threading.Thread):
         self.interval = min(max(BEAT, self.world / 250), seconds / 6)  # at most 250 beats a second in the whole job
         self.silence = max(SILENT_BEATS * self.interval, min(30.0, seconds / 2))  # a call into C can last that long
         self.beats = 0
-        own, RANKS[:] = RANKS[0], [NOWHERE] * self.world
-        RANKS[self.rank] = own
+        RANKS[:] = [NOWHERE] * self.world
+        RANKS[self.rank] = here()
         # a connection of its own, as a call on the other one may block
         self.store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
         self.store.set_timeout(timedelta(seconds=STORE_PATIENCE))
