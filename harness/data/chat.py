@@ -267,9 +267,9 @@ class ChatFormat(TextFormat):
         """Raises a BadConversationError where the template leaves out a call of a tool or a text in a list of parts, so
         that an empty answer would be trained on in its place, or writes a part with its fields. What it reads is seen
         by rendering once more, with marks in these places."""
-        messages, marks = with_marks(conversation.messages)
-        if not marks:
+        if not any(calls_of(message) or parts_of(message) for message in conversation.messages):
             return
+        messages, marks = with_marks(conversation.messages)
         try:
             text, _ = self.render_messages(replace(conversation, messages=messages), template, len(messages))
         except Exception:  # of a template that refuses a mark, so it reads it
