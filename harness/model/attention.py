@@ -14,7 +14,11 @@ from transformers.integrations import sdpa_attention
 from harness import base, flags, job
 from harness.model import patches
 from harness.model.configs import text_config
+from harness.model.masks import restrict_attention_to_documents
 
+# Layer types that attend to what their mask lets through, by the positions that they are given. Llama 4's, of
+# chunked_attention, count positions by themselves; with minimax_m3_sparse or compressed_* documents reach each other.
+RESTRICTABLE_LAYERS = {"full_attention", "sliding_attention", "indexed_attention"}
 ONE_KERNEL = ("flash", "cudnn")  # choices of --attention that are sdpa with one of its kernels and no other
 
 
@@ -117,12 +121,15 @@ def describe_attention(settings: flags.Resolved, config: PretrainedConfig, devic
 
 
 def skip_packing_detection(model: nn.Module, name: str, document_mask: bool) -> None:
-    """Tells transformers where documents begin. A UserError where a family cannot keep documents apart."""
-    patches.say_where_documents_begin(document_mask)
+    """Keep transformers from looking for documents; with `document_mask`, restrict attention to them. A UserError if a
+    family mixes tokens in other ways too."""
+    patches.skip_packing_detection()
     kinds = set(getattr(text_config(model), "layer_types", None) or ())
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-    if document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):
+    if document_mask and not (takes_positions and kinds <= RESTRICTABLE_LAYERS):
         raise base.UserError(f"--document-mask: {name} is more than attention over positions; leave the flag out")
+    if document_mask:
+        restrict_attention_to_documents(model, name)
 
 
 def without_packing_detection() -> contextlib.AbstractContextManager[object]:

@@ -44,18 +44,13 @@ def repeat_shared_keys(repeats: bool) -> None:
     sdpa_attention.use_gqa_in_sdpa = (lambda *_: False) if repeats else use_gqa_in_sdpa
 
 
-def say_where_documents_begin(document_mask: bool) -> None:
+def skip_packing_detection() -> None:
     """By itself transformers reads positions back from the device to find documents: a sync in every forward, or in
-    every layer with flash_attention_2."""
-    # private: a function of a mask could be registered in public, but these are called before it
-    masking_utils.find_packed_sequence_indices = documents if document_mask else one_document
+    every layer with flash_attention_2. `masks.py` finds them without."""
+    # called before a registered mask function; there is no option to skip it
+    masking_utils.find_packed_sequence_indices = one_document
     # private: its caller, transformers' flash attention, has no argument for it
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
-
-
-def documents(position_ids: torch.Tensor) -> torch.Tensor:
-    """The number of the document that each token is in: positions begin at 0 in each."""
-    return (position_ids == 0).cumsum(-1)
 
 
 def one_document(position_ids: torch.Tensor) -> None:

@@ -1,22 +1,30 @@
 """--document-mask: attention and labels stay inside documents."""
 
 import functools
+import json
+import sys
 
 import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from conftest import write_model
+import transformers
+from conftest import ROOT, write_model
 from multirank import resolved
 from tiny import END, MODELS, SIZES
 from torch._dynamo.utils import counters
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import train_fsdp
 from harness.base.errors import UserError
 from harness.data.windows import create_collate_fn
 from harness.model.attention import skip_packing_detection
 from harness.model.weights import decoder_layers
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import families
 
 
 def windows(count: int, length: int) -> list[np.ndarray]:
@@ -38,7 +46,6 @@ def test_a_masked_windows_loss_is_that_of_its_documents_one_by_one(device, tmp_p
     batch["position_ids"] = torch.arange(48).expand(2, -1)
     across = model(**batch, use_cache=False).loss.item()
 
-    skip_packing_detection(model, name, document_mask=False)
     total, labels, documents = 0.0, 0, 0
     for window in windows(2, 48):
         for ids in np.split(window.astype(np.int64), np.flatnonzero(window[:-1] == END) + 1):
@@ -52,6 +59,106 @@ def test_a_masked_windows_loss_is_that_of_its_documents_one_by_one(device, tmp_p
     assert abs(together - across) > 1e-4  # it does matter
 
 
+def build_small(family: str, **fields) -> torch.nn.Module:
+    """A small model of a family whose attention matters: by default its weights are too small for that."""
+    config = families.small_config(family)
+    config.get_text_config().update(fields)
+    families.check_size(config)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.08)
+    return model
+
+
+@torch.no_grad()
+def error_of_packing(model: torch.nn.Module, family: str) -> float:
+    """The largest difference between logits of two packed documents and of each one alone, relative to the largest."""
+    ids = torch.randint(5, 500, (1, 48), generator=torch.Generator().manual_seed(1))
+    skip_packing_detection(model, family, document_mask=True)
+    positions = torch.cat([torch.arange(28), torch.arange(20)])[None]
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split((28, 20), 1)], 1)
+    return ((packed - alone).abs().max() / alone.abs().max()).item()
+
+
+@pytest.mark.parametrize(
+    "family, fields",
+    [
+        ("llama", {}),
+        ("gpt_oss", {}),  # sinks, sliding windows, a mask without positions
+        ("opt", {}),
+        ("bert", {}),  # a decoder
+        ("roberta", {}),  # its first position is 2
+        ("falcon", {"alibi": True}),
+        ("deepseek_v32", {"index_topk": 6}),
+    ],
+)
+def test_packed_documents_have_the_logits_of_each_one_alone(family, fields):
+    assert error_of_packing(build_small(family, **fields), family) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "family, fields, reason",
+    [
+        ("qwen3_next", {}, "more than attention over positions"),
+        ("llama4_text", {}, "more than attention over positions"),
+        ("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse"] * 4}, "more than attention over positions"),
+        ("bloom", {}, "more than attention over positions"),
+        ("big_bird", {"attention_type": "block_sparse", "block_size": 4}, "without transformers' masks"),
+        ("openai-gpt", {}, "without transformers' masks"),
+    ],
+)
+def test_a_family_whose_documents_would_see_each_other_is_refused(family, fields, reason):
+    with pytest.raises(UserError, match=f"^--document-mask: {family} .*{reason}"):
+        error_of_packing(build_small(family, **fields), family)
+
+
+def test_flash_attention_which_takes_no_mask_is_refused(monkeypatch):
+    """flags/rules.py refuses it first; here the kernel, which is not installed, is torch's."""
+    kernel = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", kernel)
+    model = build_small("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UserError, match="without transformers' masks"):
+        error_of_packing(model, "llama")
+
+
+@pytest.mark.slow
+def test_every_family_keeps_documents_from_each_other_or_is_refused():
+    errors, refused = {}, set()
+    for family in families.families():
+        try:
+            model = build_small(family)
+        except Exception:  # what transformers does not build small has no documents
+            continue
+        try:
+            errors[family] = error_of_packing(model, family)
+        except UserError:
+            refused.add(family)
+    assert {family: error for family, error in errors.items() if not error < 1e-5} == {}
+    assert len(errors) > 100 and len(refused) > 40
+    recorded = json.loads(families.RESULTS.read_text())
+    if transformers.__version__ == recorded["transformers"]:  # docs/MODELS.md has the figure
+        trained = {family for family, found in recorded["families"].items() if found["verdict"] == "trains"}
+        assert len(errors.keys() & trained) == 122
+
+
+def test_models_with_and_without_a_document_mask_live_in_one_process():
+    ids = torch.arange(5, 29)[None]
+    batch = {"input_ids": ids, "position_ids": ids.remainder(12), "use_cache": False}
+    plain, masked = build_small("llama"), build_small("llama")
+    skip_packing_detection(plain, "llama", document_mask=False)
+    expected = plain(**batch).logits
+    skip_packing_detection(masked, "llama", document_mask=True)
+    assert not torch.allclose(masked(**batch).logits, expected)
+    assert torch.equal(plain(**batch).logits, expected)
+    with pytest.raises(IndexError):
+        masked(**batch | {"input_ids": ids + 10**6})
+    assert masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is masking_utils.sdpa_mask
+
+
 @pytest.mark.slow
 def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documents(monkeypatch):
     """torch trains with it on a GPU only: the forward pass alone, as the compiler sees it."""
@@ -63,7 +170,7 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
         torch.manual_seed(0)
         config = AutoConfig.for_model("smollm3", **MODELS["smollm3"])
         variants[attention] = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    skip_packing_detection(variants["sdpa"], "smollm3", document_mask=True)
+        skip_packing_detection(variants[attention], "smollm3", document_mask=True)
     for layer in decoder_layers(variants["flex_attention"]):
         layer.forward = torch.compile(layer.forward)
     collate, all_windows = create_collate_fn(END), windows(6, 128)
