@@ -6,7 +6,7 @@
     python benchmarks/contact.py --rehearse --only 'tests,ladder*'      the same path with tiny models on the CPU
 
 Every step is a process of its own: versions and the GPU tests (under two minutes); on several GPUs parity over stages,
-HSDP and offload, and drills that stop or kill a rank; what was mended or never measured on one (RUNS, about half a
+HSDP and offload, and drills that kill a rank; what was mended or never measured on one (RUNS, about half a
 minute each), other programs, every optimizer beside its losses on the CPU, ten kills; then each configuration of
 `bench.py`. What became of it is in contact.json before the next one begins, what it printed in
 contact.log, figures in the JSON files of `bench.py`. A step that is cut off by the minutes, or by a kill of this
@@ -113,7 +113,6 @@ def several_gpus(gpus: int, rehearse: bool) -> list[Step]:
     ways["offload"] = ["--cpu-offload"]
     beside = ["benchmarks/beside_cpu.py", "--ranks", str(gpus), "--"]
     found = [Step(f"parity/{name}", 1, [*beside, *flags]) for name, flags in ways.items()]
-    found.append(Step("drills/hang", 2, ["benchmarks/hang_drill.py", "--ranks", str(gpus)]))
     found.append(Step("drills/kills", 5, ["benchmarks/kill_test.py", "--kills", "3", "--ranks", str(gpus)]))
     if not rehearse:  # a CPU has no symmetric memory
         program = ["-m", "torch.distributed.run", f"--nproc_per_node={gpus}", "benchmarks/symmetric_memory.py"]

@@ -20,12 +20,10 @@ from importlib.util import find_spec
 import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-OPTIONAL = ("lightning", "torchtitan")
 PEERS = {  # program in benchmarks/peers: the package that it needs
     "hf_trainer": "transformers",
     "accelerate_fsdp2": "accelerate",
     "lightning_fabric": "lightning",
-    "torchtitan_llama": "torchtitan",
 }
 
 
@@ -136,7 +134,7 @@ def device_name(cpu: bool) -> str:
 
 
 def describe_machine() -> dict:
-    packages = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "torchao", "numpy", *OPTIONAL)
+    packages = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "torchao", "numpy", "lightning")
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in packages:
         try:

@@ -6,10 +6,10 @@ import itertools
 import json
 import os
 import re
-import sys
 import time
 from collections import Counter
 
+import formats
 import fsspec
 import multirank
 import numpy as np
@@ -20,9 +20,6 @@ from conftest import ROOT, STORIES, forking, losses_of, metrics_of, train, words
 import train_fsdp
 import utils
 from harness import base
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import formats
 
 DEMO = ROOT / "assets" / "demo"
 VOCABULARY = multirank.SIZES["vocab_size"]

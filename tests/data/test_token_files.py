@@ -3,8 +3,8 @@ says what is wrong with a file. test_promises.py has the windows of every format
 
 import os
 import pathlib
-import sys
 
+import formats
 import numpy as np
 import pytest
 from conftest import ROOT, parse, train, words
@@ -16,9 +16,6 @@ from harness.data.contents import open_token_file
 from harness.data.files import find_files
 from harness.data.token_files import TokenFile
 from harness.data.windows import Tokens, held_out_numbers
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import formats
 
 VOCAB = 1536  # of the demo model
 END = 0  # end-of-text of its tokenizer
