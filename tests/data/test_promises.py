@@ -10,10 +10,13 @@ import sys
 import time
 from collections import Counter
 
+import datasets
 import fsspec
 import multirank
 import numpy as np
 import psutil
+import pyarrow
+import pyarrow.ipc
 import pytest
 from conftest import ROOT, STORIES, forking, losses_of, metrics_of, train, words
 

@@ -270,9 +270,9 @@ def not_forked():
 @pytest.mark.parametrize("flags", ["--packing best-fit --document-mask", "--streaming --streams 2"])
 def test_data_workers_that_are_not_forked_read_what_the_rank_would(tmp_path, arguments, device, flags):
     given = [*arguments, *words(f"{flags} --log-interval 1 --eval-interval 2")]
-    for workers in (0, 2):
+    for workers in (0, 1):
         assert train([*given, "--num-workers", workers, "--run-name", workers], device) == 0
-    assert losses_of(tmp_path / "out" / "0") == losses_of(tmp_path / "out" / "2")
+    assert losses_of(tmp_path / "out" / "0") == losses_of(tmp_path / "out" / "1")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
