@@ -118,7 +118,7 @@ def find_files(place: str, subset: str | None = None) -> Listing:
         name = names[file]
         if not is_one_file and any(part.startswith(".") for part in name.split("/")):
             continue
-        if readers.reader_of(file.name) and (is_one_file or not NO_DATA.fullmatch(file.name.lower())):
+        if is_data(file.name) or (is_one_file and readers.reader_of(file.name)):
             files.append(file)
         elif not file.name.endswith(readers.companions()):
             left_out.append(name if name.isprintable() else ascii(name))
@@ -138,6 +138,11 @@ def find_files(place: str, subset: str | None = None) -> Listing:
     elif unnamed:
         splits = {"train": unnamed} | splits
     return Listing(place, splits, sorted(left_out))
+
+
+def is_data(name: str) -> bool:
+    """True for a file of a folder that is read, by its name."""
+    return readers.reader_of(name) is not None and not NO_DATA.fullmatch(name.lower())
 
 
 def is_only_alone(file: DataFile) -> bool:
@@ -228,8 +233,8 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
     roots = {re.match(r"(hf://(?:[^/]+/){2}[^/]+)?", path)[0] for paths in found.values() for path in paths}
     known = dict(entry for root in roots if root for entry in stores.list_url(root))
     for split, paths in found.items():
-        files = [hub_file(path, known) for path in paths if readers.reader_of(path)]
-        left_out += [path.rpartition("/")[2] for path in paths if not readers.reader_of(path)]
+        files = [hub_file(path, known) for path in paths if is_data(path.rpartition("/")[2])]
+        left_out += [name for path in paths if not is_data(name := path.rpartition("/")[2])]
         if files:
             splits[str(split)] = files
     if not splits:
