@@ -89,11 +89,11 @@ class Listing:
 
     def describe(self, trained: str) -> str:
         """The line of the header about files that are not of the split `trained`; empty if all are."""
-        names = {split: [file.name for file in of_split] for split, of_split in self.splits.items()}
+        names = {split: [file.name for file in files] for split, files in self.splits.items()}
         names["left out"] = self.left_out
-        files = sum(map(len, names.values()))
-        others = [f"{what}: {base.shortened(of_it)}" for what, of_it in names.items() if of_it and what != trained]
-        return f"{len(names[trained]):,} of {files:,} ({'; '.join(others)})" if others else ""
+        total = sum(map(len, names.values()))
+        others = [f"{what}: {base.shortened(files)}" for what, files in names.items() if files and what != trained]
+        return f"{len(names[trained]):,} of {total:,} ({'; '.join(others)})" if others else ""
 
 
 def find_files(place: str, subset: str | None = None) -> Listing:
@@ -155,9 +155,9 @@ def find_splits(place: str, names: list[str]) -> list[str]:
     else by the names of folders, else by those of files. A UserError for a name with the words of two splits."""
     if any(map(SHARD.fullmatch, names)):
         return [shard[1] if (shard := SHARD.fullmatch(name)) else "" for name in names]
-    of_folders = [split_in(place, name, name.split("/")[:-1]) for name in names]
+    folder_splits = [split_in(place, name, name.split("/")[:-1]) for name in names]
     # a file's keyword has a separator behind it, which its suffix begins with
-    return of_folders if any(of_folders) else [split_in(place, name, [name.rpartition("/")[2]]) for name in names]
+    return folder_splits if any(folder_splits) else [split_in(place, name, [name.rpartition("/")[2]]) for name in names]
 
 
 def split_in(place: str, name: str, parts: list[str]) -> str:
