@@ -88,7 +88,9 @@ def build_model(
     if not settings.cpu_offload:
         models.check_room(model, device, mesh["shard"].size())
     if settings.init == "pretrained" and (read_weights or models.has_frozen(model)):
-        weights = models.PretrainedWeights(model, layers, models.find_source(settings.model)[1], dtype)
+        weights = base.with_all_ranks(  # on one node alone a file may be missing
+            lambda: models.PretrainedWeights(model, layers, models.find_source(settings.model)[1], dtype)
+        )
     if settings.precision == "fp8":
         convert_to_fp8 = models.fp8_converter(layers, settings.fp8_recipe, settings.fp8_emulate, settings.compile)
 

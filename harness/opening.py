@@ -54,7 +54,7 @@ def open_run(
     # what is trained keeps the batch and the warmup of its checkpoint; what only reads one has none
     manifest = checkpoint.manifest if checkpoint and given.trains() else None
     epoch = functools.partial(data.count_epoch, corpora, tokenizer, config, manifest)
-    return Opened(
+    opened = Opened(
         settings=resolving.resolve(given, config, choose_batch_size, corpora, manifest, epoch),
         corpora=corpora,
         config=config,
@@ -62,6 +62,27 @@ def open_run(
         prompts=prompts,
         checkpoint=checkpoint,
     )
+    check_prompts(opened)
+    return opened
+
+
+def check_prompts(opened: Opened) -> None:
+    """Raises a UserError if a prompt, as the model gets it, and its continuation are longer than the model's
+    positions."""
+    settings, positions = opened.settings, getattr(opened.config.get_text_config(), "max_position_embeddings", None)
+    for text in render_prompts(opened, opened.prompts):
+        tokens = len(opened.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if positions and tokens + settings.sample_tokens > positions:
+            problem = f"more than {settings.model}'s {positions} positions with the prompt's {tokens} tokens"
+            advice = "use fewer, or a shorter --sample-prompt"
+            raise base.UserError(f"--sample-tokens {settings.sample_tokens}: {problem}; {advice}")
+
+
+def render_prompts(opened: Opened, prompts: list[str]) -> list[str]:
+    """The texts that samples continue, rendered by rank 0; every rank calls this."""
+    settings, tokenizer = opened.settings, opened.tokenizer
+    answers = data.are_chats(opened.corpora, record_of(opened, None))
+    return base.on_main_rank(lambda: [data.story_beginning(settings, answers, tokenizer, prompt) for prompt in prompts])
 
 
 def load_to_evaluate(opened: Opened) -> Any:
@@ -93,8 +114,8 @@ def tell_stories(
     if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.beginning:
         prompts = [dataset.beginning]  # the demo's prompt is for the demo's stories
     record = record_of(opened, dataset)
-    ends = data.end_tokens(settings, record, opened.tokenizer)
-    texts = [data.story_beginning(settings, record, opened.tokenizer, prompt) for prompt in prompts]
+    ends = base.on_main_rank(lambda: data.end_tokens(settings, record, opened.tokenizer))
+    texts = render_prompts(opened, prompts)
     return [models.sample(settings, text, ends, model, opened.tokenizer, device) for text in texts]
 
 
@@ -102,7 +123,7 @@ def export(opened: Opened, weights: state.TrainState, dataset: Any = None) -> No
     """Writes the folder of --export. `dataset` is the `data.TrainingData` that the weights were trained on in this run,
     None where they were only loaded. Every rank calls this."""
     settings, record = opened.settings, record_of(opened, dataset)
-    ends = data.end_tokens(settings, record, opened.tokenizer)
+    ends = base.on_main_rank(lambda: data.end_tokens(settings, record, opened.tokenizer))
     state.export(settings, weights, opened.tokenizer, ends, state.trained_on(settings, record))
 
 

@@ -71,7 +71,7 @@ def write_megatron(folder: pathlib.Path, documents: list[np.ndarray], texts=(), 
 
 def write_index(file: pathlib.Path, lengths, places, documents, dtype: str = "uint16", version: int = 1) -> None:
     """Megatron's .idx: of sequences the tokens and the places in bytes; the sequences at which documents begin."""
-    code = {"int32": 4, "int64": 5, "float32": 7, "uint16": 8}[dtype]
+    code = {"int8": 2, "int16": 3, "int32": 4, "int64": 5, "float32": 7, "uint16": 8}[dtype]
     header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", version, code, len(lengths), len(documents))
     arrays = np.array(lengths, "<i4"), np.array(places, "<i8"), np.array(documents, "<i8")
     file.write_bytes(header + b"".join(array.tobytes() for array in arrays))

@@ -11,7 +11,15 @@ from harness.data.batches import Batches, TrainingData, held_out_batches, mean_l
 from harness.data.corpora import Corpus, Reading, find, masks_documents, needs_tokenizer, open_windows
 from harness.data.encode import vocabulary_of
 from harness.data.mixture import DataRecord, WindowOrder, describe_changes, read_record, renamed
-from harness.data.sources import count_epoch, end_tokens, evaluates_own_data, load, show_samples, story_beginning
+from harness.data.sources import (
+    are_chats,
+    count_epoch,
+    end_tokens,
+    evaluates_own_data,
+    load,
+    show_samples,
+    story_beginning,
+)
 from harness.data.windows import PackedDataset, SyntheticDataset, create_collate_fn
 
 __all__ = [
@@ -23,6 +31,7 @@ __all__ = [
     "SyntheticDataset",
     "TrainingData",
     "WindowOrder",
+    "are_chats",
     "count_epoch",
     "create_collate_fn",
     "describe_changes",

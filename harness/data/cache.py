@@ -2,6 +2,7 @@
 lie the ends of its documents and, of conversations and labels, the mask of what is trained on; a record, written last,
 has their sizes."""
 
+import functools
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ import numpy as np
 
 from harness import base, job
 from harness.data.encode import Encoded
-from harness.data.token_files import TokenFile
+from harness.data.token_files import TokenFile, map_numbers
 
 VERSION = 6  # of the files; another one makes them anew
 LEFT_OUT = (
@@ -102,8 +103,9 @@ def open_cache(path: pathlib.Path, vocab_size: int) -> TokenFile:
     return TokenFile(
         tokens=np.memmap(path, dtype, "r").view(np.ndarray),
         is_checked=True,
-        find_ends=lambda: np.memmap(path.with_suffix(".ends"), np.int64, "r").view(np.ndarray),
+        find_ends=functools.partial(map_numbers, str(path.with_suffix(".ends")), np.int64),
         trained=np.memmap(mask, np.uint8, "r").view(np.ndarray) if mask.stat().st_size else None,
+        reopen=functools.partial(open_cache, path, vocab_size),
     )
 
 

@@ -2,6 +2,7 @@
 
 import bz2
 import contextlib
+import functools
 import gzip
 import io
 import zlib
@@ -68,6 +69,8 @@ def open_token_file(file: DataFile, vocab_size: int) -> TokenFile:
     if file.packing:
         raise damaged(file, "it is packed, and token files are mapped", "unpack it")
     try:
-        return reader_of(file.name).open_tokens(file.path, vocab_size)
+        opened = reader_of(file.name).open_tokens(file.path, vocab_size)
     except (OSError, ValueError) as error:
         raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
+    opened.reopen = functools.partial(open_token_file, file, vocab_size)
+    return opened

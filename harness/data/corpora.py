@@ -99,12 +99,12 @@ def find_all(settings: flags.Settings) -> list[Corpus]:
 
 
 def find_apart(settings: flags.Settings) -> Corpus:
-    """The corpus of an --eval-split that is a place of its own: its split `validation`, or where it has none `train`,
-    which is all that is in no split."""
+    """The corpus of an --eval-split that is a place of its own: its split `validation`, or `test` where it has none, or
+    `train`, which is all where nothing is named as a split."""
     place = str(settings.eval_split)
     with named_by_eval_split():
         listing = files.find_files(place)
-        split = DEFAULT_EVAL_SPLIT if DEFAULT_EVAL_SPLIT in listing.splits else "train"
+        split = next((name for name in (DEFAULT_EVAL_SPLIT, "test") if name in listing.splits), "train")
         source = flags.Source(flags.name_of(place), place, None)
         corpus = look_into(source, split, text_field_of(settings), None)
     return dataclasses.replace(corpus, is_apart=True)
@@ -200,7 +200,7 @@ def needs_tokenizer(settings: flags.Settings, corpora: list[Corpus]) -> bool:
         return True
     if settings.dataset == "synthetic" and not corpora:
         return False
-    ends = settings.document_mask or settings.eval_interval or "[" in (settings.dataset_split or "")
+    ends = settings.document_mask or settings.eval_interval or any("[" in corpus.split for corpus in corpora)
     if ends or settings.packing == "best-fit" or settings.export:
         return True
     return not all(corpus.is_mapped for corpus in corpora)

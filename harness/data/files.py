@@ -13,10 +13,17 @@ from harness import base, flags
 from harness.data import readers, stores
 from harness.data.records import COMPRESSIONS
 
-# by a file's or folder's name
-SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
-NO_DATA = ("readme.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")  # in a folder
-NUMBERED = r"-\d{5}-of-\d{5}"  # the part of a file's name that says which of several it is
+# The words of names and the patterns are those of `datasets.data_files`.
+SPLIT_KEYWORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+SEPARATOR = r"[-._ 0-9]"  # before and behind a keyword in a name
+SHARD = re.compile(r"data/([^/]*)-[0-9]{5}-of-[0-9]{5}[^/]*\.[^/]*")  # names its split, whatever that is
+NO_DATA = re.compile(  # in a folder; cache-*.arrow are the results of maps and filters of `datasets`
+    r"readme\.md|config\.json|dataset_infos?\.json|dataset_dict\.json|state\.json|cache-.*\.arrow"
+)
 
 
 @dataclass(frozen=True)
@@ -80,12 +87,13 @@ class Listing:
             raise base.NoSplitError(f"--dataset {self.place}, split {split!r}: there is none; there is {names}")
         return self.splits[split]
 
-    def describe(self) -> str:
-        """The line of the header about what is left out; empty where nothing is."""
-        if not self.left_out:
-            return ""
-        files = sum(map(len, self.splits.values()))
-        return f"{files:,} of {files + len(self.left_out):,} (left out: {base.shortened(self.left_out)})"
+    def describe(self, trained: str) -> str:
+        """The line of the header about files that are not of the split `trained`; empty if all are."""
+        names = {split: [file.name for file in files] for split, files in self.splits.items()}
+        names["left out"] = self.left_out
+        total = sum(map(len, names.values()))
+        others = [f"{what}: {base.shortened(files)}" for what, files in names.items() if files and what != trained]
+        return f"{len(names[trained]):,} of {total:,} ({'; '.join(others)})" if others else ""
 
 
 def find_files(place: str, subset: str | None = None) -> Listing:
@@ -110,7 +118,7 @@ def find_files(place: str, subset: str | None = None) -> Listing:
         name = names[file]
         if not is_one_file and any(part.startswith(".") for part in name.split("/")):
             continue
-        if readers.reader_of(file.name) and (is_one_file or file.name.lower() not in NO_DATA):
+        if is_data(file.name) or (is_one_file and readers.reader_of(file.name)):
             files.append(file)
         elif not file.name.endswith(readers.companions()):
             left_out.append(name if name.isprintable() else ascii(name))
@@ -122,8 +130,8 @@ def find_files(place: str, subset: str | None = None) -> Listing:
     if is_one_file:
         return Listing(place, {"train": files}, [])
     splits: dict[str, list[DataFile]] = {}
-    for file in files:
-        splits.setdefault(split_in(names[file]), []).append(file)
+    for file, split in zip(files, find_splits(place, [names[file] for file in files]), strict=True):
+        splits.setdefault(split, []).append(file)
     unnamed = splits.pop("", [])
     if "train" in splits:  # such as the text beside nanoGPT's train.bin and val.bin
         left_out += [f"{names[file]} (not in a split)" for file in unnamed]
@@ -132,20 +140,34 @@ def find_files(place: str, subset: str | None = None) -> Listing:
     return Listing(place, splits, sorted(left_out))
 
 
+def is_data(name: str) -> bool:
+    """True for a file of a folder that is read, by its name."""
+    return readers.reader_of(name) is not None and not NO_DATA.fullmatch(name.lower())
+
+
 def is_only_alone(file: DataFile) -> bool:
     """Whether a file is data only where no other data files lie beside it."""
     return getattr(readers.reader_of(file.name), "ONLY_ALONE", False)
 
 
-def split_in(name: str) -> str:
-    """The split that a file's path in its corpus says, by the name of a folder or by the whole name of the file before
-    its suffixes; empty where it says none."""
-    *folders, file = name.split("/")
-    stem = re.sub(rf"({NUMBERED})?(\.\w+)*$", "", file)
-    for part in (stem, *reversed(folders)):
-        if part in SPLITS:
-            return SPLITS[part]
-    return ""
+def find_splits(place: str, names: list[str]) -> list[str]:
+    """The split of each file of a corpus by its path there, "" for none, as `datasets` finds it: by shards in `data`,
+    else by the names of folders, else by those of files. A UserError for a name with the words of two splits."""
+    if any(map(SHARD.fullmatch, names)):
+        return [shard[1] if (shard := SHARD.fullmatch(name)) else "" for name in names]
+    folder_splits = [split_in(place, name, name.split("/")[:-1]) for name in names]
+    # a file's keyword has a separator behind it, which its suffix begins with
+    return folder_splits if any(folder_splits) else [split_in(place, name, [name.rpartition("/")[2]]) for name in names]
+
+
+def split_in(place: str, name: str, parts: list[str]) -> str:
+    """The split whose keyword stands between separators in one of the `parts` of a path; "" for none."""
+    words = {word for part in parts for word in re.split(f"{SEPARATOR}+", part)}
+    found = [split for split, keywords in SPLIT_KEYWORDS.items() if words.intersection(keywords)]
+    if len(found) > 1:
+        problem = f"{name} is of two splits by its name, {' and '.join(found)}"
+        raise base.UserError(f"--dataset {place}: {problem}; rename it, or give the files of one split")
+    return found[0] if found else ""
 
 
 def describe_nothing(left_out: list[str]) -> str:
@@ -211,8 +233,8 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
     roots = {re.match(r"(hf://(?:[^/]+/){2}[^/]+)?", path)[0] for paths in found.values() for path in paths}
     known = dict(entry for root in roots if root for entry in stores.list_url(root))
     for split, paths in found.items():
-        files = [hub_file(path, known) for path in paths if readers.reader_of(path)]
-        left_out += [path.rpartition("/")[2] for path in paths if not readers.reader_of(path)]
+        files = [hub_file(path, known) for path in paths if is_data(path.rpartition("/")[2])]
+        left_out += [name for path in paths if not is_data(name := path.rpartition("/")[2])]
         if files:
             splits[str(split)] = files
     if not splits:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 SYNTHETIC_EVAL_WINDOWS = 1024
+MAX_CUT_SHARE = 0.1  # of conversations that are longer than a sequence, without a warning
 STREAM_EVAL_WINDOWS = 256  # of a stream without a split that is held out: all would be all of the corpus
 HELD_OUT = f"one of every {EVERY} documents of it"  # the rules as a checkpoint records them
 HELD_OUT_BY_CONTENT = f"{HELD_OUT}, by content"
@@ -217,7 +219,8 @@ def open_apart(
         windows = reading.windows(tokens, f"{place}, split {corpus.split!r}")
     job.say("data      ", f"{place}: {line}")
     if corpus.is_chat:
-        job.say("format    ", f"{place}: {reading.chat_format(corpus).describe()['format']}")
+        lines = base.on_main_rank(lambda: reading.chat_format(corpus).describe())
+        job.say("format    ", f"{place}: {lines['format']}")
     documents = f", {base.counted(len(tokens.ends), 'document')}" if tokens.knows_ends else ""
     split = f", {corpus.split}" if len(corpus.listing.splits) > 1 else ""
     return HeldOut(windows, f"{place}{split}, all of it{documents}")
@@ -272,7 +275,8 @@ def choose_held_out(
         return None, None
     was_divided = bool(rules and rules["held_out"])
     split, is_apart = settings.eval_split, flag_rules.is_place(settings.eval_split)
-    if split and not is_apart and parse_split(split)[0] not in corpus.listing.splits and os.path.exists(split):
+    is_unknown = bool(split) and not is_apart and parse_split(split)[0] not in corpus.listing.splits
+    if is_unknown and base.on_main_rank(lambda: os.path.exists(split)):
         problem = f"{corpus.source.dataset} has no split of that name"
         raise base.UserError(f"--eval-split {split}: {problem}; for the file or folder of that name give ./{split}")
     if split is None and not was_divided and DEFAULT_EVAL_SPLIT in corpus.listing.splits:
@@ -480,17 +484,28 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reading: Reading, wit
     """The lines about documents that are packed whole, and about what is trained on of conversations and rows."""
     lines: dict[str, str] = {}
     if corpus.is_chat:
-        lines |= reading.chat_format(corpus).describe()
+        lines |= base.on_main_rank(lambda: reading.chat_format(corpus).describe())
     if isinstance(train, BestFitDataset):
         lines["packing"] = train.describe()
     if train.has_mask:
         share = train.total_trained() / len(train.tokens)
         word, document = ("chat", "conversation") if corpus.is_chat else ("labels", "row")
+        if isinstance(train, BestFitDataset) and (warning := warn_of_cuts(train, document)):
+            job.warn(warning)
         documents = base.counted(len(train.tokens.ends), document)
         lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
     if train.has_mask and with_example:
         lines["examples"] = f"([[ ]] is around what is trained on)\n{describe_examples(train, reading.tokenizer)}"
     return lines
+
+
+def warn_of_cuts(train: BestFitDataset, document: str) -> str:
+    """A warning if more documents than MAX_CUT_SHARE are longer than a sequence; else ""."""
+    lengths, cut = np.diff(train.tokens.ends, prepend=0), train.count_cut()
+    if cut <= MAX_CUT_SHARE * len(lengths):
+        return ""
+    problem = f"{cut:,} of {base.counted(len(lengths), document)} are longer and are cut into pieces"
+    return f"--sequence-length {train.seq_len}: {problem}; give a longer one (the longest has {lengths.max():,} tokens)"
 
 
 def describe_left_out(windows: PackedDataset | SyntheticDataset | HeldOutWindows) -> str:
@@ -530,7 +545,8 @@ def describe(
             read = f"{len(train) / per_step:,.1f} steps an epoch" if alone else f"{epochs[corpus.name]:.1f} epochs"
             size = f"{train.total_tokens():,} tokens, {read}{describe_left_out(train)}"
         place = ", ".join(filter(None, [corpus.source.dataset, settings.dataset_config, corpus.split]))
-        of_source = [f"{place}: {size}", corpus.listing.describe(), describe_tokenizer(train)]
+        files = corpus.listing.describe(parse_split(corpus.split)[0])
+        of_source = [f"{place}: {size}", files, describe_tokenizer(train)]
         for texts, text in zip(found.values(), [*of_source, describe_held_out(source.held_out)], strict=True):
             if text:
                 texts.append(text if alone else f"{corpus.name}: {text}")
@@ -578,12 +594,12 @@ def describe_tokenizer(train: PackedDataset | Stream) -> str:
 
 
 def story_beginning(
-    settings: flag_rules.Resolved, record: DataRecord | None, tokenizer: "PreTrainedTokenizerBase", prompt: str
+    settings: flag_rules.Resolved, answers: bool, tokenizer: "PreTrainedTokenizerBase", prompt: str
 ) -> str:
-    """The text that a story goes on from: the prompt, where the data of `record` are conversations or a chat template
-    is given, as a user's message rendered by the template."""
+    """The text that a sample continues: the prompt, or if the model `answers` or a chat template is given, a user's
+    message rendered by the template."""
     has_template = bool(tokenizer.chat_template)  # without one a prompt and its completion are text
-    if not (is_chat(record) and has_template) and settings.chat_template is None:
+    if not (answers and has_template) and settings.chat_template is None:
         return prompt
     return render_prompt(tokenizer, base.read_template(settings.chat_template), prompt)
 
@@ -599,6 +615,12 @@ def end_tokens(
     if is_chat(record):
         ends += ends_of_answers(tokenizer, base.read_template(settings.chat_template))
     return [end for end in dict.fromkeys(ends) if end is not None]
+
+
+def are_chats(corpora: list[Corpus], record: DataRecord | None) -> bool:
+    """True if the corpora that a run reads are conversations; if it reads none, those that `record` is of."""
+    sources = [corpus for corpus in corpora if not corpus.is_apart] or corpora
+    return any(corpus.is_chat for corpus in sources) if sources else is_chat(record)
 
 
 def is_chat(record: DataRecord | None) -> bool:

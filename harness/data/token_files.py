@@ -26,6 +26,11 @@ class TokenFile:
     tokenizer: str | None = None  # the name of the one that made it, where the format has it
     is_checked: bool = False  # whether each id is known to be below the vocabulary's size
     trained: np.ndarray | None = None  # where there is a mask, uint8: 1 for each token that is trained on
+    reopen: Callable[[], "TokenFile"] | None = None  # opens the same file again; None for an array
+
+    def __reduce__(self) -> Any:
+        """A file is pickled as the call that opens it: a process that is not forked maps it too, and gets no copy."""
+        return (self.reopen, ()) if self.reopen else super().__reduce__()
 
 
 def map_numbers(file: str, dtype: DTypeLike, offset: int = 0) -> np.ndarray:

@@ -103,9 +103,10 @@ class Tokens:
             return tokens
         if not tokens.dtype.isnative:
             tokens = tokens.astype(tokens.dtype.newbyteorder("="))
-        unsigned = tokens.view(f"u{tokens.itemsize}")  # a negative id is huge
-        if np.iinfo(unsigned.dtype).max >= self.vocab_size and unsigned.max(initial=0) >= self.vocab_size:
-            wrong = int((unsigned >= self.vocab_size).argmax())
+        unsigned = tokens.view(f"u{tokens.itemsize}")  # a negative id is above all that its signed type holds
+        limit = min(self.vocab_size, np.iinfo(tokens.dtype).max + 1)
+        if np.iinfo(unsigned.dtype).max >= limit and unsigned.max(initial=0) >= limit:
+            wrong = int((unsigned >= limit).argmax())
             fault = f"token id {tokens[wrong]}, the model has {self.vocab_size:,}"
             advice = "it was made with another tokenizer, or is damaged"
             raise base.UserError(f"--dataset {file.name}, token {start + wrong:,}: {fault}; {advice}")
@@ -393,10 +394,14 @@ class BestFitDataset(PackedDataset):
         lengths = self.lengths[self.pieces_of(index)]
         return (np.cumsum(lengths) - lengths).tolist()
 
+    def count_cut(self) -> int:
+        """How many documents are longer than a window, and are cut."""
+        return int((np.diff(self.tokens.ends, prepend=0) > self.seq_len + 1).sum())
+
     def describe(self) -> str:
         """The packing in words."""
         documents, windows = base.counted(len(self.tokens.ends), "document"), base.counted(len(self), "window")
-        cut = int((np.diff(self.tokens.ends, prepend=0) > self.seq_len + 1).sum())
+        cut = self.count_cut()
         longer = f", {cut:,} longer than a window cut" if cut else ""
         padding = 1 - self.total_tokens() / (len(self) * self.seq_len)
         return f"best-fit, {documents} in {windows}{longer}, padding {100 * padding:.1f} %"

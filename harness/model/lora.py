@@ -185,7 +185,7 @@ def adapter_injector(settings: flags.Resolved, model: Any) -> Callable[[nn.Modul
     model.peft_config = {"default": place(target_modules=target_modules(model, targets))}
     folder = flags.folder_of_adapters(settings.model) if settings.init == "pretrained" else None
     shapes = adapter_shapes(model, targets, settings.lora_rank)
-    read = open_adapters(settings, folder, shapes) if folder else None
+    read = base.with_all_ranks(lambda: open_adapters(settings, folder, shapes)) if folder else None
     names = {model.get_submodule(name): name for name in targets}
 
     def inject(layer: nn.Module) -> None:

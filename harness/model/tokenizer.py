@@ -51,18 +51,4 @@ def load_files(settings: flags.Settings, needs_tokenizer: bool) -> tuple:
     reads first."""
     config = base.on_main_rank(lambda: load_config(settings.model))
     tokenizer = base.on_main_rank(lambda: load_tokenizer(settings, config)) if needs_tokenizer else None
-    prompts = base.on_main_rank(lambda: read_prompts(settings, config, tokenizer))
-    return config, tokenizer, prompts
-
-
-def read_prompts(
-    settings: flags.Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> list[str]:
-    """The texts to be continued: those of --sample-prompt."""
-    prompts = list(settings.sample_prompt or ())
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    longest = max((len(tokenizer(prompt)["input_ids"]) for prompt in prompts), default=0)
-    if longest and positions and longest + settings.sample_tokens > positions:
-        limit = f"{settings.model}'s {positions} positions"
-        raise base.UserError(f"--sample-tokens {settings.sample_tokens}: with the prompt more than {limit}")
-    return prompts
+    return config, tokenizer, list(settings.sample_prompt or ())

@@ -1,5 +1,6 @@
 """Which files a name of --dataset stands for, which split each is of, and what is left out."""
 
+import contextlib
 import json
 import os
 import types
@@ -11,7 +12,7 @@ from conftest import parse
 
 from harness import base
 from harness.base.errors import NoSplitError, UserError
-from harness.data import files
+from harness.data import corpora, files
 
 TEXT = "Once upon a time there was a fox."
 
@@ -28,30 +29,70 @@ def splits_of(place) -> dict[str, list[str]]:
     return {split: [file.name for file in of_split] for split, of_split in found.splits.items()}
 
 
-def test_a_split_is_a_folder_or_a_whole_file_name_and_nothing_else(tmp_path):
-    names = ["stories.txt", "unit-test.txt", "dev.to-articles.txt", "latest/a.txt"]
-    assert splits_of(make(tmp_path / "a", *names)) == {
-        "train": ["dev.to-articles.txt", "a.txt", "stories.txt", "unit-test.txt"]
-    }
-    make(tmp_path / "b", "train-00000-of-00002.txt", "train-00001-of-00002.txt", "val.txt", "test/a.txt", "more.txt")
-    assert splits_of(tmp_path / "b") == {
-        "test": ["a.txt"],
-        "train": ["train-00000-of-00002.txt", "train-00001-of-00002.txt"],
-        "validation": ["val.txt"],
-    }
-    assert files.find_files(str(tmp_path / "b")).describe() == "4 of 5 (left out: more.txt (not in a split))"
-    assert splits_of(tmp_path / "b" / "val.txt") == {"train": ["val.txt"]}  # a single file is what is asked for
+FOLDERS = {
+    "TinyStories": ["TinyStoriesV2-GPT4-train.txt", "TinyStoriesV2-GPT4-valid.txt"],
+    "nothing named": ["contest.txt", "development.txt", "latest.jsonl", "validated.txt", "trainer.txt", "Train.txt"],
+    "each word": [
+        *("train.txt", "a-training.txt", "validation.txt", "b.valid.txt", "my dev.txt", "val2.txt"),
+        *("test_1.txt", "testing-01.txt", "eval.jsonl", "9evaluation.txt", "plain.txt"),
+    ],
+    "inside a name": ["my_train_file.txt", "unit-test.txt", "dev.to-articles.txt", "en.val.jsonl.gz"],
+    "shards": ["train-00000-of-00002.txt", "train-00001-of-00002.txt", "validation-00000-of-00001.txt"],
+    "shards in data": ["data/train-00000-of-00001.parquet", "data/validation-00000-of-00001-ab12.parquet", "test.txt"],
+    "shards of other splits": ["data/train_sft-00000-of-00001.parquet", "data/test_gen-00000-of-00001.parquet"],
+    "folders": ["train/a.txt", "train/sub/b.txt", "valid/c.txt", "data/d.txt"],
+    "folders before files": ["my-train.1/valid.txt", "tests/a.txt", "x/test/b.txt", "validation.txt", "train.txt"],
+    "words in folders": ["web_train/a.txt", "web_val/a.txt", "web_train_2/a.txt"],
+    "files in folders": ["books/train.txt", "web/train.txt", "web/test.txt"],
+}
+
+
+@pytest.mark.parametrize("names", FOLDERS.values(), ids=FOLDERS)
+def test_splits_are_those_that_datasets_finds(tmp_path, names):
+    top = str(make(tmp_path / "train-corpus", *names))  # the folder's own name says nothing
+    expected: dict[str, list[str]] = {}
+    for split, patterns in datasets.data_files.get_data_patterns(top).items():
+        paths = set()
+        for pattern in patterns:
+            with contextlib.suppress(FileNotFoundError):
+                paths |= {*datasets.data_files.resolve_pattern(pattern, top)}
+        expected[str(split)] = sorted(paths)
+    found = files.find_files(top).splits
+    assert {split: sorted(file.path for file in of_split) for split, of_split in found.items()} == expected
+
+
+def test_what_is_not_trained_on_is_named_and_without_a_train_all_that_is_in_no_split_is(tmp_path):
+    make(tmp_path / "b", "train-00000-of-00002.txt", "train-00001-of-00002.txt", "my.val.txt", "a-test.txt", "more.txt")
+    said = "2 of 5 (test: a-test.txt; validation: my.val.txt; left out: more.txt (not in a split))"
+    assert files.find_files(str(tmp_path / "b")).describe("train") == said
+    assert splits_of(tmp_path / "b" / "my.val.txt") == {"train": ["my.val.txt"]}  # a single file is what is asked for
     make(tmp_path / "c", "x.txt", "validation.txt")
     assert splits_of(tmp_path / "c") == {"train": ["x.txt"], "validation": ["validation.txt"]}
     with pytest.raises(NoSplitError, match=r"split 'test': there is none; there is train, validation"):
         files.find_files(str(tmp_path / "c")).of_split("test")
 
 
+@pytest.mark.parametrize("name", ["train-test.txt", "val_of_train.txt", "train/dev/a.txt"])
+def test_a_name_with_the_words_of_two_splits_is_refused(tmp_path, name):
+    """`datasets` takes such a file for both."""
+    make(tmp_path, name, "train.txt")
+    with pytest.raises(UserError, match=f"{name} is of two splits by its name, train and .*; rename it"):
+        files.find_files(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["stories/heldout/eval.txt", "stories/a-test.txt"])
+def test_an_eval_dataset_of_its_own_is_its_test_split_if_it_has_no_validation(tmp_path, name):
+    make(tmp_path, name)
+    settings = parse(["--eval-split", tmp_path / "stories", "--eval-interval", "1"])
+    (file,) = corpora.find_apart(settings).files
+    assert file.path == str(tmp_path / name)
+
+
 def test_what_is_no_data_is_left_out_by_name_and_hidden_files_are_not_looked_at(tmp_path):
     make(tmp_path, "a.txt", "NOTES.TXT", "README.md", "sub/c.unread", ".hidden.txt", ".cache/a.txt", "b.txt.gz")
     found = files.find_files(str(tmp_path))
     assert [file.name for file in found.splits["train"]] == ["NOTES.TXT", "a.txt", "b.txt.gz"]
-    assert found.describe() == "3 of 5 (left out: README.md, sub/c.unread)"
+    assert found.describe("train") == "3 of 5 (left out: README.md, sub/c.unread)"
     assert files.find_files(str(tmp_path / "README.md")).splits["train"]
 
 
@@ -75,7 +116,7 @@ def test_a_pattern_is_local_whatever_its_signs_are(tmp_path, monkeypatch, patter
 
 
 def test_a_folder_of_which_nothing_is_read_says_what_is_there(tmp_path):
-    with pytest.raises(UserError, match=r"needs \.bin/.*\.jsonl/.* files, .* there are no files"):
+    with pytest.raises(UserError, match=r"needs \.arrow/.*\.jsonl/.* files, .* there are no files"):
         files.find_files(str(tmp_path))
     make(tmp_path, "posts.csv", "list.xyz")
     for place in (tmp_path, tmp_path / "*"):

@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 import tokenizers
@@ -34,7 +35,14 @@ def write_parquet(path: pathlib.Path, records: list[dict]) -> pathlib.Path:
     return path
 
 
-WRITERS = {"jsonl": write_jsonl, "parquet": write_parquet}
+def write_arrow(path: pathlib.Path, records: list[dict]) -> pathlib.Path:
+    table = pyarrow.Table.from_pylist(records)
+    with pyarrow.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
+WRITERS = {"jsonl": write_jsonl, "parquet": write_parquet, "arrow": write_arrow}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What tokenizers remember
@@ -500,6 +508,28 @@ def test_flags_of_conversations_without_conversations_are_refused(tmp_path, mist
     if given == template:
         with pytest.raises(UserError, match=r"--chat-template: only with conversations.* has text; leave it out"):
             load(DEMO / "stories", chat_template=template[1])
+
+
+@pytest.mark.parametrize("question, is_too_long", [("{{ m.content }}", False), ("{{ m.content * 60 }}", True)])
+def test_a_prompt_is_measured_as_the_template_renders_it(tmp_path, mistake, arguments, device, question, is_too_long):
+    """The model has 256 positions; the prompt alone is short."""
+    (tmp_path / "chat.jinja").write_text(TEMPLATE.replace("{{ m.content }}", question))
+    file = write_jsonl(tmp_path / "a.jsonl", [chat(f"Who {number}?", "The fox.") for number in range(99)])
+    flags = ["--dataset", file, "--chat-template", tmp_path / "chat.jinja", "--sample-prompt", "Who has the red ball?"]
+    flags += words("--sample-tokens 9 --sequence-length 64")
+    if is_too_long:
+        said = r"--sample-tokens 9: more than .*'s 256 positions with the prompt's \d+ tokens; use fewer, or a"
+        assert re.match(said, mistake(*flags))
+    else:
+        assert train([*arguments, *flags], device) == 0
+
+
+def test_a_run_that_cuts_many_conversations_is_warned(tmp_path, arguments, template, device, capfd):
+    flags = ["--dataset", write_jsonl(tmp_path / "a.jsonl", LONG_USER), *template, "--batch-size", "1"]
+    for length, warns in ((32, True), (128, False)):
+        assert train([*arguments, *flags, "--sequence-length", length, "--run-name", length], device) == 0
+        said = f"warning: --sequence-length {length}: 10 of 40 conversations are longer and are cut into pieces; give a"
+        assert (said in capfd.readouterr().err) == warns
 
 
 def test_a_run_on_conversations_samples_through_its_template(tmp_path, arguments, template, device, capfd):

@@ -9,11 +9,14 @@ import re
 import time
 from collections import Counter
 
+import datasets
 import formats
 import fsspec
 import multirank
 import numpy as np
 import psutil
+import pyarrow
+import pyarrow.ipc
 import pytest
 from conftest import ROOT, STORIES, forking, losses_of, metrics_of, train, words
 
@@ -207,7 +210,22 @@ def write_rows(folder, documents, texts) -> None:
     np.save(folder / "a.npy", tokens[: len(tokens) // 2 * 2].reshape(2, -1))
 
 
+def write_arrow(folder, documents, texts) -> None:
+    """In one batch, as a file of IPC."""
+    table = pyarrow.table({"text": texts * 20})
+    with pyarrow.ipc.new_file(folder / "a.arrow", table.schema) as writer:
+        writer.write_batch(table.slice(0, len(texts)).combine_chunks().to_batches()[0])
+
+
+def save_to_disk(folder, documents, texts) -> None:
+    rows = datasets.Dataset.from_dict({"text": texts, "number": range(len(texts))})
+    datasets.DatasetDict(train=rows, validation=rows.select(range(3))).save_to_disk(folder)
+    datasets.load_from_disk(folder)["train"].map(lambda row: {"text": "of a map"})  # its cache lies there too
+
+
 LAYOUTS = formats.LAYOUTS | {
+    "Arrow, a file": write_arrow,
+    "Arrow, save_to_disk": save_to_disk,
     "Megatron, int64": functools.partial(formats.write_megatron, dtype="int64"),
     "Megatron, a folder": write_two_of_megatron,
     "datatrove, 4 bytes": functools.partial(formats.write_datatrove, dtype="uint32"),

@@ -10,9 +10,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch.distributed as dist
-from conftest import STORIES, forked, metrics_of, train, words
+from conftest import STORIES, forked, metrics_of, parse, train, words
 from transformers import AutoTokenizer
 
+from harness import base
 from harness.base import UserError, of_all_ranks
 from harness.data import contents, corpora, sources
 from harness.data.files import DataFile, find_files
@@ -137,6 +138,49 @@ def mapping_rank(folder: str) -> None:
     corpus = corpora.look_into(Source("a", folder, None), None, "text", None)
     report_of_ranks(lambda: len(reading.open(corpus, "train")[0]))
     stop_processes()
+
+
+def finding_rank(*argv: str) -> None:
+    """Looks for the eval split `held`, a folder that rank 1 alone has, then one that rank 0 alone has."""
+    start_processes(timeout_minutes=1)
+    settings, exists = parse(argv), os.path.exists
+    (corpus,) = corpora.find(settings)
+    for rank_with_it in (1, 0):
+        found = rank_with_it == dist.get_rank()
+        os.path.exists = lambda path, found=found: found if path == "held" else exists(path)
+        report_of_ranks(lambda: sources.choose_held_out(settings, corpus, None, sources.HELD_OUT, False))
+    stop_processes()
+
+
+def test_a_folder_of_the_name_of_a_split_is_looked_for_by_rank_0_alone():
+    flags = words("--dataset demo --eval-interval 1 --eval-split held")
+    said = [json.loads(line) for line in forked(2, finding_rank, *flags).splitlines() if line[0] == "["]
+    (split, split_of_other), (error, error_of_other) = said
+    assert split == split_of_other == ["held", None]
+    assert error == error_of_other and error.startswith("error: --eval-split held: demo has no split of that name")
+
+
+def rank_without_a_template(*argv: str) -> None:
+    read_template = base.read_template
+
+    def read(path):
+        if path and dist.get_rank():
+            raise UserError("no such file on this node")
+        return read_template(path)
+
+    base.read_template = read
+    multirank.program(*argv)
+
+
+def test_a_chat_template_that_one_node_lacks_is_read_by_rank_0_for_all(small, tmp_path):
+    chat = {"prompt": [{"role": "user", "content": "Who?"}], "completion": [{"role": "assistant", "content": "A fox."}]}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(chat)}\n" * 99)
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    (tmp_path / "a.jinja").write_text(template)
+    flags = ["--dataset", tmp_path / "a.jsonl", "--chat-template", tmp_path / "a.jinja", "--output-dir", tmp_path]
+    flags += ["--sample-prompt", "Who?", "--export", tmp_path / "export", *words("--sample-tokens 2 --batch-size 1")]
+    forked(2, rank_without_a_template, *map(str, [*small, *flags, "--num-steps", 1]))
+    assert metrics_of(tmp_path / "r")[-1]["samples"][0]["prompt"] == "Who?"
 
 
 def test_a_token_file_that_one_node_lacks_is_one_line_on_all_ranks(tmp_path):

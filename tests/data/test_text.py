@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from harness.base.errors import UserError
 from harness.data.contents import read_records
 from harness.data.files import find_files
+from harness.data.readers import json as json_reader
 from harness.data.records import DOCUMENT_MARK, read_documents
 
 END = 0  # end-of-text of the demo tokenizer
@@ -83,7 +84,7 @@ def test_zeros_behind_a_packed_file_are_no_part_of_it_as_for_the_tools(
     assert tokens_of(load(tmp_path / f"data.jsonl.{suffix}")) == encoded([*TEXTS, *TEXTS])
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".txt", ".md"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow", ".txt", ".md"])
 def test_an_empty_file_in_a_folder_is_one_without_documents(load, encoded, write_jsonl, tmp_path, suffix):
     data = write_jsonl(tmp_path / "data" / "b.jsonl", TEXTS).parent
     (data / f"a{suffix}").touch()
@@ -102,6 +103,15 @@ def test_a_byte_order_mark_and_windows_line_ends_change_no_token(load, write_jso
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / name).write_bytes(b"\xef\xbb\xbf" + plain.replace("\n", "\r\n").encode())
     assert tokens_of(load(tmp_path / "other" / name)) == expected
+
+
+@pytest.mark.parametrize("content", ["[A, B]\n[C]", "[A] [B, C]", "A [B]\nC", "[A][][B, C]\n", "A\nB\nC", "[A, B, C]"])
+def test_records_and_lists_of_records_follow_each_other_in_json(load, encoded, tmp_path, monkeypatch, content):
+    monkeypatch.setattr(json_reader, "BLOCK", 7)
+    for letter in "ABC":
+        content = content.replace(letter, json.dumps({"text": f"Tom {letter.lower()}"}))
+    (tmp_path / "data.json").write_text(content)
+    assert tokens_of(load(tmp_path / "data.json")) == encoded(["Tom a", "Tom b", "Tom c"])
 
 
 LONG = ["Tom", "düne 🌊", "ж" * 9, "two\nlines", "long " * 60, "end", "x"]
@@ -222,6 +232,12 @@ UNUSABLE = [  # file, content, what the error says after the file's name
     ("data.jsonl", GOOD + b"[" * 100_000, ", line 2: broken JSON"),
     ("data.jsonl", GOOD + b'{"input_ids": [1, -2]}\n', ", line 2: [1, -2] instead of token ids"),
     ("data.jsonl", GOOD + b'{"input_ids": [1, 1899]}\n', ", line 2: token id 1899, the model has 1,536"),
+    ("data.json", b'[{"text": "A fox."}] and more', ": cannot be read (broken JSON after 1 records"),
+    ("data.json", b'[{"text": "A fox."}]]', ": cannot be read (broken JSON after 1 records"),
+    ("data.json", b'[{"text": "A fox."}],\n[{"text": "A ball."}]', ": cannot be read (broken JSON after 1 records"),
+    ("data.json", b'[{"text": "A fox."}]\n[{"text": "A ball."}', ": cannot be read (broken JSON after 2 records"),
+    ("data.json", b'[{"text": "A fox."}]\n7', ", record 2: no field 'text' in 7; name it"),
+    ("data.arrow", b"no arrow", ": cannot be read ("),
     ("data.txt", b"A fox.<|endoftext|>\0\n", ", document 2: a NUL byte"),
     ("data.parquet", {"text": ["A fox.", None]}, ", row 2: null instead of text"),
     ("data.parquet", {"input_ids": [[1, 2], [3, None]]}, ", row 2: [3, null] instead of token ids"),
@@ -253,7 +269,7 @@ def test_data_that_cannot_be_used_is_named(load, tmp_path, name, content, says):
     message = str(raised.value)
     assert message.startswith(f"--dataset {file}") and says in message.removeprefix(f"--dataset {file}")
     assert "\n" not in message and raised.value.exit_code == 2
-    is_bad_record = re.search("(line|row|document) [0-9,]+: ", message) and "token id 1" not in message
+    is_bad_record = re.search("(line|row|document|record) [0-9,]+: ", message) and "token id 1" not in message
     assert ("--skip-bad-records" in message) == bool(is_bad_record)
 
 

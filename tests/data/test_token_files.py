@@ -1,13 +1,20 @@
 """Tokenized corpora are trained on where they lie: their documents, slices and what is held out of them, and one line
 says what is wrong with a file. test_promises.py has the windows of every format."""
 
+import json
+import multiprocessing
 import os
 import pathlib
+import pickle
+import re
 
 import formats
 import numpy as np
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
 import pytest
-from conftest import ROOT, parse, train, words
+from conftest import ROOT, losses_of, parse, train, words
 from transformers import AutoTokenizer
 
 from harness import data
@@ -15,7 +22,7 @@ from harness.base.errors import UserError
 from harness.data.contents import open_token_file
 from harness.data.files import find_files
 from harness.data.token_files import TokenFile
-from harness.data.windows import Tokens, held_out_numbers
+from harness.data.windows import Tokens, Window, held_out_numbers
 
 VOCAB = 1536  # of the demo model
 END = 0  # end-of-text of its tokenizer
@@ -166,6 +173,103 @@ def test_a_token_without_an_embedding_is_named_with_file_and_place(tmp_path, loa
     npy(tmp_path / "a.npy", np.where(np.arange(100) == 70, -5, 3))
     with pytest.raises(UserError, match=r"a\.npy, token 70: token id -5, the model has 1,536; it was made with"):
         load(tmp_path / "a.npy", 16)[4]
+
+
+NEGATIVE = [5, 6, -7, 8]
+
+
+def in_rows(file: pathlib.Path, dtype: str, write) -> pathlib.Path:
+    ids = pyarrow.array([[1, 2], NEGATIVE], pyarrow.list_(pyarrow.type_for_alias(dtype)))
+    write(pyarrow.table({"input_ids": ids}), file)
+    return file
+
+
+def in_arrow(table: pyarrow.Table, file: pathlib.Path) -> None:
+    with pyarrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def in_lines(table: pyarrow.Table, file: pathlib.Path) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+
+
+def in_megatron(folder: pathlib.Path, dtype: str) -> pathlib.Path:
+    formats.write_megatron(folder, [np.array(NEGATIVE)], dtype=dtype)
+    return folder / "a.bin"
+
+
+def big_endian(ids: list[int], dtype: str) -> np.ndarray:
+    return np.array(ids, np.dtype(dtype).newbyteorder(">"))
+
+
+WITH_NEGATIVE = {  # how an id is written; how its place is named
+    "bin": (in_megatron, "token 2: token id -7"),
+    "npy": (lambda d, dtype: npy(d / "a.npy", np.array(NEGATIVE, dtype)), "token 2: token id -7"),
+    "npy, big-endian": (lambda d, dtype: npy(d / "a.npy", big_endian(NEGATIVE, dtype)), "token 2: token id -7"),
+    "parquet": (lambda d, dtype: in_rows(d / "a.parquet", dtype, pyarrow.parquet.write_table), "row 2: [5, 6, -7, 8]"),
+    "arrow": (lambda d, dtype: in_rows(d / "a.arrow", dtype, in_arrow), "row 2: [5, 6, -7, 8]"),
+    "jsonl": (lambda d, dtype: in_rows(d / "a.jsonl", dtype, in_lines), "line 2: [5, 6, -7, 8]"),
+}
+
+
+@pytest.mark.parametrize("vocab_size", [200, 40_000, 70_000, 2**31 + 9])
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64"])
+@pytest.mark.parametrize("kind", WITH_NEGATIVE)
+def test_a_negative_id_is_named_whatever_its_type_and_the_vocabulary(tmp_path, load, kind, dtype, vocab_size):
+    write, said = WITH_NEGATIVE[kind]
+    with pytest.raises(UserError, match=re.escape(said)):
+        load(write(tmp_path, dtype), 3, vocab_size=vocab_size)[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+MAPPED = {
+    "Megatron": megatron,
+    "datatrove": datatrove,
+    "nanoGPT": lambda d: flat(d / "a.bin"),
+    "llm.c": llmc,
+    "NumPy": lambda d: npy(d / "a.npy", FLAT),
+    "the cache": lambda d: write_bytes(d / "a.txt", b"<|endoftext|>".join([b"A fox saw a red ball."] * 300)),
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{"document_mask": True}, {"packing": "best-fit"}, {"split": "train[:50%]"}], ids=str
+)
+@pytest.mark.parametrize("name", MAPPED)
+def test_windows_are_pickled_without_the_tokens_of_their_files(tmp_path, load, name, options):
+    """As they are for data workers that are not forked, which is the default from Python 3.14 on."""
+    windows = load(MAPPED[name](tmp_path), 16, **options)
+    assert len(pickle.dumps(windows.tokens.files)) < 1000 < windows.tokens.files[0].tokens.nbytes
+    again = pickle.loads(pickle.dumps(windows))
+    assert len(again) == len(windows)
+    for index in range(len(windows)):
+        (tokens, *others), (same, *same_others) = (parts_of(dataset[index]) for dataset in (windows, again))
+        assert tokens.tolist() == same.tolist() and str(others) == str(same_others)
+
+
+def parts_of(window) -> tuple:
+    return (window.tokens, window.trained, window.starts) if isinstance(window, Window) else (window,)
+
+
+@pytest.fixture
+def not_forked():
+    """The default way to start processes of Python 3.14."""
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.usefixtures("not_forked")
+@pytest.mark.parametrize("flags", ["--packing best-fit --document-mask", "--streaming --streams 2"])
+def test_data_workers_that_are_not_forked_read_what_the_rank_would(tmp_path, arguments, device, flags):
+    given = [*arguments, *words(f"{flags} --log-interval 1 --eval-interval 2")]
+    for workers in (0, 1):
+        assert train([*given, "--num-workers", workers, "--run-name", workers], device) == 0
+    assert losses_of(tmp_path / "out" / "0") == losses_of(tmp_path / "out" / "1")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

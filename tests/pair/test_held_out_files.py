@@ -40,9 +40,9 @@ def folder(tmp_path_factory):
     (folder / "a-chats.jsonl").write_text(chats([json.loads(line)["text"] for line in trained]))
     (folder / "chats.jsonl").write_text(chats(stories))
     np.save(folder / "held.npy", (np.arange(16 * 30 + 1) % 200).astype(np.uint16))
-    (folder / "splits" / "train").mkdir(parents=True)
-    (folder / "splits" / "train" / "x.jsonl").write_text(trained[0])
-    (folder / "splits" / "validation.jsonl").write_text("".join(held))
+    for split, lines in (("train", trained[:1]), ("validation", held)):
+        (folder / "splits" / split).mkdir(parents=True)
+        (folder / "splits" / split / "x.jsonl").write_text("".join(lines))
     (folder / "template.jinja").write_text(CHAT)
     write_model(folder / "model", "llama", **multirank.SIZES)
     return folder
@@ -140,7 +140,7 @@ def test_other_held_out_data_at_a_resume_are_said(flags, folder, device, tmp_pat
 REFUSED = {  # --eval-split and what is beside it: the line
     "{}/none.jsonl": "--eval-split {}/none.jsonl: no such file or folder",
     "none.jsonl": "--eval-split none.jsonl: no such file or folder",
-    "{}/model": "--eval-split {}/model: needs .bin/",
+    "{}/model": "--eval-split {}/model: needs .arrow/",
     "{}/a.jsonl": "--eval-split {}/a.jsonl: {}/a.jsonl is in --dataset {}/a.jsonl too, which is trained on; take",
     "{}/a-copy.jsonl": "--eval-split {}/a-copy.jsonl: its tokens were trained on; give what was not",
     "{}/a.txt": "--eval-split {}/a.txt: its tokens were trained on; give what was not",

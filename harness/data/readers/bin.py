@@ -7,6 +7,7 @@ the sequences' lengths (int32), their places in the .bin in bytes (int64), and f
 begins with (int64), with the number of sequences as the last entry.
 """
 
+import functools
 import os
 import pathlib
 import struct
@@ -70,7 +71,7 @@ def open_megatron(file: str, index: str) -> TokenFile:
         raise damaged(index, fault, "restore it; one of text and nothing else can be trained on")
     tokens = map_numbers(file, INTEGERS[code])
     check_sequences(index, sequences, file, tokens)
-    find_ends = lambda: document_ends(index, sequences, documents)  # noqa: E731 - read when they are asked for
+    find_ends = functools.partial(document_ends, index, sequences, documents)  # read when they are asked for
     return TokenFile(tokens, file, f"Megatron's .bin with .idx, {tokens.dtype.name}", find_ends)
 
 

@@ -2,6 +2,7 @@
 document ends (uint64, counted in tokens); NAME.ds.metadata the tokenizer's name, the bytes of a token and the number
 of tokens. All is little-endian, in shuffled files too. The layout is that of `datatrove.pipeline.tokens.tokenizer`."""
 
+import functools
 import os
 
 from harness.data.token_files import TokenFile, damaged, map_numbers
@@ -31,7 +32,7 @@ def open_tokens(file: str, vocab_size: int) -> TokenFile:
     tokens = map_numbers(file, f"<u{itemsize}")
     if count not in (None, len(tokens)):
         raise damaged(file, f"it has {len(tokens):,} tokens, its index or metadata says {count:,}")
-    find_ends = (lambda: map_numbers(index, "<i8")) if os.path.exists(index) else None
+    find_ends = functools.partial(map_numbers, index, "<i8") if os.path.exists(index) else None
     return TokenFile(tokens, file, f"datatrove's .ds, {tokens.dtype.name}", find_ends, tokenizer)
 
 

@@ -1,5 +1,5 @@
-"""JSON: a list of objects, as Alpaca and ShareGPT come, or objects one after another; each with its text, its token ids
-or its conversation in fields."""
+"""JSON: a list of objects, as Alpaca and ShareGPT come, or objects and lists one after another; each object with its
+text, its token ids or its conversation in fields."""
 
 import codecs
 import json
@@ -24,16 +24,14 @@ def read(stream: BinaryIO, text_field: Field) -> Iterator[Record]:
 
 
 def values_in(stream: BinaryIO) -> Iterator[Any]:
-    """The values of a list, or those of a file of values, of which no more than a few are in memory."""
+    """The values of a file and of its lists, of which no more than a few are in memory."""
     decoder, of_bytes = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
     text, at, is_list, number, at_end = "", 0, False, 0, False
     while True:
         at = next(BETWEEN[is_list].finditer(text, at)).end()
-        if number == 0 and not is_list and text[at : at + 1] == "[":
-            at, is_list = at + 1, True
+        if text[at : at + 1] == ("]" if is_list else "["):
+            at, is_list = at + 1, not is_list
             continue
-        if is_list and text[at : at + 1] == "]":
-            return
         try:
             value, end = decoder.raw_decode(text, at)
             is_whole = end < len(text) or at_end  # what the block's end cuts off may be a value too

@@ -33,11 +33,7 @@ def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | Non
     parquet = pyarrow.parquet.ParquetFile(
         io.BufferedReader(stream, buffer_size), buffer_size=buffer_size, pre_buffer=False
     )
-    names = parquet.schema_arrow.names
-    field = choose_field(names, text_field)
-    layout = layout_of(field)
-    beside = BESIDE_IDS if is_text_or_ids(parquet.schema_arrow, field) else (*layout.may_have, *BESIDE_CHAT)
-    columns = [*layout.needs, *(name for name in beside if name in names)]
+    field, columns = choose_columns(parquet.schema_arrow, text_field)
     rows = parquet.metadata.num_rows
     first, last = -(-rows * start // size), rows if end is None else -(-rows * end // size)
     group_start = 0
@@ -51,6 +47,14 @@ def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | Non
                 if row >= last:
                     return
         group_start = group_end
+
+
+def choose_columns(schema: "pyarrow.Schema", text_field: Field) -> tuple[str, list[str]]:
+    """(the field or layout that is read, the columns that it takes)."""
+    field = choose_field(schema.names, text_field)
+    layout = layout_of(field)
+    beside = BESIDE_IDS if is_text_or_ids(schema, field) else (*layout.may_have, *BESIDE_CHAT)
+    return field, [*layout.needs, *(name for name in beside if name in schema.names)]
 
 
 def is_text_or_ids(schema: "pyarrow.Schema", name: str) -> bool:

@@ -1,0 +1,33 @@
+"""Arrow's IPC, as a stream or as a file: what `datasets` has in its cache and in folders of `save_to_disk`. A row each
+document, with columns as in Parquet."""
+
+import io
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from harness.data.readers.parquet import BATCH_ROWS, READ_AHEAD, choose_columns, read_batch
+from harness.data.records import Field, Record
+
+SUFFIXES = (".arrow",)
+PLACE = "row"
+
+FILE_MAGIC = b"ARROW1"  # what the file format begins with, and a stream does not
+
+
+def read(stream: BinaryIO, text_field: Field) -> Iterator[Record]:
+    """The rows of a file; one of no byte has none, as in other formats."""
+    import pyarrow.ipc
+
+    buffered = io.BufferedReader(stream, READ_AHEAD)  # type: ignore[type-var]  # what is unpacked is no RawIOBase
+    beginning = buffered.peek(len(FILE_MAGIC))
+    if not beginning:
+        return
+    if beginning.startswith(FILE_MAGIC):
+        reader = pyarrow.ipc.open_file(buffered)
+        batches = map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        batches = reader = pyarrow.ipc.open_stream(buffered)
+    field, columns = choose_columns(reader.schema, text_field)
+    for batch in batches:
+        for first in range(0, batch.num_rows, BATCH_ROWS):
+            yield from read_batch(batch.select(columns)[first : first + BATCH_ROWS], field)
