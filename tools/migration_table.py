@@ -4,7 +4,7 @@ them:
     python -m tools.migration_table docs/MIGRATION.md
 """
 
-from harness.flags.migration import TRAINERS
+from harness import flags
 from tools import generated
 
 COMMAND = "tools.migration_table"
@@ -13,7 +13,7 @@ COMMAND = "tools.migration_table"
 def table() -> str:
     """The tables in Markdown, one for each trainer under a heading of its own."""
     parts = []
-    for trainer, rows in TRAINERS.items():
+    for trainer, rows in flags.TRAINERS.items():
         parts.append(f"\n## From {trainer}\n\n| there | here | |\n|---|---|---|\n")
         for row in rows:
             cells = [", ".join(f"`{name}`" for name in row.theirs.split()), row.here]
