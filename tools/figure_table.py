@@ -5,14 +5,12 @@ it:
     python -m tools.figure_table docs/MONITORING.md    # puts it between the two markers of that file
 """
 
-import argparse
-import pathlib
 import re
-import sys
 
-from harness import base, report
+from harness import report
+from tools import generated
 
-BEGIN, END = "<!-- begin: python -m tools.figure_table -->", "<!-- end: python -m tools.figure_table -->"
+COMMAND = "tools.figure_table"
 
 
 def table() -> str:
@@ -25,34 +23,5 @@ def table() -> str:
     return "| key | in the trackers | unit | what it is |\n|---|---|---|---|\n" + "".join(rows)
 
 
-def with_table(page: str) -> str:
-    """A page in Markdown with the table between its markers.
-
-    Raises:
-        ValueError: it lacks one of them.
-    """
-    before, _, rest = page.partition(f"{BEGIN}\n")
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"it lacks the line {BEGIN} or, below it, {END}")
-    return f"{before}{BEGIN}\n{table()}{END}{after}"
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.figure_table", description="The table of all figures.")
-    parser.add_argument(
-        "page", nargs="?", metavar="FILE", type=pathlib.Path, help="put it between the markers of this file [print it]"
-    )
-    page = parser.parse_args(arguments).page
-    if page is None:
-        print(table(), end="")
-        return
-    try:
-        page.write_text(with_table(page.read_text()))
-    except (OSError, ValueError) as error:
-        sys.exit(f"tools.figure_table: error: {page}: {error}")
-
-
 if __name__ == "__main__":
-    base.never_fail()
-    main()
+    generated.main(COMMAND, table())

@@ -13,6 +13,7 @@ A flag is one field of `Settings` in settings.py, which says all of it; what it 
 
 from harness.flags.checkpoints import checkpoint_folder, folder_of_adapters, no_checkpoint, read_adapter_config
 from harness.flags.commands import as_flags, as_words, flags_of_run, to_paste
+from harness.flags.migration import TRAINERS
 from harness.flags.parser import complete, make_parser, parse_args
 from harness.flags.rules import contradiction, may_be_on_the_hub, misfits_float8, not_a_folder_name
 from harness.flags.schedules import SCHEDULES
@@ -47,6 +48,7 @@ __all__ = [
     "PROFILED_STEPS",
     "SCHEDULES",
     "TRACKERS",
+    "TRAINERS",
     "Attention",
     "Fp8Recipe",
     "Precision",

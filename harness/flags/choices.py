@@ -1,40 +1,28 @@
-"""Choices: what flags take from the modules of a folder: their names, their first sentences, their constants. The
-files are read, not imported, so that --help answers at once."""
+"""Choices: values of flags that are files of other wings, as --help shows them. They stand here too, as flags are read
+before torch is loaded; tests/flags/test_choices.py compares them with the files."""
 
-import ast
-import contextlib
-import pathlib
-import re
-from typing import Any
+from typing import NamedTuple
 
 
-def modules_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files of the modules in a folder, sorted, without those that begin with an underscore."""
-    return sorted(folder.glob("[!_]*.py"))
+class Optimizer(NamedTuple):
+    """A value of --optimizer."""
+
+    help: str  # the first sentence of its file
+    max_beta: float = 1.0  # of --betas
+    same_as_adamw_in: tuple[str, ...] = ()  # values of --precision
 
 
-def choices_in(folder: pathlib.Path, first: str) -> dict[str, str]:
-    """The first sentence of each module's docstring, by the name of its file with - for _; `first` comes first."""
-    files = {path.stem.replace("_", "-"): path for path in modules_in(folder)}
-    names = sorted(files, key=lambda name: (name != first, name))
-    return {name: first_sentence(files[name]) for name in names}
-
-
-def first_sentence(file: pathlib.Path) -> str:
-    """The first sentence of a module's docstring, without its full stop."""
-    docstring = ast.get_docstring(parse_file(file)) or ""
-    return re.split(r"\.(?:\s|$)", " ".join(docstring.split()))[0]
-
-
-def constants_of(file: pathlib.Path) -> dict[str, Any]:
-    """The constants of a module whose values are literals, by name."""
-    constants = {}
-    for statement in parse_file(file).body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            with contextlib.suppress(ValueError):  # it is computed
-                constants[statement.targets[0].id] = ast.literal_eval(statement.value)
-    return constants
-
-
-def parse_file(file: pathlib.Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"), file)
+OPTIMIZERS = {
+    "adamw": Optimizer("torch's fused AdamW"),
+    "adamw-bf16": Optimizer("AdamW with moments in bf16", max_beta=0.98, same_as_adamw_in=("bf16-pure",)),
+    "adamw8bit": Optimizer("torchao's AdamW with 8-bit states"),
+    "muon": Optimizer("Muon, orthogonal updates of the matrices in decoder layers, with AdamW for all else"),
+}
+TRACKERS = {
+    "wandb": "Weights & Biases, by its own client: `wandb login`, or WANDB_MODE=offline",
+    "tensorboard": "TensorBoard event files in the run's folder",
+}
+SUFFIXES = (".arrow", ".bin", ".ds", ".json", ".jsonl", ".npy", ".parquet", ".txt", ".md")  # of data files
+FIELD_SUFFIXES = (".arrow", ".json", ".jsonl", ".parquet")  # of those with fields that --text-field can name
+PLAIN_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix not in FIELD_SUFFIXES)
+COMPRESSIONS = (".gz", ".bz2", ".zst")

@@ -59,6 +59,9 @@ def words_of(key: str, flag: str, value: Any, actions: Mapping[str, argparse.Act
     """
     elsewhere = ("--config", "--help", "--version")
     settable = {name for name in actions if name not in elsewhere and not name.startswith("--no-")}
+    switch = f"--{flag.removeprefix('--no-')}"
+    if flag != switch and switch in settable and actions[switch].nargs == 0 and isinstance(value, bool):
+        raise ValueError(f"{key}: no such key; write {key[3:]} = {json.dumps(not value)}")
     if flag not in settable:
         raise ValueError(f"{key}: {no_such_flag(flag, settable)}")
     is_switch = actions[flag].nargs == 0

@@ -5,31 +5,43 @@ import errno
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, TypeVar
 
+from harness import base
 from harness.flags.sources import parse_source, parse_stage
 
 Number = TypeVar("Number", int, float)
+Choice = TypeVar("Choice", int, str)
 
 MAX_WORLD = 2**20  # ranks that are planned for
 TOKEN_UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
 MAX_SEQUENCES = 1_000_000  # of a microbatch
 
 
-def number(kind: type[Number], least: float | None = None, below: float = math.inf) -> Callable[[str], Number]:
-    """An argparse type: a number in [least, below), by default a positive one; an integer fits 32 bits by default."""
+def number(
+    kind: type[Number], least: float | None = None, below: float = math.inf, other: str = ""
+) -> Callable[[str], Number]:
+    """An argparse type: a number in [least, below), by default a positive one; an integer fits 32 bits by default.
+    `other` is what the flag takes besides, for the error."""
     if kind is int and below == math.inf:
         below = 2**31
+    wanted = "a whole number" if kind is int else "a number" if below < math.inf else "a finite number"
+    wanted += " above 0" if least is None else f" of at least {least}"
+    if below < math.inf:
+        wanted += f" and below {below}"
+    if other:
+        wanted += f", or {other}"
 
     def parse(text: str) -> Number:
-        value = kind(text)
-        is_enough = value > 0 if least is None else value >= least
-        if not is_enough or not value < below:
-            wanted = "a positive number" if least is None else f"at least {least}"
-            limit = f" and below {below}" if below < math.inf else ""
-            raise argparse.ArgumentTypeError(f"{text} is not {wanted}{limit}")
+        try:
+            value = kind(text)
+            fits = (value > 0 if least is None else value >= least) and value < below
+        except ValueError:
+            fits = False
+        if not fits:
+            raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
         return value
 
     parse.__name__ = kind.__name__
@@ -38,10 +50,16 @@ def number(kind: type[Number], least: float | None = None, below: float = math.i
 
 def percent(text: str) -> float:
     """An argparse type: a percentage of at least 1; below it a share is meant, most likely."""
-    value = float(text)
-    if not 1 <= value < 100:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1 and below 100; it is in percent, as in 40")
-    return value
+    try:
+        return number(float, 1, 100)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; it is in percent, as in 40") from None
+
+
+def choice(choices: Sequence[Choice]) -> Callable[[str], Choice | str]:
+    """An argparse type: one of these; argparse refuses any other text, and lists them."""
+    by_text = {str(one): one for one in choices}
+    return lambda text: by_text.get(text, text)
 
 
 def token_count(text: str) -> int:
@@ -71,8 +89,8 @@ def text(value: str) -> str:
     return value
 
 
-def path(value: str) -> str:
-    """An argparse type: a text that can be the path of a file or folder; a hub id is one too."""
+def path_or_url(value: str) -> str:
+    """An argparse type: a text that can be the path of a file or folder, a URL or a hub id."""
     expanded = os.path.expanduser(text(value))
     if expanded.startswith("~") and not os.path.lexists(expanded):
         raise argparse.ArgumentTypeError(f"{value}: no such user; for a file of that name give ./{value}")
@@ -84,19 +102,35 @@ def path(value: str) -> str:
     return value
 
 
+def path(value: str) -> str:
+    """An argparse type: a text that can be the path of a local file or folder."""
+    if base.is_url(value):
+        advice = "give a local path, and copy or sync it (docs/LAUNCH.md, Object stores)"
+        raise argparse.ArgumentTypeError(f"{value} is a URL, which is neither read nor written here; {advice}")
+    return path_or_url(value)
+
+
+def path_or_hub_id(value: str) -> str:
+    """An argparse type: a text that can be the path of a local folder, or a hub id."""
+    if base.is_url(value):
+        raise argparse.ArgumentTypeError(f"{value} is a URL; give a hub id such as OWNER/NAME, or a local folder")
+    return path_or_url(value)
+
+
 def gpu_counts(text: str) -> tuple[int, ...]:
     """An argparse type: world sizes, comma-separated, each once."""
-    return tuple(dict.fromkeys(number(int, 1, MAX_WORLD + 1)(part) for part in text.split(",")))
+    parse = number(int, 1, MAX_WORLD + 1, other="several with commas, such as 8,64")
+    return tuple(dict.fromkeys(map(parse, text.split(","))))
 
 
 def batch_size(text: str) -> int | str:
     """An argparse type: a positive number, or auto."""
-    return text if text == "auto" else number(int, 1, MAX_SEQUENCES + 1)(text)
+    return text if text == "auto" else number(int, 1, MAX_SEQUENCES + 1, other="auto")(text)
 
 
 def evaluation_interval(text: str) -> int | str:
     """An argparse type: a number of steps, 0 too, or epoch."""
-    return text if text == "epoch" else number(int, 0)(text)
+    return text if text == "epoch" else number(int, 0, other="epoch")(text)
 
 
 def stage(text: str) -> str:

@@ -13,7 +13,7 @@ import typing
 from harness import base
 from harness.flags.checkpoints import flags_of_adapters, flags_of_checkpoint
 from harness.flags.files import read_flags
-from harness.flags.flag_types import number, text
+from harness.flags.flag_types import choice, number, text
 from harness.flags.names import no_such_flag
 from harness.flags.rules import contradiction
 from harness.flags.settings import ASSETS, FLAGS, LENGTHS, Settings, as_flag, default_split, default_warmup
@@ -37,7 +37,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> typing.NoReturn:
         """Ends the process with 2 and one line, by rank 0; argparse would print its usage first."""
-        line = base.one_line(f"{self.prog}: error: {self.origin}{message.removeprefix('argument ')}")
+        message = message.removeprefix("argument ")
+        message = message.replace("ignored explicit argument", "a switch, which takes no value; leave out")
+        line = base.one_line(f"{self.prog}: error: {self.origin}{message}")
         base.leave(line, self.as_json)
 
     def given(self, words: list[str]) -> dict[str, typing.Any]:
@@ -46,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
-                self.error(f"{unknown[0]}: it stands behind no flag; --help lists them")
+                self.error(f"{name}: unexpected argument, no flag takes it (switches have no value); --help lists them")
             self.error(f"{name}: {no_such_flag(name, self.flags())}")
         return vars(args)
 
@@ -66,7 +68,7 @@ def argument(field: dataclasses.Field, hint: typing.Any) -> dict:
         action = "store_true" if field.default is False else argparse.BooleanOptionalAction
         return options | {"action": action}
     if choices := typing.get_args(hint):
-        return options | {"choices": choices, "type": type(choices[0])}
+        return options | {"choices": choices, "type": choice(choices)}
     if hint in (int, float):
         return metavar | options | {"type": number(hint, field.metadata["least"], field.metadata["below"])}
     return metavar | options | {"type": text}
@@ -121,7 +123,7 @@ def parse_args(argv: list[str] | None = None) -> Settings:
         in_file = f" (with the flags of {file})" if file else ""
         parser.error(problem + in_file)
     if argv is None:
-        leave_out_accelerate(settings)
+        leave_out_accelerate()
     return settings
 
 
@@ -167,18 +169,26 @@ def complete(given: dict[str, typing.Any], file: str | None = None) -> Settings:
     return dataclasses.replace(settings, **changes)
 
 
-def leave_out_accelerate(settings: Settings) -> None:
+def leave_out_accelerate() -> None:
     """Takes the settings of accelerate launch out of the environment, with a warning of rank 0 for each that differs
-    from the flags: sharding and precision go by the flags alone."""
+    from the flags: sharding and compilation go by the flags alone. Precision is `models.choose_precision`'s."""
     decided_by = {
-        "ACCELERATE_USE_FSDP": ("zero_stage", "false"),
-        "ACCELERATE_USE_DEEPSPEED": ("zero_stage", "false"),
-        "ACCELERATE_MIXED_PRECISION": ("precision", settings.precision or "bf16"),
-        "ACCELERATE_DYNAMO_BACKEND": ("compile", "no"),
+        "ACCELERATE_USE_FSDP": "--zero-stage",
+        "ACCELERATE_USE_DEEPSPEED": "--zero-stage",
+        "ACCELERATE_USE_MEGATRON_LM": "--zero-stage",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "--zero-stage and --dp-replicate-size",
+        "ACCELERATE_DYNAMO_BACKEND": "--compile",
     }
-    for name, (field, own) in decided_by.items():
+    warnings = []
+    for name, flags in decided_by.items():
         value = os.environ.pop(name, "").lower()
-        if value not in ("", "no", own) and os.environ.get("RANK", "0") == "0":
+        if value not in ("", "no", "false"):
             followed = f"{name}={value} (of accelerate launch or its config) is not followed"
-            warning = f"train_fsdp.py: warning: {followed}: this program goes by {as_flag(field)}"
-            print(warning, file=sys.stderr, flush=True)
+            warnings.append(f"{followed}: this program goes by {flags}")
+    # accelerate sets the address for several processes, but starts one with --cpu or without a GPU
+    if "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
+        advice = "for CPU ranks give --multi_gpu --num_processes N, without --cpu"
+        warnings.append(f"accelerate launch: one rank was started, although --num_processes is larger; {advice}")
+    if os.environ.get("RANK", "0") == "0":
+        for warning in warnings:
+            print(f"train_fsdp.py: warning: {warning}", file=sys.stderr, flush=True)

@@ -8,14 +8,12 @@ from typing import Any
 
 from harness import base
 from harness.flags.checkpoints import no_checkpoint
-from harness.flags.choices import constants_of, modules_in
+from harness.flags.choices import OPTIMIZERS, PLAIN_SUFFIXES
 from harness.flags.names import suggest
 from harness.flags.schedules import SCHEDULES
 from harness.flags.settings import (
     FLAGS,
     LENGTHS,
-    OPTIMIZERS_FOLDER,
-    PLAIN_SUFFIXES,
     PRESETS,
     PROFILED_STEPS,
     Settings,
@@ -28,8 +26,6 @@ from harness.flags.settings import (
 )
 from harness.flags.sources import splits_overlap, wrong_mixture
 
-# What each optimizer's file says of the flags, by the name of the optimizer.
-OPTIMIZER_RULES = {file.stem.replace("_", "-"): constants_of(file) for file in modules_in(OPTIMIZERS_FOLDER)}
 FLASH = ("flash", "flash_attention_2")
 
 
@@ -83,12 +79,11 @@ def contradictions(s: Settings) -> Iterator[str]:
         yield "--dp-replicate-size: stage 0 replicates on every rank already"
 
     # Optimizer, schedule
-    of_optimizer = OPTIMIZER_RULES[s.optimizer]
-    max_beta = of_optimizer.get("MAX_BETA", 1)
-    if max(s.betas) > max_beta:
+    optimizer = OPTIMIZERS[s.optimizer]
+    if max(s.betas) > optimizer.max_beta:
         why = f"rounded to bf16, a moment that moves by {1 - max(s.betas):.2g} of a difference stays where it is"
-        yield f"--betas: with {s.optimizer} at most {max_beta}; {why}"
-    if s.precision in of_optimizer.get("SAME_AS_ADAMW_IN", ()):
+        yield f"--betas: with {s.optimizer} at most {optimizer.max_beta}; {why}"
+    if s.precision in optimizer.same_as_adamw_in:
         yield f"--optimizer: with {s.precision} the moments of adamw are bf16 already; leave {s.optimizer} out"
     if problem := SCHEDULES[s.lr_scheduler].problem(s):
         yield problem
@@ -156,9 +151,6 @@ def without_effect(s: Settings) -> Iterator[str]:
         yield from idle("defer_grad_sync", "one microbatch a step leaves nothing to defer")
     if s.zero_stage == 1:
         yield from idle("defer_grad_sync", "--zero-stage 1 does so by itself")
-    own = OPTIMIZER_RULES[s.optimizer].get("OWN_FLAGS", ())
-    of_others = {name for rules in OPTIMIZER_RULES.values() for name in rules.get("OWN_FLAGS", ()) if name not in own}
-    yield from idle(" ".join(sorted(of_others)), f"--optimizer {s.optimizer} takes no such number or choice")
     if not s.own_plan and s.given.get("batch_size") != "auto":
         yield from idle("plan_gpu gpus_per_node", "nothing is planned with --no-own-plan")
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, Literal, TypeVar
 
 from harness import base
-from harness.flags.choices import choices_in, constants_of, modules_in
+from harness.flags.choices import COMPRESSIONS, FIELD_SUFFIXES, OPTIMIZERS, SUFFIXES, TRACKERS
 from harness.flags.flag_types import (
     Collect,
     DatasetWords,
@@ -20,6 +20,8 @@ from harness.flags.flag_types import (
     gpu_counts,
     number,
     path,
+    path_or_hub_id,
+    path_or_url,
     percent,
     stage,
     text,
@@ -31,16 +33,8 @@ from harness.flags.sources import Source, sources_of
 ASSETS = base.ROOT / "assets"
 PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))}
 PRESETS["demo"] = ASSETS / "demo" / "config.json"
-OPTIMIZERS_FOLDER = base.ROOT / "harness" / "model" / "optimizers"
-OPTIMIZERS = choices_in(OPTIMIZERS_FOLDER, first="adamw")
-TRACKERS = choices_in(base.ROOT / "harness" / "report" / "trackers", first="wandb")
-TRACKERS_HELP = "; ".join(f"{name}: {what}" for name, what in TRACKERS.items())
-OPTIMIZERS_HELP = "; ".join(f"{name}: {what}" for name, what in OPTIMIZERS.items()).replace("%", "%%")
-READERS = [constants_of(file) for file in modules_in(base.ROOT / "harness" / "data" / "readers")]
-SUFFIXES = list(dict.fromkeys(suffix for reader in READERS for suffix in reader["SUFFIXES"]))
-PLAIN_SUFFIXES = [suffix for reader in READERS if not reader.get("HAS_FIELDS", True) for suffix in reader["SUFFIXES"]]
-FIELD_SUFFIXES = [suffix for suffix in SUFFIXES if suffix not in PLAIN_SUFFIXES]
-COMPRESSIONS = tuple(constants_of(base.ROOT / "harness" / "data" / "records.py")["COMPRESSIONS"])
+TRACKERS_HELP = "; ".join(f"{name}: {help}" for name, help in TRACKERS.items())
+OPTIMIZERS_HELP = "; ".join(f"{name}: {optimizer.help}" for name, optimizer in OPTIMIZERS.items())
 PROFILED_STEPS = 3
 LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # of which a run has one
 Precision = Literal["bf16", "fp8", "fp32", "bf16-pure"]
@@ -67,7 +61,6 @@ def flag(
     on_resume: Literal["same", "reported", "free"] = "free",
     from_checkpoint: Literal["", "model", "data"] = "",
     of_one_run: bool = False,
-    also: str = "",
     **options: Any,
 ) -> Default:
     """A field that is a flag.
@@ -81,12 +74,11 @@ def flag(
         from_checkpoint: when a run of no step (--num-steps 0, --show-samples) takes it from its checkpoint, see
             `checkpoints.flags_of_checkpoint`; empty is never.
         of_one_run: whether the config.json of a run does not give it to another run.
-        also: what other trainers call it, for the error that names the nearest flag.
         options: argparse's own.
     """
     options["help"] = help
     about = {"group": group, "least": least, "below": below, "only_with": only_with, "on_resume": on_resume}
-    about |= {"from_checkpoint": from_checkpoint, "of_one_run": of_one_run, "also": also, "options": options}
+    about |= {"from_checkpoint": from_checkpoint, "of_one_run": of_one_run, "options": options}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -95,111 +87,371 @@ class Settings:
     """The flags of a run; `--sequence-length` is the field `sequence_length`."""
 
     # fmt: off
-    demo: bool = flag(False, "the embedded model on the embedded stories; any flag given beside it wins", group="all at once")
-    config: str | None = flag(None, "TOML, or the config.json of a run, without its --run-name, --resume and --export; the command line wins", metavar="FILE", type=path)
+    demo: bool = flag(
+        False, "the embedded model on the embedded stories; any flag given beside it wins",
+        group="all at once",
+    )
+    config: str | None = flag(
+        None, "TOML, or the config.json of a run, without its --run-name, --resume and --export; the command line wins",
+        metavar="FILE", type=path,
+    )
 
-    model: str = flag("smollm3-3b", f"preset ({', '.join(PRESETS)}), local folder with a config.json, or hub id [smollm3-3b]", group="model", type=path, also="model-name-or-path model-name pretrained-model-name-or-path", from_checkpoint="model")
-    init: Literal["random", "pretrained"] = flag("random", "random weights from the config, or the safetensors of the folder or hub id [random]", from_checkpoint="model")
-    lora_rank: int = flag(0, "LoRA by peft: adapters of this rank are trained, the model's own weights are frozen, in bf16 but with --precision fp32; 0 trains the model itself [0; that of a folder of adapters as --model]", least=0, on_resume="same", from_checkpoint="model", also="lora-dim lora")
-    lora_alpha: int | None = flag(None, "what adapters add is multiplied by this / --lora-rank [2 x rank]", only_with="lora_rank", on_resume="same", from_checkpoint="model")
-    lora_targets: tuple[str, ...] | None = flag(None, "linears of decoder layers that have adapters: names, or one pattern, as peft's target_modules takes them [all]", type=text, nargs="+", metavar="NAME", only_with="lora_rank", on_resume="same", from_checkpoint="model", also="target-modules")
-    tokenizer: str | None = flag(None, "hub id or folder [the model's]", type=path, from_checkpoint="model")
+    model: str = flag(
+        "smollm3-3b", f"preset ({', '.join(PRESETS)}), local folder with a config.json, or hub id [smollm3-3b]",
+        group="model", type=path_or_hub_id, from_checkpoint="model",
+    )
+    init: Literal["random", "pretrained"] = flag(
+        "random", "random weights from the config, or the safetensors of the folder or hub id [random]",
+        from_checkpoint="model",
+    )
+    lora_rank: int = flag(
+        0,
+        "LoRA by peft: adapters of this rank are trained, the model's own weights are frozen, in bf16 but with "
+        "--precision fp32; 0 trains the model itself [0; that of a folder of adapters as --model]",
+        least=0, on_resume="same", from_checkpoint="model",
+    )
+    lora_alpha: int | None = flag(
+        None, "what adapters add is multiplied by this / --lora-rank [2 x rank]",
+        only_with="lora_rank", on_resume="same", from_checkpoint="model",
+    )
+    lora_targets: tuple[str, ...] | None = flag(
+        None,
+        "linears of decoder layers that have adapters: names, or one pattern, as peft's target_modules takes them "
+        "[all]",
+        type=text, nargs="+", metavar="NAME", only_with="lora_rank", on_resume="same", from_checkpoint="model",
+    )
+    tokenizer: str | None = flag(None, "hub id or folder [the model's]", type=path_or_hub_id, from_checkpoint="model")
 
-    dataset: str | tuple[str, ...] = flag("roneneldan/TinyStories", f"hub id; {listed(SUFFIXES)} file, also {listed(COMPRESSIONS)}, a folder of them or a pattern in quotes; synthetic (random tokens, for throughput runs); demo. Several are mixed: web=a.jsonl:0.7 b.jsonl:0.3 by these shares of the tokens, without numbers by size [roneneldan/TinyStories]", group="data", type=path, nargs="+", action=DatasetWords, metavar="DATASET", also="dataset-name data train-file", from_checkpoint="model")
-    mixture_stage: tuple[str, ...] | None = flag(None, "from this share of the planned run on the sources have these weights, and those that are not named none; each further one adds a stage [none]", metavar="SHARE:NAME=WEIGHT,...", type=stage, action=Collect, from_checkpoint="data")
-    max_epochs: float | None = flag(None, "refuse a run in which a source would be repeated more often than this [any number]")
-    dataset_config: str | None = flag(None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1 [its default]", also="dataset-config-name", from_checkpoint="data")
-    text_field: str = flag("text", f"column of the text in {', '.join(FIELD_SUFFIXES)} and hub data [conversations, input_ids or text, the first that is there]", also="text-column text-column-name dataset-text-field", from_checkpoint="data")
-    dataset_split: str | None = flag(None, "training split, with an optional slice [train[:5%%]; of local data and with --streaming: train]", from_checkpoint="data")
-    eval_split: str | None = flag(None, "what is held out: a split of --dataset, with an optional slice, or a file, folder, pattern or hub id of its own [the split validation; where there is none one of every 20 documents]", type=path, only_with="eval_interval", from_checkpoint="data")
-    sequence_length: int | None = flag(None, "tokens per sample [8192, or as many positions as the model has]", also="seq-len max-seq-len max-seq-length block-size context-length", on_resume="same", from_checkpoint="model")
-    batch_size: int | Literal["auto"] = flag(1, "sequences per rank and microbatch; auto takes the largest that fits by --plan [1]", type=batch_size, also="per-device-train-batch-size device-batch-size micro-batch-size local-batch-size", on_resume="reported", from_checkpoint="data")
-    gradient_accumulation_steps: int = flag(1, "microbatches per optimizer step [1]", on_resume="reported", from_checkpoint="data")
-    document_mask: bool | None = flag(None, "attention and labels stay inside each document, up to the tokenizer's end-of-text token [off, on for conversations and labels]", on_resume="reported", from_checkpoint="model")
-    packing: Literal["concatenate", "best-fit"] | None = flag(None, "concatenate cuts documents where a window ends; best-fit fills windows with whole documents and pads them [concatenate, best-fit for conversations and labels]", from_checkpoint="data")
-    chat_template: str | None = flag(None, "Jinja file that renders conversations [the tokenizer's]", metavar="FILE", type=path, also="chat-template-path", from_checkpoint="model")
-    chat_loss: Literal["assistant", "all"] = flag("assistant", "tokens of a conversation that are trained on; of a prompt and its completion assistant is the completion [assistant]", from_checkpoint="data")
-    streaming: bool = flag(False, "read and tokenize while training: no full download, no cache; whole splits only [off]", on_resume="same", from_checkpoint="data")
-    streams: int | None = flag(None, "lanes that --streaming cuts a corpus into, which ranks and workers divide [the smallest multiple of a step's sequences that gives each file one]", below=2**20, only_with="streaming")
-    skip_bad_records: bool = flag(False, "count and leave out records that cannot be read: a text that is null or a number, broken JSON, bytes that are not UTF-8 [the first one is an error]", from_checkpoint="data")
-    num_workers: int | None = flag(None, "data loading processes per rank [1; 0 where the CPU computes and the tokens are cached]", least=0, below=1025)
+    dataset: str | tuple[str, ...] = flag(
+        "roneneldan/TinyStories",
+        f"hub id; {listed(SUFFIXES)} file, also {listed(COMPRESSIONS)}, a folder of them or a pattern in quotes; "
+        "synthetic (random tokens, for throughput runs); demo. Several are mixed: web=a.jsonl:0.7 b.jsonl:0.3 by "
+        "these shares of the tokens, without numbers by size [roneneldan/TinyStories]",
+        group="data", type=path_or_url, nargs="+", action=DatasetWords, metavar="DATASET", from_checkpoint="model",
+    )
+    mixture_stage: tuple[str, ...] | None = flag(
+        None,
+        "from this share of the planned run on the sources have these weights, and those that are not named none; "
+        "each further one adds a stage [none]",
+        metavar="SHARE:NAME=WEIGHT,...", type=stage, action=Collect, from_checkpoint="data",
+    )
+    max_epochs: float | None = flag(
+        None, "refuse a run in which a source would be repeated more often than this [any number]",
+    )
+    dataset_config: str | None = flag(
+        None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1 [its default]",
+        from_checkpoint="data",
+    )
+    text_field: str = flag(
+        "text",
+        f"column of the text in {', '.join(FIELD_SUFFIXES)} and hub data [conversations, input_ids or text, the first "
+        "that is there]",
+        from_checkpoint="data",
+    )
+    dataset_split: str | None = flag(
+        None, "training split, with an optional slice [train[:5%%]; of local data and with --streaming: train]",
+        from_checkpoint="data",
+    )
+    eval_split: str | None = flag(
+        None,
+        "what is held out: a split of --dataset, with an optional slice, or a file, folder, pattern or hub id of its "
+        "own [the split validation; where there is none one of every 20 documents]",
+        type=path_or_url, only_with="eval_interval", from_checkpoint="data",
+    )
+    sequence_length: int | None = flag(
+        None, "tokens per sample [8192, or as many positions as the model has]",
+        on_resume="same", from_checkpoint="model",
+    )
+    batch_size: int | Literal["auto"] = flag(
+        1, "sequences per rank and microbatch; auto takes the largest that fits by --plan [1]",
+        type=batch_size, on_resume="reported", from_checkpoint="data",
+    )
+    gradient_accumulation_steps: int = flag(
+        1, "microbatches per optimizer step [1]",
+        on_resume="reported", from_checkpoint="data",
+    )
+    document_mask: bool | None = flag(
+        None,
+        "attention and labels stay inside each document, up to the tokenizer's end-of-text token [off, on for "
+        "conversations and labels]",
+        on_resume="reported", from_checkpoint="model",
+    )
+    packing: Literal["concatenate", "best-fit"] | None = flag(
+        None,
+        "concatenate cuts documents where a window ends; best-fit fills windows with whole documents and pads them "
+        "[concatenate, best-fit for conversations and labels]",
+        from_checkpoint="data",
+    )
+    chat_template: str | None = flag(
+        None, "Jinja file that renders conversations [the tokenizer's]",
+        metavar="FILE", type=path, from_checkpoint="model",
+    )
+    chat_loss: Literal["assistant", "all"] = flag(
+        "assistant",
+        "tokens of a conversation that are trained on; of a prompt and its completion assistant is the completion "
+        "[assistant]",
+        from_checkpoint="data",
+    )
+    streaming: bool = flag(
+        False, "read and tokenize while training: no full download, no cache; whole splits only [off]",
+        on_resume="same", from_checkpoint="data",
+    )
+    streams: int | None = flag(
+        None,
+        "lanes that --streaming cuts a corpus into, which ranks and workers divide [the smallest multiple of a step's "
+        "sequences that gives each file one]",
+        below=2**20, only_with="streaming",
+    )
+    skip_bad_records: bool = flag(
+        False,
+        "count and leave out records that cannot be read: a text that is null or a number, broken JSON, bytes that "
+        "are not UTF-8 [the first one is an error]",
+        from_checkpoint="data",
+    )
+    num_workers: int | None = flag(
+        None, "data loading processes per rank [1; 0 where the CPU computes and the tokens are cached]",
+        least=0, below=1025,
+    )
     cache_dir: str | None = flag(None, "where tokenized data is kept [~/.cache/train_fsdp]", type=path)
 
-    zero_stage: Literal[0, 1, 2, 3] = flag(3, "0 replicated, the DDP reference; 1 gradients reduced once per optimizer step, optimizer sharded (with one microbatch the same as 2); 2 parameters kept after forward; 3 parameters resharded after forward [3]", group="sharding", also="fsdp sharding-strategy", on_resume="reported")
+    zero_stage: Literal[0, 1, 2, 3] = flag(
+        3,
+        "0 replicated, the DDP reference; 1 gradients reduced once per optimizer step, optimizer sharded (with one "
+        "microbatch the same as 2); 2 parameters kept after forward; 3 parameters resharded after forward [3]",
+        group="sharding", on_resume="reported",
+    )
     dp_replicate_size: int = flag(1, "HSDP: this many replicas of the shard group [1]", on_resume="reported")
     defer_grad_sync: bool = flag(False, "reduce-scatter only on the last microbatch (stage 1 implies it)")
     cpu_offload: bool = flag(False, "parameters, gradients and optimizer on the host")
 
-    precision: Precision | None = flag(None, "bf16: fp32 master weights, bf16 compute and all-gather, fp32 gradient reduction; fp8: bf16 plus torchao float8 linears; bf16-pure: everything bf16 [bf16 on a GPU and in a plan for one, fp32 on a CPU; a checkpoint's on a resume]", group="precision and techniques", also="bf16 fp8 fp16 mixed-precision dtype", on_resume="reported", from_checkpoint="model")
-    fp8_recipe: Fp8Recipe | None = flag(None, "float8 scaling; tensorwise all-gathers in float8 too [tensorwise]", on_resume="reported", from_checkpoint="model")
-    fp8_emulate: bool = flag(False, "float8 numbers without float8 hardware, and without its speed", from_checkpoint="model")
-    activation_checkpointing: Literal["none", "selective", "full"] = flag("none", "selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only [none]", also="gradient-checkpointing")
-    attention: Literal["auto", Attention] = flag("auto", "attention kernel; flash and cudnn are torch's own of that name and no other [auto]")
+    precision: Precision | None = flag(
+        None,
+        "bf16: fp32 master weights, bf16 compute and all-gather, fp32 gradient reduction; fp8: bf16 plus torchao "
+        "float8 linears; bf16-pure: everything bf16 [bf16 on a GPU and in a plan for one, fp32 on a CPU; a "
+        "checkpoint's on a resume]",
+        group="precision and techniques", on_resume="reported", from_checkpoint="model",
+    )
+    fp8_recipe: Fp8Recipe | None = flag(
+        None, "float8 scaling; tensorwise all-gathers in float8 too [tensorwise]",
+        on_resume="reported", from_checkpoint="model",
+    )
+    fp8_emulate: bool = flag(
+        False, "float8 numbers without float8 hardware, and without its speed",
+        from_checkpoint="model",
+    )
+    activation_checkpointing: Literal["none", "selective", "full"] = flag(
+        "none",
+        "selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only [none]",
+    )
+    attention: Literal["auto", Attention] = flag(
+        "auto", "attention kernel; flash and cudnn are torch's own of that name and no other [auto]",
+    )
     compile: bool | None = flag(None, "torch.compile each decoder layer [on with CUDA]")
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 
-    num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates (--eval-interval 1), writes stories (--sample-prompt) and exports (--export) [1000]", least=0, group="optimization", also="max-steps steps max-iters num-iterations", on_resume="reported")
-    num_tokens: int | None = flag(None, "instead of --num-steps: tokens of the whole run, such as 20e9, 20B, 500M or 1.5T [--num-steps]", type=token_count)
-    num_epochs: float | None = flag(None, "instead of --num-steps: how often the whole run reads its data, such as 3 or 0.5 [--num-steps]", below=1_000_000, also="epochs num-train-epochs")
-    optimizer: Literal[*OPTIMIZERS] = flag("adamw", f"{OPTIMIZERS_HELP} [adamw]", also="optim", on_resume="same", from_checkpoint="model")  # type: ignore[valid-type]  # the files of a folder
-    lr: float | None = flag(None, "peak learning rate [3e-4; of --init pretrained 2e-5, of --lora-rank 2e-4; a checkpoint's on a resume]", also="learning-rate max-lr", on_resume="reported")
-    adamw_lr: float | None = flag(None, "peak learning rate of what muon leaves to adamw: embedding, head, norms, biases [--lr]", on_resume="reported")
-    lr_scheduler: Literal[*SCHEDULES] = flag("cosine", "shape of the learning rate [cosine]", on_resume="reported")  # type: ignore[valid-type]  # the rows of a table
-    warmup_steps: int | None = flag(None, "learning rate warmup [5 %% of the steps; 0 with constant]", least=0, on_resume="reported")
-    decay_steps: int | None = flag(None, "last steps of warmup_stable_decay, in which the learning rate falls to 0; 0 ends in the stable phase, to be decayed from a checkpoint [a fifth of --num-steps]", least=0, only_with="lr_scheduler=warmup_stable_decay", on_resume="reported")
-    decay_shape: Literal["cosine", "linear", "1-sqrt"] = flag("cosine", "of warmup_stable_decay's decay [cosine]", only_with="lr_scheduler=warmup_stable_decay", on_resume="reported")
+    num_steps: int = flag(
+        1000,
+        "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates "
+        "(--eval-interval 1), writes stories (--sample-prompt) and exports (--export) [1000]",
+        least=0, group="optimization", on_resume="reported",
+    )
+    num_tokens: int | None = flag(
+        None, "instead of --num-steps: tokens of the whole run, such as 20e9, 20B, 500M or 1.5T [--num-steps]",
+        type=token_count,
+    )
+    num_epochs: float | None = flag(
+        None, "instead of --num-steps: how often the whole run reads its data, such as 3 or 0.5 [--num-steps]",
+        below=1_000_000,
+    )
+    optimizer: Literal[*OPTIMIZERS] = flag(  # type: ignore[valid-type]  # the rows of a table
+        "adamw", f"{OPTIMIZERS_HELP} [adamw]",
+        on_resume="same", from_checkpoint="model",
+    )
+    lr: float | None = flag(
+        None, "peak learning rate [3e-4; of --init pretrained 2e-5, of --lora-rank 2e-4; a checkpoint's on a resume]",
+        on_resume="reported",
+    )
+    adamw_lr: float | None = flag(
+        None, "peak learning rate of what muon leaves to adamw: embedding, head, norms, biases [--lr]",
+        only_with="optimizer=muon", on_resume="reported",
+    )
+    lr_scheduler: Literal[*SCHEDULES] = flag(  # type: ignore[valid-type]  # the rows of a table
+        "cosine", "shape of the learning rate [cosine]",
+        on_resume="reported",
+    )
+    warmup_steps: int | None = flag(
+        None, "learning rate warmup [5 %% of the steps; 0 with constant]",
+        least=0, on_resume="reported",
+    )
+    decay_steps: int | None = flag(
+        None,
+        "last steps of warmup_stable_decay, in which the learning rate falls to 0; 0 ends in the stable phase, to be "
+        "decayed from a checkpoint [a fifth of --num-steps]",
+        least=0, only_with="lr_scheduler=warmup_stable_decay", on_resume="reported",
+    )
+    decay_shape: Literal["cosine", "linear", "1-sqrt"] = flag(
+        "cosine", "of warmup_stable_decay's decay [cosine]",
+        only_with="lr_scheduler=warmup_stable_decay", on_resume="reported",
+    )
     weight_decay: float = flag(0.1, "on matrices, not on norms and biases [0.1]", least=0, on_resume="reported")
-    betas: tuple[float, float] = flag((0.9, 0.95), "of AdamW; another optimizer says what it takes of them [0.9 0.95]", type=number(float, 0, 1), nargs=2, metavar=("B1", "B2"), on_resume="reported")
-    max_grad_norm: float = flag(1.0, "clip the global gradient norm; 0 never clips [1.0]", least=0, on_resume="reported")
-    seed: int = flag(42, "of weights and data order [42]", least=0, below=2**63, on_resume="same", from_checkpoint="data")
+    betas: tuple[float, float] = flag(
+        (0.9, 0.95), "of AdamW; another optimizer says what it takes of them [0.9 0.95]",
+        type=number(float, 0, 1), nargs=2, metavar=("B1", "B2"), on_resume="reported",
+    )
+    max_grad_norm: float = flag(
+        1.0, "clip the global gradient norm; 0 never clips [1.0]",
+        least=0, on_resume="reported",
+    )
+    seed: int = flag(
+        42, "of weights and data order [42]",
+        least=0, below=2**63, on_resume="same", from_checkpoint="data",
+    )
 
-    eval_interval: int | Literal["epoch"] = flag(0, "steps between evaluations on what is held out, or epoch for one at the end of each; 0 never [0]", type=evaluation_interval, group="evaluation", also="eval-every", from_checkpoint="data")
-    eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split, of a stream without one 256 windows [0]", least=0, only_with="eval_interval", from_checkpoint="data")
-    show_samples: int | None = flag(None, "no training: prints the documents that this optimizer step of a run trains on [none]", metavar="STEP")
-    average_checkpoints: int | None = flag(None, "with --num-steps 0 --resume RUN: evaluates, samples or exports the mean of the run's newest K checkpoints, summed in fp32 [the one that --resume names]", metavar="K")
-    sample_prompt: tuple[str, ...] | None = flag(None, "text that the model continues at evaluations and at the end, of conversations a user's message; each further one is continued too", type=text, action=Collect)
+    eval_interval: int | Literal["epoch"] = flag(
+        0, "steps between evaluations on what is held out, or epoch for one at the end of each; 0 never [0]",
+        type=evaluation_interval, group="evaluation", from_checkpoint="data",
+    )
+    eval_steps: int = flag(
+        0,
+        "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole "
+        "split, of a stream without one 256 windows [0]",
+        least=0, only_with="eval_interval", from_checkpoint="data",
+    )
+    show_samples: int | None = flag(
+        None, "no training: prints the documents that this optimizer step of a run trains on [none]",
+        metavar="STEP",
+    )
+    average_checkpoints: int | None = flag(
+        None,
+        "with --num-steps 0 --resume RUN: evaluates, samples or exports the mean of the run's newest K checkpoints, "
+        "summed in fp32 [the one that --resume names]",
+        metavar="K",
+    )
+    sample_prompt: tuple[str, ...] | None = flag(
+        None,
+        "text that the model continues at evaluations and at the end, of conversations a user's message; each further "
+        "one is continued too",
+        type=text, action=Collect,
+    )
     sample_tokens: int = flag(128, "length of the continuation [128]", only_with="sample_prompt demo")
 
-    checkpoint_interval: int = flag(0, "steps between checkpoints; 0 saves at the end, and on SIGTERM and SIGUSR1 [0]", least=0, group="checkpoints", also="save-steps save-interval save-every")
-    keep_checkpoints: int = flag(2, "how many complete ones to keep, the newest [2]", also="save-total-limit")
-    keep_best: bool = flag(False, "each evaluation saves a checkpoint; the one with the lowest held-out loss is kept beside the newest [off]", only_with="eval_interval")
-    async_checkpoint: bool = flag(True, "write in the background, the loop waits only for the copy [on]", only_with="checkpoint_interval keep_best")
-    final_checkpoint: bool | None = flag(None, "keep the state after the last step [on; off for --dataset synthetic without --checkpoint-interval, and where the disk has no room for it]")
-    resume: str = flag("none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]", metavar="{none,auto,PATH}", type=path, of_one_run=True, also="resume-from-checkpoint")
-    export: str | None = flag(None, "at the end, a folder that from_pretrained loads, of adapters one that peft loads", metavar="DIR", type=path, of_one_run=True)
-    export_weights: Literal["adapters", "merged"] | None = flag(None, "with --lora-rank: merged exports the model with its adapters added [adapters]", only_with="export", of_one_run=True)
+    checkpoint_interval: int = flag(
+        0, "steps between checkpoints; 0 saves at the end, and on SIGTERM and SIGUSR1 [0]",
+        least=0, group="checkpoints",
+    )
+    keep_checkpoints: int = flag(2, "how many complete ones to keep, the newest [2]")
+    keep_best: bool = flag(
+        False,
+        "each evaluation saves a checkpoint; the one with the lowest held-out loss is kept beside the newest [off]",
+        only_with="eval_interval",
+    )
+    async_checkpoint: bool = flag(
+        True, "write in the background, the loop waits only for the copy [on]",
+        only_with="checkpoint_interval keep_best",
+    )
+    final_checkpoint: bool | None = flag(
+        None,
+        "keep the state after the last step [on; off for --dataset synthetic without --checkpoint-interval, and where "
+        "the disk has no room for it]",
+    )
+    resume: str = flag(
+        "none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]",
+        metavar="{none,auto,PATH}", type=path, of_one_run=True,
+    )
+    export: str | None = flag(
+        None, "at the end, a folder that from_pretrained loads, of adapters one that peft loads",
+        metavar="DIR", type=path, of_one_run=True,
+    )
+    export_weights: Literal["adapters", "merged"] | None = flag(
+        None, "with --lora-rank: merged exports the model with its adapters added [adapters]",
+        only_with="export", of_one_run=True,
+    )
 
-    timeout_minutes: float = flag(10.0, "how long ranks wait for each other; then the job ends with a line that names the one that did not come [10]", least=0.001, below=1e7, group="failures")
+    timeout_minutes: float = flag(
+        10.0,
+        "how long ranks wait for each other; then the job ends with a line that names the one that did not come [10]",
+        least=0.001, below=1e7, group="failures",
+    )
 
-    max_skipped: int = flag(5, "a step whose gradient norm is NaN or infinite is skipped; more of them in a row end the run [5]", least=0)
+    max_skipped: int = flag(
+        5, "a step whose gradient norm is NaN or infinite is skipped; more of them in a row end the run [5]",
+        least=0,
+    )
 
-    output_dir: str = flag("outputs", "a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]", group="output", type=path, also="out-dir output")
-    run_name: str | None = flag(None, "[model and start time; with --resume auto the model; with --resume PATH that run's]", of_one_run=True)
-    log_with: Literal["none", *TRACKERS, "all"] = flag("none", f"a tracker beside metrics.jsonl. {TRACKERS_HELP} [none]", also="report-to wandb tensorboard")  # type: ignore[valid-type]  # the files of a folder
-    project_name: str = flag("train_fsdp", "project in wandb and tensorboard [train_fsdp]", only_with="log_with")
-    log_interval: int = flag(10, "steps between log lines [10]", also="logging-steps log-every")
+    output_dir: str = flag("outputs", "a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]", group="output", type=path)
+    run_name: str | None = flag(
+        None, "[model and start time; with --resume auto the model; with --resume PATH that run's]",
+        of_one_run=True,
+    )
+    log_with: Literal["none", *TRACKERS, "all"] = flag(  # type: ignore[valid-type]  # the rows of a table
+        "none", f"a tracker beside metrics.jsonl. {TRACKERS_HELP} [none]",
+    )
+    project_name: str = flag(
+        "train_fsdp", "project in wandb [train_fsdp]",
+        only_with="log_with=wandb log_with=all",
+    )
+    log_interval: int = flag(10, "steps between log lines [10]")
     metrics_port: int | None = flag(None, "Prometheus endpoint of rank 0 [none]", least=1, below=65536)
     metrics_host: str = flag("127.0.0.1", "address that the endpoint listens on [127.0.0.1]", only_with="metrics_port")
 
-    perf_warmup_steps: int = flag(10, "steps at the start that the speed figures leave out; not --warmup-steps, the learning rate's [10]", least=0, group="figures and gates")
+    perf_warmup_steps: int = flag(
+        10, "steps at the start that the speed figures leave out; not --warmup-steps, the learning rate's [10]",
+        least=0, group="figures and gates",
+    )
     peak_tflops: float | None = flag(None, "dense bf16 peak of one GPU, for one that is not in the table")
-    min_mfu: float | None = flag(None, "acceptance gate: exit 3 at the end when the MFU after warmup is below this, in percent [none]", type=percent)
-    max_memory_gib: float | None = flag(None, "acceptance gate: exit 3 at the end when the fullest GPU's reserved memory was above this [none]")
-    profile: bool = flag(False, f"trace of {PROFILED_STEPS} steps after the warmup, and a table of where their time went; they are in no speed figure [off]")
-    memory_snapshot: bool = flag(False, "history of every allocation on the GPU, for pytorch.org/memory_viz, also when it runs out of memory [off]")
+    min_mfu: float | None = flag(
+        None, "acceptance gate: exit 3 at the end when the MFU after warmup is below this, in percent [none]",
+        type=percent,
+    )
+    max_memory_gib: float | None = flag(
+        None, "acceptance gate: exit 3 at the end when the fullest GPU's reserved memory was above this [none]",
+    )
+    profile: bool = flag(
+        False,
+        f"trace of {PROFILED_STEPS} steps after the warmup, and a table of where their time went; they are in no speed "
+        "figure [off]",
+    )
+    memory_snapshot: bool = flag(
+        False,
+        "history of every allocation on the GPU, for pytorch.org/memory_viz, also when it runs out of memory [off]",
+    )
 
-    plan: bool = flag(False, "no training: what this configuration will need and give, from one step on fake tensors", group="planning")
-    plan_gpus: tuple[int, ...] | None = flag(None, "number of GPUs to plan for, whole nodes where it is more than one; of several the first in full and all in a table [--gpus-per-node]", type=gpu_counts, metavar="N[,N...]", only_with="plan")
-    plan_gpu: str | None = flag(None, "kind of GPU to plan for, such as 'H100 SXM' or B200; training prints that plan beside its own figures [this machine's, else H100 SXM]", metavar="NAME")
+    plan: bool = flag(
+        False, "no training: what this configuration will need and give, from one step on fake tensors",
+        group="planning",
+    )
+    plan_gpus: tuple[int, ...] | None = flag(
+        None,
+        "number of GPUs to plan for, whole nodes where it is more than one; of several the first in full and all in a "
+        "table [--gpus-per-node]",
+        type=gpu_counts, metavar="N[,N...]", only_with="plan",
+    )
+    plan_gpu: str | None = flag(
+        None,
+        "kind of GPU to plan for, such as 'H100 SXM' or B200; training prints that plan beside its own figures [this "
+        "machine's, else H100 SXM]",
+        metavar="NAME",
+    )
     gpus_per_node: int = flag(8, "GPUs between which a plan has the fast links of one node [8]")
-    plan_seconds: float = flag(30.0, "how long planning takes, to within one configuration; 0 plans only what is asked for [30]", least=0, only_with="plan")
-    gpu_hour_usd: float | None = flag(None, "price of one GPU for an hour; the plan says what a billion tokens cost, and with --num-steps the run", below=1_000_000, only_with="plan")
+    plan_seconds: float = flag(
+        30.0, "how long planning takes, to within one configuration; 0 plans only what is asked for [30]",
+        least=0, only_with="plan",
+    )
+    gpu_hour_usd: float | None = flag(
+        None, "price of one GPU for an hour; the plan says what a billion tokens cost, and with --num-steps the run",
+        below=1_000_000, only_with="plan",
+    )
     json: bool = flag(False, "the plan, or with --num-steps 0 the evaluation, as one JSON object on stdout")
-    plan_details: bool = flag(False, "the plan with memory, time and traffic of a step, and all that it takes for granted", only_with="plan")
-    own_plan: bool = flag(True, "a run on a GPU is planned by a process beside it, and ends with that plan beside its own figures [on]")
+    plan_details: bool = flag(
+        False, "the plan with memory, time and traffic of a step, and all that it takes for granted",
+        only_with="plan",
+    )
+    own_plan: bool = flag(
+        True, "a run on a GPU is planned by a process beside it, and ends with that plan beside its own figures [on]",
+    )
 
     # no flags:
-    given: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # the flags that the command line and --config gave
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # by the command line and --config
     eval_windows: int = 0  # held-out windows of a source that an evaluation takes at most, of all ranks; 0 takes all
     # fmt: on
 
@@ -275,8 +527,8 @@ class Resolved(Settings):
     final_checkpoint: bool = dataclasses.field()
 
 
-# Peak learning rates of AdamW. 2e-5 is what Llama 2 was fine-tuned with (arXiv 2307.09288, section 3.1), and the default
-# of TRL's SFTConfig; 2e-4 is ten times that, as TRL's documentation advises for LoRA.
+# Peak learning rates of AdamW. 2e-5 is what Llama 2 was fine-tuned with (arXiv 2307.09288, section 3.1), and the
+# default of TRL's SFTConfig; 2e-4 is ten times that, as TRL's documentation advises for LoRA.
 DEFAULT_LR, LORA_LR = {"random": 3e-4, "pretrained": 2e-5}, 2e-4
 
 

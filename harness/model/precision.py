@@ -1,5 +1,6 @@
 """Precision: what --precision is where it was not given, and a warning where a CPU computes slowly in it."""
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ class ChosenPrecision(NamedTuple):
 
 def choose_precision(settings: flags.Settings, manifest: dict | None) -> ChosenPrecision:
     """--precision and what belongs to it: as given, else as in the checkpoint of `manifest`, else bf16 on a GPU and
-    fp32 on a CPU. Warns on rank 0 where a CPU without instructions for bf16 would compute in it."""
+    fp32 on a CPU. Warns on rank 0 if a CPU without instructions for bf16 would compute in it, and if accelerate launch
+    was given another one."""
     chosen = ChosenPrecision(settings.precision, settings.fp8_recipe, settings.fp8_emulate)
     if settings.precision is None and manifest:
         before = manifest["flags"]
@@ -44,4 +46,8 @@ def choose_precision(settings: flags.Settings, manifest: dict | None) -> ChosenP
         job.warn(
             f"--precision {chosen.name}: this CPU has no instructions for bf16; {DEMO_WITHOUT_INSTRUCTIONS}: give fp32"
         )
+    asked = os.environ.pop("ACCELERATE_MIXED_PRECISION", "").lower()
+    if asked not in ("", "no", chosen.name):
+        followed = f"ACCELERATE_MIXED_PRECISION={asked} (of accelerate launch or its config) is not followed"
+        job.warn(f"{followed}: this run computes in {chosen.name}; --precision chooses")
     return chosen

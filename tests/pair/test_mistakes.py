@@ -10,7 +10,8 @@ import pytest
 from conftest import PROGRAM, ROOT, cold_python, copy_program, parse, python, slow_case, start, torchrun, train, words
 
 from harness.base import UserError
-from harness.flags.parser import make_parser
+from harness.flags.parser import leave_out_accelerate, make_parser
+from harness.model import choose_precision
 
 PREFIX = "train_fsdp.py: error: "
 NO_NETWORK = {"HF_ENDPOINT": "https://hub.invalid", "HTTPS_PROXY": None, "https_proxy": None}
@@ -29,41 +30,23 @@ def refused(*arguments) -> str:
 
 FLAGS = {  # a command line: how its error begins; where it is empty, with the first flag
     # values that no flag takes
-    "--batch-size 0": "--batch-size: 0 is not at least 1",
-    "--lr nan": "--lr: nan is not a positive number",
+    "--batch-size 0": "--batch-size: 0 is not a whole number of at least 1 and below 1000001, or auto",
+    "--lr nan": "--lr: nan is not a finite number above 0",
     "--lr": "--lr: expected one argument",
-    "--min-mfu 0.40": "--min-mfu: 0.40 is not at least 1 and below 100; it is in percent, as in 40",
+    "--min-mfu 0.40": "--min-mfu: 0.40 is not a number of at least 1 and below 100; it is in percent, as in 40",
     "--betas 0.9": "--betas: expected 2 arguments",
-    "--zero-stage 4": "--zero-stage: invalid choice: 4",
+    "--zero-stage 4": "--zero-stage: invalid choice: '4' (choose from 0, 1, 2, 3)",
     "--num-tokens 1.5": "--num-tokens: 1.5 is not a whole number of tokens",
     "--run-name a/b": "--run-name: 'a/b' is not a plain folder name",
     "--run-name ..": "--run-name: '..' is not a plain folder name",
     "--run-name=a\x1b[2Jb": "--run-name: 'a\\x1b[2Jb' is not a plain folder name",
     f"--run-name {'é' * 101}": "",
-    "--project-name ../tales --log-with tensorboard": "",
-    # names that are near a flag's
+    "--project-name ../tales --log-with wandb": "",
+    "--compile=true": "--compile/--no-compile: a switch, which takes no value; leave out 'true'",
+    # names that are near a flag's; other trainers' are in tests/flags/test_names.py
     "--batch-siz 3": "--batch-siz: no such flag; did you mean --batch-size?",
-    "--assistant_only_loss": "--assistant_only_loss: no such flag; the loss is on the assistant's turns and on",
-    "--train-on-inputs": "--train-on-inputs: no such flag; the loss is on the assistant's turns and on completions",
-    "--chat_template_path a.jinja": "--chat_template_path: no such flag; did you mean --chat-template?",
-    "--learning-rate 1e-3": "--learning-rate: no such flag; did you mean --lr?",
-    "--per_device_train_batch_size 4": "--per_device_train_batch_size: no such flag; did you mean --batch-size?",
+    "--learning_rate 1e-3": "--learning_rate: no such flag; use --lr; 5e-5 in Trainer",
     "--zyx": "--zyx: no such flag",
-    "--num_train_epochs 3": "--num_train_epochs: no such flag; did you mean --num-epochs?",
-    "--epochs 3": "--epochs: no such flag; did you mean --num-epochs?",
-    "--save-total-limit 3": "--save-total-limit: no such flag; did you mean --keep-checkpoints?",
-    "--report-to wandb": "--report-to: no such flag; did you mean --log-with?",
-    # those of other trainers, and what there is here
-    "--eval_dataset x.jsonl": "--eval_dataset: no such flag; --eval-split takes a file or folder",
-    "--eval-strategy epoch": "--eval-strategy: no such flag; --eval-interval takes a number of steps, or epoch",
-    "--load-best-model-at-end": "--load-best-model-at-end: no such flag; --keep-best keeps the checkpoint with the",
-    "--early-stopping-patience 3": "--early-stopping-patience: no such flag; no run ends before its steps; --keep-best",
-    "--push_to_hub": "--push_to_hub: no such flag; --export DIR writes a folder, which `hf upload REPO DIR` puts",
-    "--hub-model-id me/x": "--hub-model-id: no such flag; --export DIR",
-    "--lora-r 16": "--lora-r: no such flag; --lora-rank R trains adapters",
-    "--lora-dropout 0.1": "--lora-dropout: no such flag; adapters have no dropout here",
-    "--use_peft": "--use_peft: no such flag; --lora-rank R trains adapters",
-    "--load_in_4bit": "--load_in_4bit: no such flag; a quantized base (QLoRA) is not trained here, TRL and axolotl do",
     # those that are no more, and what takes their place
     "--ema 0.999": "--ema: no such flag any more; --average-checkpoints K",
     "--skip-spikes 4": "--skip-spikes: no such flag any more; steps that are not finite are skipped by themselves",
@@ -75,7 +58,7 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--measure": "--measure: no such flag any more; plans go by assumed rates; docs/PLAN.md",
     "--plan --plan-rates none": "--plan-rates: no such flag any more; plans go by assumed rates; --plan-gpu",
     "--model smolm3-3b": "--model smolm3-3b: no preset, folder or hub id; did you mean smollm3-3b?",
-    "positional": "positional: it stands behind no flag; --help lists them",
+    "positional": "positional: unexpected argument, no flag takes it (switches have no value)",
     # files that are not there
     "--dataset ./tales": "--dataset ./tales: no such file or folder",
     "--resume none-such": "--resume none-such: no such folder",
@@ -135,7 +118,12 @@ FILES = {  # a file of flags: how its error goes on after the file's name
     "batch_siz = 3": "batch_siz: no such flag; did you mean --batch-size?",
     "config = 'more.toml'": "config: no such flag",
     "[plan]\nplan_rates = 'rates.json'": "plan_rates: no such flag any more; plans go by assumed rates",
-    "num_steps = 5.0": "--num-steps: invalid int value: '5.0'",
+    "num_steps = 5.0": "--num-steps: 5.0 is not a whole number of at least 0",
+    "no_compile = true": "no_compile: no such key; write compile = false",
+    "no-cpu-offload = true": "no-cpu-offload: no such key; write cpu-offload = false",
+    "no_fused_loss = false": "no_fused_loss: no such key; write fused_loss = true",
+    "[training]\nlocal_batch_size = 2": "local_batch_size: no such flag; use --batch-size",
+    "output_dir = 's3://b/run'": "--output-dir: s3://b/run is a URL",
     "dataset = ''": "--dataset: ",
     "lr = true": "lr: true where a value belongs",
     "cpu_offload = 1": "cpu_offload: 1 where true or false belongs",
@@ -178,8 +166,8 @@ def test_a_flag_without_effect_is_a_mistake_and_none_where_it_has_one(argv, with
 
 ODD_TEXTS = ["\udcff", "two\nlines", "x" * 10_000, "/x" * 5_000, "~no_such_user_here/x", "-dash", "\x1b[2J"]
 ODD_NUMBERS = ["0", "-1", "1e300", "nan", "inf", "-inf", str(2**64), str(2**63), str(2**31), "1e-300", "1e400"]
-ODD = dict.fromkeys(("text", "path"), ODD_TEXTS)
-ODD |= dict.fromkeys(("int", "float", "gpu_counts", "batch_size"), ODD_NUMBERS)
+ODD = dict.fromkeys(("text", "path", "path_or_url", "path_or_hub_id"), ODD_TEXTS)
+ODD |= dict.fromkeys(("int", "float", "gpu_counts", "batch_size", "evaluation_interval"), ODD_NUMBERS)
 ACTIONS = {action.dest: action for action in make_parser().flags().values()}
 
 
@@ -203,6 +191,47 @@ def test_an_odd_value_is_in_the_flags_range_or_is_one_line_that_names_the_flag(n
         for number in taken if isinstance(taken, tuple) else [taken]:
             assert math.isfinite(number) and number >= 0
             assert isinstance(number, float) or number < (2**63 if name == "seed" else 2**31)
+
+
+WITH_VALUE = {name: action.type.__name__ for name, action in ACTIONS.items() if action.type}
+TAKES = "|".join(
+    [
+        r"invalid choice: 'some:thing' \(choose from .+\)$",
+        "some:thing is not a (whole |finite )?number (above|of at least) ",
+        "some:thing is no number of tokens, such as ",
+        "some:thing: .*; such as 0.8:web=0.5,code=0.5$",
+        "~nobody-here/x: no such user; ",
+    ]
+)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in WITH_VALUE.items() if kind != "text"])
+def test_a_value_of_the_wrong_kind_is_answered_by_what_the_flag_takes(name):
+    """In words: argparse alone would say "invalid gpu_counts value"."""
+    flag, count = f"--{name.replace('_', '-')}", ACTIONS[name].nargs
+    value = "~nobody-here/x" if WITH_VALUE[name].startswith("path") else "some:thing"
+    assert re.match(f"{flag}: ({TAKES})", refused(flag, *[value] * (count if isinstance(count, int) else 1)))
+
+
+LOCAL = {"output_dir", "export", "cache_dir", "resume", "config", "chat_template"}
+URLS = ["s3://bucket/run", "gs://bucket/run", "hf://datasets/x", "https://example.org/run", "file:///tmp/run"]
+
+
+@pytest.mark.parametrize("name", [name for name, kind in WITH_VALUE.items() if kind.startswith("path")])
+def test_a_url_where_only_a_local_path_can_be_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flag = f"--{name.replace('_', '-')}"
+    for url in URLS:
+        if name in LOCAL:
+            assert refused(flag, url).startswith(
+                f"{flag}: {url} is a URL, which is neither read nor written here; give a"
+            )
+        elif name in ("model", "tokenizer"):
+            assert refused(flag, url) == f"{flag}: {url} is a URL; give a hub id such as OWNER/NAME, or a local folder"
+        else:
+            assert name in ("dataset", "eval_split")
+            parse([flag, url, "--eval-interval", "1"])
+    assert list(tmp_path.iterdir()) == []
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -333,13 +362,29 @@ def test_wandb_without_a_login_is_one_line(arguments, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_what_accelerates_launcher_asks_for_is_told_and_not_followed():
-    asked = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "NO"}
-    process = cold_python("--demo", "--model", ROOT / "docs", **asked)
-    warning, error = process.stderr.splitlines()
-    assert warning.startswith("train_fsdp.py: warning: ACCELERATE_USE_FSDP=true ") and "--zero-stage" in warning
-    assert error.startswith("train_fsdp.py: error: --model")
+ACCELERATE = {  # what accelerate launch sets: what the program warns of
+    "ACCELERATE_USE_FSDP=true": "ACCELERATE_USE_FSDP=true .* is not followed: this program goes by --zero-stage",
+    "ACCELERATE_USE_DEEPSPEED=true": "ACCELERATE_USE_DEEPSPEED=true .* --zero-stage",
+    "ACCELERATE_USE_MEGATRON_LM=true": "ACCELERATE_USE_MEGATRON_LM=true .* --zero-stage",
+    "ACCELERATE_USE_PARALLELISM_CONFIG=true": "ACCELERATE_USE_PARALLELISM_CONFIG=true .* --dp-replicate-size",
+    "ACCELERATE_DYNAMO_BACKEND=INDUCTOR": "ACCELERATE_DYNAMO_BACKEND=inductor .* --compile",
+    "ACCELERATE_MIXED_PRECISION=bf16": "ACCELERATE_MIXED_PRECISION=bf16 .*: this run computes in fp32; --precision",
+    "ACCELERATE_MIXED_PRECISION=fp32": "",
+    "ACCELERATE_MIXED_PRECISION=no ACCELERATE_DYNAMO_BACKEND=NO ACCELERATE_USE_FSDP=false": "",
+    "ACCELERATE_USE_CPU=True MASTER_ADDR=127.0.0.1 MASTER_PORT=29500": "accelerate launch: one rank was started, altho",
+    "ACCELERATE_USE_CPU=True": "",
+}
+
+
+@pytest.mark.parametrize("environment, warning", ACCELERATE.items())
+def test_what_accelerates_launcher_asks_for_and_is_not_followed_is_a_warning(environment, warning, monkeypatch, capfd):
+    for variable in environment.split():
+        monkeypatch.setenv(*variable.split("="))
+    leave_out_accelerate()
+    choose_precision(parse(["--demo"]), None)
+    said = capfd.readouterr().err
+    assert re.match(f"train_fsdp.py: warning: {warning}", said) if warning else said == ""
+    assert said.count("\n") == bool(warning)
 
 
 @pytest.mark.parametrize(

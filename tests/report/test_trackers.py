@@ -58,8 +58,7 @@ def test_both_have_the_figures_of_each_source_over_steps_and_losses_over_tokens(
             tracker.log(line(step, grad_norm=float("nan"), **more, **{"share/web": 0.7}))
         tracker.finish(line(2, step_time_ms=7.0, **more))
         tracker.close(0)
-    events = read_events(tmp_path / "train_fsdp")
-    assert [path for path in (tmp_path / "train_fsdp").iterdir() if path.is_dir()] == []  # TensorBoard shows one run
+    events = read_events(tmp_path)
     rows = wandb_rows(tmp_path)
     for number, source in enumerate(sources):
         name = f"eval/loss/{source}"
@@ -76,6 +75,18 @@ def test_both_have_the_figures_of_each_source_over_steps_and_losses_over_tokens(
     assert "_hparams_/session_start_info" in events.summary_metadata
 
 
+def test_tensorboard_names_each_run_of_a_sweep_by_its_run(offline, device, tmp_path):
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    for name in ("lr-1e-3", "lr-3e-4"):
+        (tracker,) = open_trackers(parse(["--log-with", "tensorboard"]), tmp_path / name)
+        tracker.start({"given": {}, "run_id": name}, types.SimpleNamespace(step=0, tokens=0))
+        tracker.log(line(1))
+        tracker.finish(line(1))
+        tracker.close(0)
+    assert EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload().Runs().keys() == {"lr-1e-3", "lr-3e-4"}
+
+
 def test_steps_that_are_taken_again_after_a_resume_replace_the_first_ones(opened, tmp_path):
     for step, factor in ((0, 1.0), (2, 10.0)):
         time.sleep(1.1 if step else 0)  # its files are named by the second
@@ -85,7 +96,7 @@ def test_steps_that_are_taken_again_after_a_resume_replace_the_first_ones(opened
         for number in (1, 2, 3):
             tensorboard.log(line(step + number, loss=factor * 5 / (step + number)))
         tensorboard.close(143)
-    events = read_events(tmp_path / "train_fsdp")
+    events = read_events(tmp_path)
     assert [event.value for event in events.Scalars("train/loss")] == [5, 2.5, pytest.approx(50 / 3), 12.5, 10]
     of_tokens = [(event.step, event.value) for event in events.Scalars("by_tokens/loss")]
     assert of_tokens == [(64, 5), (128, 2.5), (192, pytest.approx(50 / 3)), (256, 12.5), (320, 10)]
@@ -187,5 +198,5 @@ def test_wandb_hears_how_a_stopped_program_ends_and_both_have_every_line(tmp_pat
     assert [record.HasField("preempting") for record in records].count(True) == 1
     steps = [line["step"] for line in metrics_of(tmp_path / "r")]
     assert [row["train/step"] for row in wandb_rows(tmp_path / "r")] == steps
-    events = read_events(tmp_path / "r" / "train_fsdp").Scalars("train/loss")
+    events = read_events(tmp_path / "r").Scalars("train/loss")
     assert [event.step for event in events] == steps

@@ -16,8 +16,8 @@ ones, are read as a whole.
 
 What cannot be read at all is an OSError or a ValueError. `HAS_FIELDS = False` is for records without fields that
 --text-field could name. `ONLY_ALONE = True` is for files that are data only where no other data files lie beside them.
-`COMPANIONS` has the suffixes of files that belong to a data file. `SUFFIXES` and `HAS_FIELDS` are literals:
-`harness.flags` reads them without importing the module.
+`COMPANIONS` has the suffixes of files that belong to a data file.
+`harness/flags/choices.py` has the suffixes too.
 """
 
 import functools

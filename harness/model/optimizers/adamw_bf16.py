@@ -7,10 +7,6 @@ from harness import flags
 from harness.model.optimization import OptimizerKind
 from harness.model.optimizers.adamw import AdamW, update
 
-# `harness.flags.rules` reads these, before torch is loaded
-MAX_BETA = 0.98
-SAME_AS_ADAMW_IN = ("bf16-pure",)  # values of --precision
-
 
 def build(groups: list[dict], settings: flags.Resolved) -> AdamW:
     one = torch.compile(update) if settings.compile else update

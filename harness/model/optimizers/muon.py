@@ -16,8 +16,6 @@ from harness.model.optimization import OptimizerKind, decay_matrices, local
 from harness.model.optimizers.adamw import AdamW
 from harness.model.whole_matrices import Ranks, WholeUpdate
 
-# `harness.flags.rules` reads this, before torch is loaded
-OWN_FLAGS = ("adamw_lr",)
 MOMENTUM = 0.95
 
 

@@ -1,6 +1,6 @@
 """Trackers: where the figures of a run are shown beside its own files. Each file of this folder is one, and its name is
-a value of --log-with. A file begins with the sentence that --help shows and ends with `TRACKER`, a class of the
-interface below; the libraries that it needs are imported in its methods.
+a value of --log-with, which harness/flags/choices.py has with the file's first sentence. A file ends with `TRACKER`, a
+class of the interface below; the libraries that it needs are imported in its methods.
 """
 
 import pathlib

@@ -13,15 +13,15 @@ from harness.report.trackers import Tracker, named, over_tokens
 
 
 class Tensorboard(Tracker):
-    """Event files of a run, in one folder, which TensorBoard shows as one: figures over steps, losses over tokens and,
-    when it is done, its averages as `final/NAME`, beside the flags that were given in the tab HPARAMS."""
+    """Event files in the run's folder itself, so that TensorBoard names the run by it: figures over steps, losses over
+    tokens and, when it is done, its averages as `final/NAME`, beside the flags that were given in the tab HPARAMS."""
 
     name = "tensorboard"
 
     def __init__(self, settings: flags.Settings, folder: pathlib.Path):
         import tensorboard  # noqa: F401 - that it is there
 
-        self.folder = folder / settings.project_name
+        self.folder = folder
 
     def start(self, run: dict, state: states.TrainState) -> str:
         from torch.utils.tensorboard import SummaryWriter
@@ -29,14 +29,14 @@ class Tensorboard(Tracker):
         self.given = {name: str(value) for name, value in run["given"].items()}
         # what an earlier start wrote after this point is hidden
         self.writer = SummaryWriter(str(self.folder), purge_step=state.step + 1)
-        for line in read_metrics(self.folder.parent / "metrics.jsonl"):
+        for line in read_metrics(self.folder / "metrics.jsonl"):
             # hidden too, as TensorBoard takes these tokens for steps
             if "final" not in line and line["tokens_seen"] > state.step:
                 self._log_over_tokens(line)
         # indented, a text is a block of code, in which Markdown changes nothing
         self.writer.add_text("config", textwrap.indent(json.dumps(run, indent=2), "    "), state.step)
         self.writer.flush()
-        return f"tensorboard --logdir {shlex.quote(str(self.folder.parent))}"
+        return f"tensorboard --logdir {shlex.quote(str(self.folder))}"
 
     def log(self, metrics: dict) -> None:
         for name, value in named(metrics).items():
