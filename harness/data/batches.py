@@ -21,8 +21,8 @@ from harness.data.mixture import DataRecord, Mixture, Segment, StepSize, WindowO
 from harness.data.stream import BEGINNING, HeldOutWindows, LaneReader, Position, Stream
 from harness.data.windows import (
     IGNORE_INDEX,
-    BestFitDataset,
     PackedDataset,
+    PaddedDataset,
     SyntheticDataset,
     Window,
     create_collate_fn,
@@ -94,7 +94,7 @@ class TrainingData:
 
     @functools.cached_property
     def has_padding(self) -> bool:
-        padded = [source for source in self.sources.values() if isinstance(source, BestFitDataset)]
+        padded = [source for source in self.sources.values() if isinstance(source, PaddedDataset)]
         return any(source.total_tokens() < len(source) * self.seq_len for source in padded)
 
     @property

@@ -34,7 +34,7 @@ from harness.data.files import DataFile
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
 from harness.data.records import Conversation, Field
 from harness.data.stream import HeldOutWindows, Stream
-from harness.data.windows import EVERY, BestFitDataset, PackedDataset, SyntheticDataset, Tokens, tokens_of
+from harness.data.windows import EVERY, PackedDataset, PaddedDataset, SyntheticDataset, Tokens, tokens_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -435,7 +435,7 @@ def weights_of(settings: flag_rules.Resolved, opened: dict[str, OpenedSource]) -
 
 def tokens_of_a_sample(train: PackedDataset | SyntheticDataset | Stream, settings: flag_rules.Resolved) -> Fraction:
     """Tokens of a window that are not padding, on average."""
-    if isinstance(train, BestFitDataset):
+    if isinstance(train, PaddedDataset):
         return Fraction(train.total_tokens(), len(train))
     return Fraction(settings.sequence_length)
 
@@ -481,7 +481,7 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reading: Reading, wit
     lines: dict[str, str] = {}
     if corpus.is_chat:
         lines |= reading.chat_format(corpus).describe()
-    if isinstance(train, BestFitDataset):
+    if isinstance(train, PaddedDataset):
         lines["packing"] = train.describe()
     if train.has_mask:
         share = train.total_trained() / len(train.tokens)
