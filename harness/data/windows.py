@@ -212,11 +212,22 @@ class Window:
     tokens: np.ndarray  # unsigned integers, shape (seq_len + 1,); there may be padding at its end
     trained: np.ndarray | None = None  # bool, shape (seq_len,): which labels count; None for all
     starts: np.ndarray | None = None  # input positions at which documents begin, 0 among them, and the padding
+    real: int | None = None  # inputs before the padding; None for all
 
 
 def tokens_of(window: np.ndarray | Window) -> np.ndarray:
     """The tokens of a window, shape (seq_len + 1,)."""
     return window.tokens if isinstance(window, Window) else window
+
+
+def document_lengths(window: np.ndarray | Window) -> np.ndarray:
+    """Inputs of each document, or piece of one, in a window, without padding, int64; their sum alone where documents
+    see those before them."""
+    if not isinstance(window, Window):
+        return np.array([len(window) - 1])
+    real = len(window.tokens) - 1 if window.real is None else window.real
+    starts = np.array([0]) if window.starts is None else window.starts
+    return np.diff(np.append(starts[starts < real], real))
 
 
 class PackedDataset(Dataset):
@@ -382,7 +393,7 @@ class PaddedDataset(PackedDataset):
             filled += length
         starts.append(filled)  # of the padding
         begins = np.array([start for start in starts if start < self.seq_len], np.int64)
-        return Window(tokens, trained[1:], begins if self.document_mask else None)
+        return Window(tokens, trained[1:], begins if self.document_mask else None, min(filled, self.seq_len))
 
     def real_tokens(self, index: int) -> int:
         return int(self.real[index])

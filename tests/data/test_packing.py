@@ -1,13 +1,17 @@
-"""--packing: a conversation in a sequence of its own trains as packed ones that do not see each other."""
+"""--packing: a conversation in a sequence of its own trains as packed ones that do not see each other, and FLOPs are
+those of each token in its own document."""
 
+import itertools
 import json
 
 import multirank
+import numpy as np
 import pytest
 import torch
-from conftest import ROOT, metrics_of, train, words, write_model
+from conftest import ROOT, forked, metrics_of, train, words, write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import utils
 from harness.base import UserError
 
 TEMPLATE = """{% for message in messages %}{% if message.role == 'assistant' %}A: {% generation %}
@@ -86,3 +90,72 @@ def test_a_resumed_run_keeps_its_packing(device, flags, tmp_path):
     train([*run, "--num-steps", "2"], device)
     with pytest.raises(UserError, match="--packing was None in the checkpoint and is none now"):
         train([*run, "--num-steps", "4", "--packing", "none"], device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# FLOPs
+
+
+def pieces(lengths: list[int], tokens: int) -> list[int]:
+    """Documents end to end, cut where sequences end and after so many tokens."""
+    ends = {*itertools.accumulate(lengths), *range(0, tokens + 1, LENGTH)}
+    return np.diff(sorted(end for end in ends if end <= tokens)).tolist()
+
+
+KINDS = {  # flags: the documents of all sequences, by the lengths of the conversations
+    "--packing none": lambda lengths: lengths,
+    "--packing best-fit": lambda lengths: lengths,
+    "--packing best-fit --no-document-mask": None,  # what each sequence holds
+    "--packing concatenate": lambda lengths: pieces(lengths, sum(lengths) // LENGTH * LENGTH),
+    "--packing concatenate --no-document-mask": lambda lengths: [LENGTH],
+}
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_flops_are_those_of_each_token_in_its_own_document(device, flags, conversations, tmp_path, kind, ranks):
+    """Over an epoch, by hand; the one conversation that is longer than a sequence is left out."""
+    lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    lengths = [len(chat["input_ids"]) for chat in conversations]
+    kept = [number for number, length in enumerate(lengths) if length < LENGTH][:6]
+    (tmp_path / "train.jsonl").write_text("".join(lines[number] for number in kept))
+    lengths = [lengths[number] for number in kept]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    options = {"packing": kind.split()[1], "cache_dir": tmp_path / "cache", "shuffle": False}
+    windows = utils.get_dataset(tokenizer, LENGTH, dataset=str(tmp_path / "train.jsonl"), **options)
+    found = [windows.real_tokens(index) for index in range(len(windows))]
+    documents = np.array(KINDS[kind](lengths) if KINDS[kind] else found)
+
+    run = [*flags, "--model", write_model(tmp_path / "model", "llama", **SIZES), *words(kind)]
+    run += words(f"--num-steps {-(-len(windows) // ranks)} --perf-warmup-steps 0 --peak-tflops 2")
+    if ranks == 1:
+        train(run, device)
+    else:
+        forked(ranks, multirank.program, *map(str, run))
+    final = metrics_of(tmp_path / "r")[-1]
+    keys = (documents**2).sum() / documents.sum()
+    config = AutoConfig.for_model("llama", **SIZES)
+    heads = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    flops = utils.get_model_flops_per_token(config, LENGTH) - 12 * heads * (LENGTH - keys)
+    if len(windows) % ranks == 0:
+        assert final["flops_per_token"] == pytest.approx(flops, rel=1e-9)
+    assert final["actual_tflops_per_sec"] == pytest.approx(final["flops_per_token"] * final["tokens_per_sec"] / 1e12)
+    assert final["mfu_percent"] == pytest.approx(100 * final["actual_tflops_per_sec"] / 2 / ranks)
+
+
+@pytest.mark.parametrize("kind", ["stream", "token file"])
+def test_flops_of_documents_that_no_index_knows_are_counted_too(device, flags, tmp_path, kind):
+    """Four documents of equal length fill each sequence."""
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    text = next(
+        text for text in ("the" + " a" * count for count in range(20)) if len(tokenizer(text)["input_ids"]) == 15
+    )
+    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    np.save(tmp_path / "ids.npy", np.array(ids * 200, np.uint16))
+    (tmp_path / "texts.jsonl").write_text((json.dumps({"text": text}) + "\n") * 200)
+    source = ["texts.jsonl", "--streaming"] if kind == "stream" else ["ids.npy"]
+    run = [*flags, "--document-mask", "--dataset", tmp_path / source[0], *source[1:]]
+    run += ["--model", write_model(tmp_path / "model", "llama", **SIZES), *words("--num-steps 2 --perf-warmup-steps 0")]
+    assert train(run, device) == 0
+    flops = utils.get_model_flops_per_token(AutoConfig.for_model("llama", **SIZES), 16)
+    assert metrics_of(tmp_path / "r")[-1]["flops_per_token"] == flops
