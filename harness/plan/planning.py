@@ -96,12 +96,12 @@ def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
 
 
 def list_warnings(settings: flags.Resolved, worlds: tuple[int, ...]) -> list[str]:
-    """What the plan leaves out, and what the run would warn of: the first of these numbers of GPUs that spreads shards
-    over nodes."""
+    """List what the plan leaves out, and what the run would warn of: the first of these numbers of GPUs that spreads
+    shards over nodes."""
     warnings = []
     if settings.document_mask or settings.packing == "none":
         flag = "--document-mask" if settings.document_mask else "--packing none"
-        warnings.append(f"{flag}: a plan reads no data; time, tokens and MFU are those of sequences of one document")
+        warnings.append(f"{flag}: a plan reads no data: time, tokens and MFU are of documents that fill sequences")
     if settings.zero_stage == 0:
         return warnings
     for world in worlds:

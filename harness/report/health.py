@@ -19,7 +19,7 @@ ADVICE = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
 
 
 class StepResult(NamedTuple):
-    """What a step gave: tensors that are still on the device, and its documents."""
+    """The result of a step: tensors that are still on the device, and the documents that it read."""
 
     loss: torch.Tensor  # of this rank
     grad_norm: torch.Tensor

@@ -152,8 +152,8 @@ class Log(contextlib.AbstractContextManager):
         self.speed = {}
         if not due.profiled:
             tokens = self.state.tokens - tokens
-            # Exact, and for streams too, where a mean over the corpus is neither: each rank counts its own documents as
-            # if all ranks had such, and a log line has the mean of all.
+            # Exact for each window of the clock, and for streams, which a mean over the corpus is not. Each rank counts
+            # its own documents times the number of ranks; a log line has the mean over ranks.
             lengths = np.concatenate(self.results[-1].document_lengths)
             flops = dist.get_world_size() * float(lengths @ self.flops_by_length[lengths])
             self.speed = self.state.tracker.step(tokens, flops / tokens, synchronize=due.log)
