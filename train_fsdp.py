@@ -29,6 +29,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -173,6 +174,7 @@ def train_step(
     # at stage 0 there is nothing to reduce in a shard group of one rank: its replicas reduce below
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
     total = models.StepLoss(model, settings.gradient_accumulation_steps)
+    document_lengths = []
     for microbatch in range(settings.gradient_accumulation_steps):
         last = microbatch == settings.gradient_accumulation_steps - 1
         model.set_requires_gradient_sync(last or reduces_every_microbatch)
@@ -187,6 +189,7 @@ def train_step(
         job.enter_phase("forward")
         # where masks leave out tokens, "loss_divisor" weighs this microbatch by those that it trains on
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
+        document_lengths.append(batch.pop("document_lengths", None))  # a plan's batches have none
         loss = total.add(model(**batch, use_cache=False).loss / divisor, divisor)
         job.enter_phase("backward")
         loss.backward()
@@ -199,7 +202,8 @@ def train_step(
     optimizer.zero_grad()
     if settings.fp8_recipe == "tensorwise":  # set with --precision fp8 only
         models.compute_float8_scales(model)  # one all-reduce for the scales of all layers
-    return report.StepResult(total.loss, norm, skip, total.terms, total.router_loss, total.expert_load)
+    numbers = total.terms, total.router_loss, total.expert_load
+    return report.StepResult(total.loss, norm, skip, *numbers, document_lengths)
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -260,8 +264,9 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
     optimizer = models.build_optimizer(settings, model)
     scheduler = models.build_scheduler(settings, optimizer)
     verified = models.verify_sharding(settings, model, optimizer, mesh)
-    flops_per_token, flops_text = models.known_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
-    if settings.min_mfu and not flops_per_token:
+    lengths = np.arange(settings.sequence_length + 1)  # of documents in a sequence
+    flops_by_length, flops_text = models.known_flops(model, lengths, utils.get_flops_by_length)
+    if settings.min_mfu and not flops_by_length.any():
         raise base.UserError(f"--min-mfu: {flops_text}")
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak_tflops or 0)
     train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
@@ -275,7 +280,7 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
             settings, train_state, mesh, dataset, flops_text, peak_tflops, verified, checkpoint, changed
         )
     )
-    log = report.Log(settings, train_state, dataset, folder, device, trackers, flops_per_token, changed)
+    log = report.Log(settings, train_state, dataset, folder, device, trackers, flops_by_length, changed)
     return Run(
         **vars(opened),
         device=device,
@@ -453,7 +458,7 @@ RECIPE = plan.Recipe(
     train_step=train_step,
     make_tracker=utils.PerformanceTracker,
     estimate_mfu=utils.estimate_mfu,
-    flops_per_token=utils.get_model_flops_per_token,
+    flops_by_length=utils.get_flops_by_length,
 )
 
 

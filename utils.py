@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import Subset
 
@@ -27,6 +28,7 @@ __all__ = [
     "create_collate_fn",
     "estimate_mfu",
     "get_dataset",
+    "get_flops_by_length",
     "get_gpu_peak_tflops",
     "get_model_flops_per_token",
 ]
@@ -67,12 +69,13 @@ def get_dataset(
         text_field: column of the text, of messages, or of token ids where it is `input_ids`; of several the first that
             is there, after conversations. Beside ids `labels`, `attention_mask` and masks of the loss are read.
         skip_bad_records: leave out, and count, records that have no text; otherwise the first is a UserError.
-        packing: "concatenate" cuts documents where windows end, "best-fit" fills windows with whole ones; by default
-            conversations and rows with labels are packed best-fit and all else concatenated.
+        packing: "concatenate" cuts documents where windows end, "best-fit" fills windows with whole ones, "none" pads
+            each to a window of its own; by default conversations and rows with labels are packed best-fit and all else
+            concatenated.
         chat_template: file with the jinja template of conversations; by default the tokenizer's.
         chat_loss: which tokens of conversations are trained on: those of the "assistant", or "all".
         document_mask: whether windows say where their documents begin, and have no label across; by default those of
-            conversations and of rows with labels do.
+            conversations and of rows with labels do; never with `packing="none"`.
         shuffle: whether the windows are shuffled; those of a mixture are always.
         seed: of the order, and of best-fit packing.
 
@@ -124,6 +127,14 @@ def get_model_flops_per_token(
     `model` is a causal language model of transformers, sharded or with peft's adapters too, or its config, of which all
     is trained. A ValueError says why there is no figure to be trusted, or no causal one.
     """
+    return round(float(get_flops_by_length(model, np.array([seq_len]), causal)[0]))
+
+
+def get_flops_by_length(
+    model: "transformers.PreTrainedModel | transformers.PretrainedConfig", lengths: np.ndarray, causal: bool = False
+) -> np.ndarray:
+    """As `get_model_flops_per_token`, of documents of each of `lengths`, ascending, that their attention does not
+    leave: float64 of their shape."""
     import transformers
 
     from harness import model as models  # it loads the models of transformers, which takes seconds
@@ -133,16 +144,22 @@ def get_model_flops_per_token(
     text = on_meta.config.get_text_config()
     matmuls = 6 * matmul_parameters(on_meta, text)
     masked = not models.computes_every_score(config)
-    is_confirmed = models.count_flops(on_meta, 4) == 4 * (matmuls + attention_flops(text, 4))
+    is_confirmed = models.count_flops(on_meta, 4) == 4 * (matmuls + attention_flops(text, np.array([4]))[0])
     has_frozen = isinstance(model, torch.nn.Module) and models.has_frozen(model)
     if is_confirmed and not has_frozen:
-        return matmuls + attention_flops(text, seq_len, masked, causal)
+        return matmuls + attention_flops(text, lengths, masked, causal)
     if causal and not is_confirmed:
         raise ValueError(f"no causal figure: torch counts {text.model_type}, and it counts whole products")
     if has_frozen:
         models.freeze_as_in(model, on_meta)
-    never_computed = attention_flops(text, seq_len) - attention_flops(text, seq_len, masked, causal)
-    return round(models.count_flops(on_meta, seq_len) / seq_len) - never_computed
+    longest = int(lengths[-1])
+    counted = models.count_flops(on_meta, longest) / longest
+    never_computed = attention_flops(text, lengths) - attention_flops(text, lengths, masked, causal)
+    if len(lengths) == 1:
+        return counted - never_computed
+    half = max(longest // 2, 1)  # what a token takes is linear in the keys that it meets
+    slope = (counted - models.count_flops(on_meta, half) / half) / max(longest - half, 1)
+    return counted - slope * (longest - lengths) - never_computed
 
 
 def matmul_parameters(model: torch.nn.Module, config: "transformers.PretrainedConfig") -> int:
@@ -166,19 +183,20 @@ def matmul_parameters(model: torch.nn.Module, config: "transformers.PretrainedCo
 
 
 def attention_flops(
-    config: "transformers.PretrainedConfig", seq_len: int, masked: bool = False, causal: bool = False
-) -> int:
-    """FLOPs per token of softmax attention: in each layer 6 x heads x (head_dim of keys + that of values) x keys.
+    config: "transformers.PretrainedConfig", lengths: np.ndarray, masked: bool = False, causal: bool = False
+) -> np.ndarray:
+    """FLOPs per token of softmax attention in sequences of each of `lengths`, float64: in each layer
+    6 x heads x (head_dim of keys + that of values) x keys.
 
-    A query meets all `seq_len` keys, or where attention is `masked` those of its layer's window or chunk. Where it is
-    `causal` it meets, on average over the sequence, those of them that come before it.
+    A query meets all keys of its sequence, or where attention is `masked` those of its layer's window or chunk. Where
+    it is `causal` it meets, on average over the sequence, those of them that come before it.
     """
     windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     layer_types = getattr(config, "layer_types", None)
     if not layer_types:  # Moshi has a window in its config that no mask of it reads
         layer_types = ["full_attention" if config.model_type == "moshi" else "sliding_attention"]
         layer_types *= config.num_hidden_layers
-    total = 0.0
+    total = np.zeros(len(lengths))
     for index, layer_type in enumerate(layer_types):
         layer = config.per_layer_config[index] if hasattr(config, "per_layer_config") else config
         heads = getattr(layer, "num_attention_heads", 0)
@@ -186,15 +204,15 @@ def attention_flops(
             continue
         head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
         of_keys, of_values = (getattr(layer, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
-        keys: float = seq_len
+        keys = lengths
         if masked and layer_type in windows:
-            keys = min(getattr(layer, windows[layer_type], None) or seq_len, seq_len)
+            keys = np.minimum(getattr(layer, windows[layer_type], None) or lengths, lengths)
         if causal and layer_type == "chunked_attention":
             keys = keys / 2
         elif causal:
-            keys *= 1 - keys / (2 * seq_len)  # the first queries of a sequence have no full window before them
+            keys = keys * (1 - keys / (2 * lengths))  # the first queries of a sequence have no full window before them
         total += 6 * heads * (of_keys + of_values) * keys
-    return round(total)
+    return total
 
 
 def estimate_mfu(
@@ -250,9 +268,9 @@ class PerformanceTracker:
         """Counts one optimizer step of `batch_tokens` tokens (global: every rank, every microbatch).
 
         Returns `{}` in warmup and for a step that is only counted, `{"warmup_completed": True}` once, and afterwards
-        the metrics of the window that this step closes: those of `estimate_mfu` and `tokens_per_sec_per_gpu`,
-        `steps_per_sec`, `step_time_ms`, `data_wait_percent`; on a GPU also this process's peaks so far in GiB,
-        `peak_memory_active`, `peak_memory_alloc`, `peak_memory_reserved`.
+        the metrics of the window that this step closes: those of `estimate_mfu` and `flops_per_token`,
+        `tokens_per_sec_per_gpu`, `steps_per_sec`, `step_time_ms`, `data_wait_percent`; on a GPU also this process's
+        peaks so far in GiB, `peak_memory_active`, `peak_memory_alloc`, `peak_memory_reserved`.
         """
         self.steps_seen += 1
         if self.steps_seen < self.warmup_steps:
@@ -329,7 +347,9 @@ class PerformanceTracker:
         seconds, tokens, flops = max(window["seconds"], 1e-9), window["tokens"], window["flops"]
         peak_tflops = self.peak_tflops if flops else 0  # FLOPs of 0 are not known: no MFU
         speed = estimate_mfu(flops / max(tokens, 1), tokens, seconds, self.num_gpus, peak_tflops)
-        if not flops:
+        if flops:
+            speed["flops_per_token"] = flops / tokens
+        else:
             del speed["actual_tflops_per_sec"]
         return speed | {
             "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / self.num_gpus,

@@ -285,7 +285,7 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
         return digest.hexdigest()
 
     train_fsdp.build_model = keep(train_fsdp.build_model)
-    utils.get_model_flops_per_token = keep(utils.get_model_flops_per_token)
+    utils.get_flops_by_length = keep(utils.get_flops_by_length)
     models.build_optimizer = keep(models.build_optimizer)
 
     def arguments(name: str, flags: str, **options) -> list[str]:
@@ -330,7 +330,7 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
             "grad_norms": [line["grad_norm"] for line in logged],
             "initial_weights": built.get("weights"),
             "shares": [share([*built["build_model"].parameters()]), share([s for s in states if s.dim()])],
-            "flops_per_token": built["get_model_flops_per_token"],
+            "flops_per_token": float(built["get_flops_by_length"][-1]),
             "kinds_of_linears": sorted({type(linear).__name__ for linear in linears}),
         }
 

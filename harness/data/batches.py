@@ -21,11 +21,12 @@ from harness.data.mixture import DataRecord, Mixture, Segment, StepSize, WindowO
 from harness.data.stream import BEGINNING, HeldOutWindows, LaneReader, Position, Stream
 from harness.data.windows import (
     IGNORE_INDEX,
-    BestFitDataset,
     PackedDataset,
+    PaddedDataset,
     SyntheticDataset,
     Window,
     create_collate_fn,
+    document_lengths,
     tokens_of,
 )
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a lane reads its next chunk
 EXCERPT = 200  # characters of a document that are printed
 
+NOT_OF_MODEL = ("loss_divisor", "document_lengths")  # what a batch has beside the model's inputs
 Positions = dict[str, dict[int, Position]]  # by source and lane
 
 
@@ -94,7 +96,7 @@ class TrainingData:
 
     @functools.cached_property
     def has_padding(self) -> bool:
-        padded = [source for source in self.sources.values() if isinstance(source, BestFitDataset)]
+        padded = [source for source in self.sources.values() if isinstance(source, PaddedDataset)]
         return any(source.total_tokens() < len(source) * self.seq_len for source in padded)
 
     @property
@@ -220,7 +222,7 @@ class Batches:
     def last_finite(self, was_skipped: bool) -> dict[str, Any]:
         """The last batch; where its step was skipped an earlier one that this returned, if there is one."""
         if not (was_skipped and self.finite):
-            self.finite = {name: value for name, value in self.last.items() if name != "loss_divisor"}
+            self.finite = {name: value for name, value in self.last.items() if name not in NOT_OF_MODEL}
         return self.finite
 
 
@@ -229,7 +231,8 @@ def training_batches(
 ) -> Iterator[dict[str, Any]]:
     """Endless microbatches of this rank on its device, from the global sample `state.samples` on.
 
-    `state` is the run's `TrainState`; `state.positions` moves with the batches. Where samples have other numbers of
+    `state` is the run's `TrainState`; `state.positions` moves with the batches. A batch has `document_lengths`, the
+    tokens of each document in it, by which its FLOPs are counted. Where samples have other numbers of
     trained tokens than each other, a batch has a `loss_divisor`: its mean loss divided by it, summed over a step's
     microbatches and averaged over ranks, is the mean over each trained token of the global batch. A UserError that a
     data worker met is raised here. How many bad records of streams rank 0 has left out is printed at the first one and
@@ -299,8 +302,14 @@ def join_rows(
         if bad >= max(1, 10 * reported):
             job.say("data      ", f"left out so far: bad records {bad:,}")
             reported = bad
-        batch = collate([windows[row] for row in sorted(windows)])
-        yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pins else batch
+        rows = [windows[row] for row in sorted(windows)]
+        batch = {name: tensor.pin_memory() if pins else tensor for name, tensor in collate(rows).items()}
+        yield {**batch, "document_lengths": lengths_in(rows)}
+
+
+def lengths_in(windows: Sequence[np.ndarray | Window]) -> np.ndarray:
+    """The `document_lengths` of some windows together."""
+    return np.concatenate([document_lengths(window) for window in windows])
 
 
 @dataclass(eq=False)
@@ -333,7 +342,7 @@ class RankBatches(IterableDataset):
         for microbatch in itertools.count(worker, workers):
             samples = self.samples_of(microbatch)
             windows, _ = reader.read(samples)
-            batch: dict[str, Any] = dict(collate(windows))
+            batch: dict[str, Any] = {**collate(windows), "document_lengths": lengths_in(windows)}
             if not self.data.is_uniform:
                 step = microbatch // self.settings.gradient_accumulation_steps
                 batch["loss_divisor"] = self.loss_divisor(step, samples)

@@ -26,7 +26,7 @@ from harness.data.files import DataFile, Listing
 from harness.data.mixture import WindowOrder
 from harness.data.readers import is_token_file, reader_of
 from harness.data.records import KINDS, MASKED_KINDS, BadRecord, Conversation, Field, kind_of, read_documents
-from harness.data.windows import BestFitDataset, PackedDataset, Tokens
+from harness.data.windows import PackedDataset, PaddedDataset, Tokens
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
 DEFAULT_EVAL_SPLIT = "validation"
@@ -201,14 +201,16 @@ def needs_tokenizer(settings: flags.Settings, corpora: list[Corpus]) -> bool:
     if settings.dataset == "synthetic" and not corpora:
         return False
     ends = settings.document_mask or settings.eval_interval or any("[" in corpus.split for corpus in corpora)
-    if ends or settings.packing == "best-fit" or settings.export:
+    if ends or settings.packing in ("best-fit", "none") or settings.export:
         return True
     return not all(corpus.is_mapped for corpus in corpora)
 
 
 def masks_documents(settings: flags.Settings, corpora: Sequence[Corpus]) -> bool:
     """--document-mask, which by default is on where a run trains on conversations or labels, or evaluates them without
-    training."""
+    training; never with --packing none, where a sequence has one document."""
+    if settings.packing == "none":
+        return False
     if settings.document_mask is None:
         sources = [corpus for corpus in corpora if not corpus.is_apart] or corpora
         return any(corpus.has_mask for corpus in sources)
@@ -319,13 +321,15 @@ class Reading:
 
     def windows(self, tokens: Tokens, place: str) -> PackedDataset:
         """The tokens as windows; too few for one window are a UserError."""
+        packing = self.packing or ("best-fit" if tokens.has_mask else "concatenate")
         mask = tokens.has_mask if self.document_mask is None else self.document_mask
+        mask = mask and packing != "none"  # a window has one document
         packed: PackedDataset
-        if self.packing == "best-fit" or (self.packing is None and tokens.has_mask):
+        if packing != "concatenate":
             tokenizer = self.tokenizer
             ids = [getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0]
             padding = next(token for token in ids if token is not None)
-            packed = BestFitDataset(self.with_ends(tokens), self.seq_len, padding, self.seed, mask)
+            packed = PaddedDataset(self.with_ends(tokens), self.seq_len, packing, padding, self.seed, mask)
         else:
             if mask and not tokens.knows_ends and self.end_of_text is None:
                 self.with_ends(tokens)  # the error

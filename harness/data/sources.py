@@ -35,7 +35,7 @@ from harness.data.files import DataFile
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
 from harness.data.records import Conversation, Field
 from harness.data.stream import HeldOutWindows, Stream
-from harness.data.windows import EVERY, BestFitDataset, PackedDataset, SyntheticDataset, Tokens, tokens_of
+from harness.data.windows import EVERY, PackedDataset, PaddedDataset, SyntheticDataset, Tokens, tokens_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -439,7 +439,7 @@ def weights_of(settings: flag_rules.Resolved, opened: dict[str, OpenedSource]) -
 
 def tokens_of_a_sample(train: PackedDataset | SyntheticDataset | Stream, settings: flag_rules.Resolved) -> Fraction:
     """Tokens of a window that are not padding, on average."""
-    if isinstance(train, BestFitDataset):
+    if isinstance(train, PaddedDataset):
         return Fraction(train.total_tokens(), len(train))
     return Fraction(settings.sequence_length)
 
@@ -485,12 +485,12 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reading: Reading, wit
     lines: dict[str, str] = {}
     if corpus.is_chat:
         lines |= base.on_main_rank(lambda: reading.chat_format(corpus).describe())
-    if isinstance(train, BestFitDataset):
+    if isinstance(train, PaddedDataset):
         lines["packing"] = train.describe()
     if train.has_mask:
         share = train.total_trained() / len(train.tokens)
         word, document = ("chat", "conversation") if corpus.is_chat else ("labels", "row")
-        if isinstance(train, BestFitDataset) and (warning := warn_of_cuts(train, document)):
+        if isinstance(train, PaddedDataset) and (warning := warn_of_cuts(train, document)):
             job.warn(warning)
         documents = base.counted(len(train.tokens.ends), document)
         lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
@@ -499,7 +499,7 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reading: Reading, wit
     return lines
 
 
-def warn_of_cuts(train: BestFitDataset, document: str) -> str:
+def warn_of_cuts(train: PaddedDataset, document: str) -> str:
     """A warning if more documents than MAX_CUT_SHARE are longer than a sequence; else ""."""
     lengths, cut = np.diff(train.tokens.ends, prepend=0), train.count_cut()
     if cut <= MAX_CUT_SHARE * len(lengths):

@@ -1,5 +1,5 @@
 """Windows: the tokens of a corpus end to end, and the samples that are cut from them: `seq_len + 1` tokens each, cut
-anywhere or, best-fit, of whole documents with padding at their end."""
+anywhere or of whole documents with padding at their end."""
 
 import dataclasses
 import functools
@@ -213,11 +213,22 @@ class Window:
     tokens: np.ndarray  # unsigned integers, shape (seq_len + 1,); there may be padding at its end
     trained: np.ndarray | None = None  # bool, shape (seq_len,): which labels count; None for all
     starts: np.ndarray | None = None  # input positions at which documents begin, 0 among them, and the padding
+    real: int | None = None  # inputs before the padding; None for all
 
 
 def tokens_of(window: np.ndarray | Window) -> np.ndarray:
     """The tokens of a window, shape (seq_len + 1,)."""
     return window.tokens if isinstance(window, Window) else window
+
+
+def document_lengths(window: np.ndarray | Window) -> np.ndarray:
+    """Inputs of each document, or piece of one, in a window, without padding, int64; their sum alone where documents
+    see those before them."""
+    if not isinstance(window, Window):
+        return np.array([len(window) - 1])
+    real = len(window.tokens) - 1 if window.real is None else window.real
+    starts = np.array([0]) if window.starts is None else window.starts
+    return np.diff(np.append(starts[starts < real], real))
 
 
 class PackedDataset(Dataset):
@@ -324,19 +335,23 @@ def end_labels(begins: np.ndarray, seq_len: int, trained: np.ndarray | None = No
     return trained, begins[begins < seq_len]
 
 
-class BestFitDataset(PackedDataset):
-    """Windows of `seq_len + 1` tokens that hold whole documents and then padding.
+class PaddedDataset(PackedDataset):
+    """Windows of `seq_len + 1` tokens that hold whole documents, or one, and then padding.
 
     A document's labels end with it: its last token does not predict the first of the next. Padding is not trained on
     and counts as no token. A document longer than a window is cut into pieces, see `cut_long`.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, padding: int, seed: int, document_mask: bool):
-        """`padding` is a token id; without `document_mask` the documents of a window see those before them."""
+    def __init__(self, tokens: Tokens, seq_len: int, packing: str, padding: int, seed: int, document_mask: bool):
+        """`packing` is best-fit, or none for one document, or a piece of one, in each window; `padding` is a token id;
+        without `document_mask` the documents of a window see those before them."""
         super().__init__(tokens, seq_len, document_mask)
-        self.is_uniform, self.padding = False, padding
+        self.is_uniform, self.packing, self.padding = False, packing, padding
         self.starts, self.lengths = cut_long(tokens.ends, seq_len)  # of the pieces, in tokens
-        self.items, self.begins = best_fit(self.lengths, seq_len + 1, seed)
+        if packing == "none":
+            self.items, self.begins = np.arange(len(self.lengths)), np.arange(len(self.lengths) + 1)
+        else:
+            self.items, self.begins = best_fit(self.lengths, seq_len + 1, seed)
         trained = self.lengths - 1
         if tokens.has_mask:
             mask = np.append(tokens.trained(0, len(tokens)), np.uint8(0))
@@ -379,7 +394,7 @@ class BestFitDataset(PackedDataset):
             filled += length
         starts.append(filled)  # of the padding
         begins = np.array([start for start in starts if start < self.seq_len], np.int64)
-        return Window(tokens, trained[1:], begins if self.document_mask else None)
+        return Window(tokens, trained[1:], begins if self.document_mask else None, min(filled, self.seq_len))
 
     def real_tokens(self, index: int) -> int:
         return int(self.real[index])
@@ -404,7 +419,7 @@ class BestFitDataset(PackedDataset):
         cut = self.count_cut()
         longer = f", {cut:,} longer than a window cut" if cut else ""
         padding = 1 - self.total_tokens() / (len(self) * self.seq_len)
-        return f"best-fit, {documents} in {windows}{longer}, padding {100 * padding:.1f} %"
+        return f"{self.packing}, {documents} in {windows}{longer}, padding {100 * padding:.1f} %"
 
 
 def cut_long(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

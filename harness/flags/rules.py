@@ -55,9 +55,12 @@ def contradictions(s: Settings) -> Iterator[str]:
         yield problem
     if s.streaming and s.dataset == "synthetic":
         yield "--streaming: synthetic tokens are read from nowhere; use another --dataset"
-    if s.streaming and s.packing == "best-fit":
+    if s.streaming and s.packing in ("best-fit", "none"):
         needs = "it needs the lengths of all documents, which a stream does not have"
-        yield f"--packing best-fit: {needs}; leave out --streaming"
+        yield f"--packing {s.packing}: {needs}; leave out --streaming"
+    if s.num_tokens and s.packing == "none":
+        problem = "with --packing none the padding, which is no token, is not known before the data are read"
+        yield f"--num-tokens: {problem}; give --num-steps or --num-epochs"
     if s.streaming and s.max_epochs:
         yield "--max-epochs: how large a stream is, is not known; leave out --streaming"
     if s.num_steps and not s.plan:
@@ -136,10 +139,12 @@ def without_effect(s: Settings) -> Iterator[str]:
     if not s.saves_on_the_way() and not s.keeps_last():
         yield from idle("keep_checkpoints", "no save is due without --checkpoint-interval and --final-checkpoint")
     if s.dataset == "synthetic":
-        fields = "dataset_split eval_split skip_bad_records text_field dataset_config"
+        fields = "dataset_split eval_split skip_bad_records text_field dataset_config packing"
         yield from idle(fields, "synthetic tokens are read from nowhere")
         if s.init == "random":
             yield from idle("sample_prompt", "a model learns nothing to write from synthetic tokens")
+    if s.packing == "none":
+        yield from idle("document_mask", "with --packing none a sequence has one document")
     places = [source.dataset for source in s.sources()]
     if all(map(is_local, places)):
         yield from idle("dataset_config", "only a data set of the hub has subsets")

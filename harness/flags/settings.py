@@ -173,14 +173,14 @@ class Settings:
     document_mask: bool | None = flag(
         None,
         "attention and labels stay inside each document, up to the tokenizer's end-of-text token [off, on for "
-        "conversations and labels]",
+        "conversations and labels but with --packing none]",
         on_resume="reported", from_checkpoint="model",
     )
-    packing: Literal["concatenate", "best-fit"] | None = flag(
+    packing: Literal["concatenate", "best-fit", "none"] | None = flag(
         None,
-        "concatenate cuts documents where a window ends; best-fit fills windows with whole documents and pads them "
-        "[concatenate, best-fit for conversations and labels]",
-        from_checkpoint="data",
+        "concatenate cuts documents where a sequence ends; best-fit fills sequences with whole documents and pads "
+        "them; none pads each document to a sequence of its own [concatenate, best-fit for conversations and labels]",
+        on_resume="same", from_checkpoint="data",
     )
     chat_template: str | None = flag(
         None, "Jinja file that renders conversations [the tokenizer's]",

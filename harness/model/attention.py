@@ -127,7 +127,10 @@ def skip_packing_detection(model: nn.Module, name: str, document_mask: bool) -> 
     kinds = set(getattr(text_config(model), "layer_types", None) or ())
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     if document_mask and not (takes_positions and kinds <= RESTRICTABLE_LAYERS):
-        raise base.UserError(f"--document-mask: {name} is more than attention over positions; leave the flag out")
+        problem = f"{name} cannot separate the documents of a sequence, as it is more than attention over positions"
+        advice = "give --packing none, which pads each to a sequence of its own, or --no-document-mask, with which the "
+        advice += "documents of a sequence see those before them"
+        raise base.UserError(f"--document-mask (the default for conversations and labels): {problem}; {advice}")
     if document_mask:
         restrict_attention_to_documents(model, name)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -23,16 +24,16 @@ MAX_OPERATORS = 500_000  # of one count, some 10 s; a dense model of 80 layers h
 
 def known_flops(
     model: transformers.PreTrainedModel,
-    sequence_length: int,
-    flops_per_token: Callable[[transformers.PreTrainedModel, int], int],
-) -> tuple[int, str]:
-    """FLOPs per token, 0 where no figure can be trusted, and the words for the header. `flops_per_token` is
-    `utils.get_model_flops_per_token`."""
+    lengths: np.ndarray,
+    flops_by_length: Callable[[transformers.PreTrainedModel, np.ndarray], np.ndarray],
+) -> tuple[np.ndarray, str]:
+    """FLOPs per token in documents of each of `lengths`, zeros where no figure can be trusted, and the words for the
+    header about the last one. `flops_by_length` is `utils.get_flops_by_length`."""
     try:
-        flops = flops_per_token(model, sequence_length)
+        flops = flops_by_length(model, lengths)
     except ValueError as error:
-        return 0, f"FLOPs not known, so no MFU ({error})"
-    return flops, f"{flops / 1e9:,.3f} GFLOP a token"
+        return np.zeros(len(lengths)), f"FLOPs not known, so no MFU ({error})"
+    return flops, f"{flops[-1] / 1e9:,.3f} GFLOP a token"
 
 
 def eager_on_meta(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:

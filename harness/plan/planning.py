@@ -10,6 +10,8 @@ import os
 import time
 from typing import Any
 
+import numpy as np
+
 from harness import base, flags, job, resolving
 from harness import model as models
 from harness.plan import own_plan
@@ -50,7 +52,8 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
     @functools.cache
     def flops_of(rank: int) -> tuple[int, str]:
         model = models.trained_on_meta(dataclasses.replace(settings, lora_rank=rank, lora_alpha=2 * rank), config)
-        return models.known_flops(model, settings.sequence_length, recipe.flops_per_token)
+        flops, text = models.known_flops(model, np.array([settings.sequence_length]), recipe.flops_by_length)
+        return round(float(flops[0])), text
 
     @functools.cache
     def plan(settings: flags.Resolved, world: int) -> dict[str, Any]:
@@ -93,14 +96,19 @@ def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
 
 
 def list_warnings(settings: flags.Resolved, worlds: tuple[int, ...]) -> list[str]:
-    """What the run would warn of: the first of these numbers of GPUs that spreads shards over nodes."""
+    """List what the plan leaves out, and what the run would warn of: the first of these numbers of GPUs that spreads
+    shards over nodes."""
+    warnings = []
+    if settings.document_mask or settings.packing == "none":
+        flag = "--document-mask" if settings.document_mask else "--packing none"
+        warnings.append(f"{flag}: a plan reads no data: time, tokens and MFU are of documents that fill sequences")
     if settings.zero_stage == 0:
-        return []
+        return warnings
     for world in worlds:
         spread = job.describe_spread(settings, world // settings.dp_replicate_size, settings.gpus_per_node)
         if spread:
-            return [f"on {world:,} GPUs, {spread}"]
-    return []
+            return [*warnings, f"on {world:,} GPUs, {spread}"]
+    return warnings
 
 
 def price_of_run(settings: flags.Resolved, plan: dict) -> dict:

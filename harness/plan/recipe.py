@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -18,4 +19,4 @@ class Recipe(NamedTuple):
     train_step: Callable[[flags.Resolved, nn.Module, torch.optim.Optimizer, Iterator[dict[str, Any]], Any], object]
     make_tracker: Callable[[int, int, float], Any]
     estimate_mfu: Callable[[float, float, float, int, float | None], dict[str, float]]
-    flops_per_token: Callable[[transformers.PreTrainedModel, int], int]
+    flops_by_length: Callable[[transformers.PreTrainedModel, np.ndarray], np.ndarray]

@@ -196,6 +196,7 @@ ASSUMED = {
     f"{base.NCCL_GIB} GiB a communicator",
     "attention": "saves a row's logsumexp, accumulates the query gradient in fp32; eager attention has the scores' "
     "matrix in memory",
+    "documents": "each sequence is one without padding, whose tokens meet all its keys in FLOPs and MFU",
     "layers": "compiled ones are partitioned as inductor does, and each tensor that their kernels have to write is "
     "written and read once; eager ones run operator by operator; shallow models, extrapolated to the full depth",
     "time": "one operator after the other, with a gap between two kernels; collectives beside their pass, but for the "

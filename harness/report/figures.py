@@ -22,8 +22,9 @@ tokens_seen|data/tokens_seen|tokens||,|tokens that were trained on so far, on al
 tokens_per_sec|perf/tokens_per_sec|tokens/s|Throughput|,.0f|tokens of the window over its seconds, on all ranks
 tokens_per_sec_per_gpu|perf/tokens_per_sec_per_gpu|tokens/s|||tokens_per_sec over the number of ranks
 steps_per_sec|perf/steps_per_sec|steps/s|||optimizer steps of the window over its seconds
+flops_per_token|perf/flops_per_token|FLOPs|||mean over the window's tokens, each in its own document
 mfu_percent|perf/mfu_percent|%|MFU|.1f|100 x actual_tflops_per_sec / theoretical_tflops_total
-actual_tflops_per_sec|perf/actual_tflops_per_sec|TFLOPS|||tokens_per_sec x FLOPs per token, on all ranks
+actual_tflops_per_sec|perf/actual_tflops_per_sec|TFLOPS|||tokens_per_sec x flops_per_token
 theoretical_tflops_total|perf/theoretical_tflops_total|TFLOPS|||dense bf16 peak of one GPU x number of ranks
 step_time_ms|perf/step_time_ms|ms|Step time|,.1f|mean time of a step in the window, on rank 0
 peak_memory_reserved|memory/peak_reserved_gib|GiB|Memory|.1f|what torch's allocator held of the fullest GPU, at most
@@ -83,6 +84,7 @@ def named(metrics: dict) -> dict[str, float]:
 # ---- Of all ranks ----------------------------------------------------------------------------------------------------
 
 WORST = ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved", "data_wait_percent")  # the largest counts
+FLOPS = {"flops_per_token", "actual_tflops_per_sec", "mfu_percent"}  # means over ranks, whose documents differ
 
 
 def of_all_ranks(speed: dict[str, float], state: states.TrainState, device: torch.device) -> dict[str, float]:
@@ -95,6 +97,12 @@ def of_all_ranks(speed: dict[str, float], state: states.TrainState, device: torc
     if "step_time_ms" not in speed:
         return worst
     figures = speed | worst
+    if "flops_per_token" in speed:
+        mean = torch.tensor(speed["flops_per_token"], dtype=torch.float64, device=device)  # this rank's documents
+        dist.all_reduce(mean)
+        share = mean.item() / dist.get_world_size() / speed["flops_per_token"]
+        for name in FLOPS & speed.keys():
+            figures[name] = share * speed[name]
     trained, elapsed = state.productive_seconds(), state.elapsed
     figures |= {"trained_seconds": trained, "elapsed_seconds": elapsed}
     figures["goodput_percent"] = min(100.0, 100 * trained / elapsed)

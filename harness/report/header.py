@@ -37,6 +37,8 @@ def describe_setup(
     if settings.cpu_offload:
         sharding += ", offloaded to the host"
     padded = " with padding" if train_set.has_padding else ""
+    if settings.document_mask or padded:
+        flops += f" in a document of {settings.sequence_length:,}, fewer in shorter ones (MFU counts each)"
     optimizer = models.find_optimizer(settings.optimizer)
     waits = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
     steps = ", ".join(filter(None, [f"{settings.num_steps:,} steps", settings.describe_epochs()]))
@@ -110,7 +112,7 @@ def describe_techniques(settings: flags.Resolved, model: transformers.PreTrained
     mode = "compiled" if settings.compile else "eager"
     attention = models.describe_attention(settings, model.config, device_type)
     if settings.document_mask:
-        attention += " inside documents (FLOPs counted as if across them)"
+        attention += " inside documents"
     loss = f"fused loss ({mode} chunks)" if settings.fused_loss else "loss from full logits"
     activations = f"{settings.activation_checkpointing.replace('none', 'no')} activation checkpointing"
     return f"{attention}, {mode} layers, {loss}, {activations}, {settings.optimizer}"

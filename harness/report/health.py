@@ -5,8 +5,10 @@ that ends a run for them.
 
 import math
 import pathlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,7 +19,7 @@ ADVICE = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
 
 
 class StepResult(NamedTuple):
-    """What a step gave: scalars that are still on the device."""
+    """The result of a step: tensors that are still on the device, and the documents that it read."""
 
     loss: torch.Tensor  # of this rank
     grad_norm: torch.Tensor
@@ -25,6 +27,7 @@ class StepResult(NamedTuple):
     terms: dict[str, torch.Tensor]  # trained on beside the loss, of this rank
     router_loss: torch.Tensor | None = None  # of this rank; None without a router loss
     expert_load: torch.Tensor | None = None  # tokens of this rank that went to each expert, (layers, experts)
+    document_lengths: Sequence[np.ndarray] = ()  # tokens of each document in this rank's microbatches, on the host
 
 
 class StepNumbers(NamedTuple):

@@ -1,7 +1,7 @@
 """The log of a run: what every step, log line and ending leaves in config.json, metrics.jsonl, the trackers, on the
 console and on the page.
 
-    with report.Log(settings, state, data, folder, device, trackers, flops_per_token, changed) as log:
+    with report.Log(settings, state, data, folder, device, trackers, flops_by_length, changed) as log:
         with log.step(due):
             ...                                 # the optimizer step, counted in the state
             log.count(result)
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -75,13 +76,14 @@ class Log(contextlib.AbstractContextManager):
         folder: pathlib.Path,
         device: torch.device,
         trackers: list[Tracker],
-        flops_per_token: int,
+        flops_by_length: np.ndarray,
         changed: str,
     ):
-        """`data` is what the run trains on, a `data.TrainingData`; `trackers` are open; `flops_per_token` is 0 where it
-        is not known; `changed` names the flags that are not those of the checkpoint that the run goes on from."""
+        """`data` is what the run trains on, a `data.TrainingData`; `trackers` are open; `flops_by_length` are
+        those of a token, by the length of its document, zeros where they are not known; `changed` names the flags that
+        are not those of the checkpoint that the run goes on from."""
         self.settings, self.state, self.data, self.device = settings, state, data, device
-        self.folder, self.trackers, self.flops_per_token = folder, trackers, flops_per_token
+        self.folder, self.trackers, self.flops_by_length = folder, trackers, flops_by_length
         self.first_step = self.state.step + 1
         self.results: list[StepResult] = []  # of the steps since the last `metrics`
         self.skipped: dict[int, str] = {}  # why, by step, since the last line
@@ -150,7 +152,11 @@ class Log(contextlib.AbstractContextManager):
         self.speed = {}
         if not due.profiled:
             tokens = self.state.tokens - tokens
-            self.speed = self.state.tracker.step(tokens, self.flops_per_token, synchronize=due.log)
+            # Exact for each window of the clock, and for streams, which a mean over the corpus is not. Each rank counts
+            # its own documents times the number of ranks; a log line has the mean over ranks.
+            lengths = np.concatenate(self.results[-1].document_lengths)
+            flops = dist.get_world_size() * float(lengths @ self.flops_by_length[lengths])
+            self.speed = self.state.tracker.step(tokens, flops / tokens, synchronize=due.log)
 
     def count(self, result: StepResult) -> None:
         """Takes what a step gave; its numbers stay on the device until `metrics` reads them."""

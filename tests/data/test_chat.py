@@ -17,7 +17,7 @@ import utils
 from harness.base.errors import UserError
 from harness.data.chat import TODAY, ChatFormat
 from harness.data.records import Conversation
-from harness.data.windows import BestFitDataset
+from harness.data.windows import PaddedDataset
 
 TEMPLATE = """{%- for message in messages %}
 {%- if message['role'] == 'assistant' %}{{- 'A: ' }}
@@ -65,7 +65,7 @@ def test_conversations_are_found_by_their_first_record_rendered_and_marked_as_tr
 ):
     (tmp_path / "and.jsonl").touch()  # an empty file says nothing
     data = load(tokenizer, tmp_path, str(tmp_path / "*.jsonl"))
-    assert isinstance(data, BestFitDataset) and data.has_mask and data.document_mask
+    assert isinstance(data, PaddedDataset) and data.has_mask and data.document_mask
     expected = tokenizer.apply_chat_template(CONVERSATIONS, return_dict=True, return_assistant_tokens_mask=True)
     assert data.tokens[:].tolist() == list(itertools.chain(*expected["input_ids"]))
     assert data.tokens.ends.tolist() == np.cumsum([len(ids) for ids in expected["input_ids"]]).tolist()

@@ -4,6 +4,7 @@ PaLM's formula where it holds."""
 import sys
 
 import multirank
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -41,6 +42,13 @@ def test_flops_equal_torchs_counter_and_palms_formula_to_the_digit(name):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     assert utils.get_model_flops_per_token(model, SEQUENCE) == counted
     assert utils.get_model_flops_per_token(model.config, SEQUENCE) == counted
+
+
+@pytest.mark.parametrize("name", [*multirank.MODELS, *VARIANTS, *OTHERS])
+def test_flops_of_many_lengths_are_those_of_each(name):
+    config, lengths = config_of(name), [8, 40, SEQUENCE]
+    one_by_one = [utils.get_model_flops_per_token(config, length) for length in lengths]
+    assert utils.get_flops_by_length(config, np.array(lengths)).round().tolist() == one_by_one
 
 
 def test_an_outer_product_that_takes_a_gradient_counts_and_one_of_rotary_angles_does_not():

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import types
 
+import numpy as np
 import peft
 import pytest
 import safetensors.torch
@@ -382,6 +383,8 @@ def test_flops_of_adapters_are_those_that_torch_counts(workspace, flags, device,
         by_peft(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     for model in (sharded, by_peft, by_peft.base_model.model):
         assert utils.get_model_flops_per_token(model, IDS.numel()) == round(counter.get_total_flops() / IDS.numel())
+        shorter, _ = utils.get_flops_by_length(model, np.array([8, IDS.numel()]))
+        assert shorter == pytest.approx(utils.get_model_flops_per_token(model, 8), rel=1e-9)
     assert utils.get_model_flops_per_token(sharded, 32) < 0.8 * utils.get_model_flops_per_token(config, 32)
 
 

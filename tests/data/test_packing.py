@@ -1,0 +1,161 @@
+"""--packing: a conversation in a sequence of its own trains as packed ones that do not see each other, and FLOPs are
+those of each token in its own document."""
+
+import itertools
+import json
+
+import multirank
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, forked, metrics_of, train, words, write_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import utils
+from harness.base import UserError
+
+TEMPLATE = """{% for message in messages %}{% if message.role == 'assistant' %}A: {% generation %}
+{{- message.content + eos_token }}{% endgeneration %}{% else %}{{ message.role }}: {{ message.content }}
+{% endif %}{% endfor %}"""
+LENGTH = 64
+QUESTIONS, ANSWERS = (3, 9, 1, 20, 5, 12, 2, 40), (8, 2, 15, 4, 20, 1, 6, 50)  # words
+SIZES = multirank.SIZES | {"tie_word_embeddings": True}
+
+
+@pytest.fixture
+def conversations(tmp_path) -> list[dict]:
+    """The token ids of each conversation and their marks, as transformers has them; both splits hold all."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    chats = [
+        [{"role": "user", "content": "a " * asked}, {"role": "assistant", "content": "the " * answered}]
+        for asked, answered in zip(QUESTIONS, ANSWERS, strict=True)
+    ]
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    return [tokenizer.apply_chat_template(chat, **options) for chat in chats]
+
+
+@pytest.fixture
+def flags(tmp_path, conversations) -> list:
+    sizes = f"--sequence-length {LENGTH} --precision fp32 --num-workers 0 --log-interval 1 --no-final-checkpoint"
+    folders = ["--output-dir", tmp_path, "--cache-dir", tmp_path / "cache", "--tokenizer", tmp_path / "tokenizer"]
+    return [*words(sizes), *folders, "--run-name", "r", "--dataset", tmp_path / "*.jsonl"]
+
+
+def test_a_conversation_alone_in_its_sequence_has_the_loss_that_transformers_gives_it(
+    device, flags, conversations, tmp_path, capfd
+):
+    """The longest is cut into pieces, as best-fit cuts it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+    model.save_pretrained(tmp_path / "model")
+    run = [*flags, "--model", tmp_path / "model", "--init", "pretrained", *words("--num-steps 1 --eval-interval 1")]
+    run += words("--lr 1e-12 --batch-size 2")
+    losses = {}
+    for packing in ("none", "best-fit"):
+        assert train([*run, "--packing", packing, "--run-name", packing], device) == 0
+        losses[packing] = metrics_of(tmp_path / packing)[0]["eval_loss"]
+    assert "none, 8 documents in 9 windows, 1 longer than a window cut, padding " in capfd.readouterr().out
+
+    summed, count = 0.0, 0
+    for chat in conversations:
+        for first in range(0, len(chat["input_ids"]) - 1, LENGTH):
+            piece = slice(first, first + LENGTH + 1)
+            ids = torch.tensor([chat["input_ids"][piece]])
+            labels = torch.where(torch.tensor([chat["assistant_masks"][piece]]).bool(), ids, -100)
+            labelled = int((labels[:, 1:] != -100).sum())
+            if labelled:
+                with torch.no_grad():
+                    summed += model(input_ids=ids, labels=labels).loss.item() * labelled
+                count += labelled
+    assert losses["none"] == pytest.approx(summed / count, abs=1e-6)
+    assert losses["none"] == pytest.approx(losses["best-fit"], abs=1e-6)
+
+
+def test_a_family_that_cannot_separate_documents_says_what_to_do_and_does_it(device, flags, tmp_path):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    run = [*flags, "--model", write_model(tmp_path / "model", "qwen3_next", **SIZES | sizes), "--num-steps", "2"]
+    with pytest.raises(UserError, match=r"give --packing none, which pads .*, or --no-document-mask, with which"):
+        train(run, device)
+    for number, advice in enumerate(("--packing none", "--no-document-mask")):
+        assert train([*run, *words(advice), "--run-name", str(number)], device) == 0
+
+
+def test_a_resumed_run_keeps_its_packing(device, flags, tmp_path):
+    run = [*flags, "--model", write_model(tmp_path / "model", "llama", **SIZES), "--resume", "auto"]
+    run.remove("--no-final-checkpoint")
+    train([*run, "--num-steps", "2"], device)
+    with pytest.raises(UserError, match="--packing was None in the checkpoint and is none now"):
+        train([*run, "--num-steps", "4", "--packing", "none"], device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# FLOPs
+
+
+def pieces(lengths: list[int], tokens: int) -> list[int]:
+    """Documents end to end, cut where sequences end and after so many tokens."""
+    ends = {*itertools.accumulate(lengths), *range(0, tokens + 1, LENGTH)}
+    return np.diff(sorted(end for end in ends if end <= tokens)).tolist()
+
+
+KINDS = {  # flags: the documents of all sequences, by the lengths of the conversations
+    "--packing none": lambda lengths: lengths,
+    "--packing best-fit": lambda lengths: lengths,
+    "--packing best-fit --no-document-mask": None,  # what each sequence holds
+    "--packing concatenate": lambda lengths: pieces(lengths, sum(lengths) // LENGTH * LENGTH),
+    "--packing concatenate --no-document-mask": lambda lengths: [LENGTH],
+}
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_flops_are_those_of_each_token_in_its_own_document(device, flags, conversations, tmp_path, kind, ranks):
+    """Over an epoch, by hand; the one conversation that is longer than a sequence is left out."""
+    lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    lengths = [len(chat["input_ids"]) for chat in conversations]
+    kept = [number for number, length in enumerate(lengths) if length < LENGTH][:6]
+    (tmp_path / "train.jsonl").write_text("".join(lines[number] for number in kept))
+    lengths = [lengths[number] for number in kept]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    options = {"packing": kind.split()[1], "cache_dir": tmp_path / "cache", "shuffle": False}
+    windows = utils.get_dataset(tokenizer, LENGTH, dataset=str(tmp_path / "train.jsonl"), **options)
+    found = [windows.real_tokens(index) for index in range(len(windows))]
+    documents = np.array(KINDS[kind](lengths) if KINDS[kind] else found)
+
+    run = [*flags, "--model", write_model(tmp_path / "model", "llama", **SIZES), *words(kind)]
+    run += words(f"--num-steps {-(-len(windows) // ranks)} --perf-warmup-steps 0 --peak-tflops 2")
+    if ranks == 1:
+        train(run, device)
+    else:
+        forked(ranks, multirank.program, *map(str, run))
+    final = metrics_of(tmp_path / "r")[-1]
+    keys = (documents**2).sum() / documents.sum()
+    config = AutoConfig.for_model("llama", **SIZES)
+    heads = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    flops = utils.get_model_flops_per_token(config, LENGTH) - 12 * heads * (LENGTH - keys)
+    if len(windows) % ranks == 0:
+        assert final["flops_per_token"] == pytest.approx(flops, rel=1e-9)
+    assert final["actual_tflops_per_sec"] == pytest.approx(final["flops_per_token"] * final["tokens_per_sec"] / 1e12)
+    assert final["mfu_percent"] == pytest.approx(100 * final["actual_tflops_per_sec"] / 2 / ranks)
+
+
+@pytest.mark.parametrize("kind", ["stream", "token file"])
+def test_flops_of_documents_that_no_index_knows_are_counted_too(device, flags, tmp_path, kind):
+    """Four documents of equal length fill each sequence."""
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    text = next(
+        text for text in ("the" + " a" * count for count in range(20)) if len(tokenizer(text)["input_ids"]) == 15
+    )
+    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    np.save(tmp_path / "ids.npy", np.array(ids * 200, np.uint16))
+    (tmp_path / "texts.jsonl").write_text((json.dumps({"text": text}) + "\n") * 200)
+    source = ["texts.jsonl", "--streaming"] if kind == "stream" else ["ids.npy"]
+    run = [*flags, "--document-mask", "--dataset", tmp_path / source[0], *source[1:]]
+    run += ["--model", write_model(tmp_path / "model", "llama", **SIZES), *words("--num-steps 2 --perf-warmup-steps 0")]
+    assert train(run, device) == 0
+    flops = utils.get_model_flops_per_token(AutoConfig.for_model("llama", **SIZES), 16)
+    assert metrics_of(tmp_path / "r")[-1]["flops_per_token"] == flops
