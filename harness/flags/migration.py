@@ -29,7 +29,10 @@ LAUNCHER = "the launcher sets the number of ranks, before the script: `torchrun 
 DEVICE = "a GPU is used if there is one; `CUDA_VISIBLE_DEVICES` in the environment chooses, empty for the CPU"
 WARMUP = "`--warmup-steps`, a number of steps"
 GLOBAL_BATCH = "`--gradient-accumulation-steps`: the global batch over ranks and `--batch-size`"
-PACKED = "`--packing none` packs nothing; by default texts are packed end to end, conversations whole"
+PACKED = (
+    "`--packing`",
+    "on by default: texts end to end, conversations whole; none pads each to a sequence of its own",
+)
 
 TRAINERS = {
     "Trainer and TRL": [
@@ -111,7 +114,7 @@ TRAINERS = {
         Row("device device_type gpu gpu_id no_cuda use_cpu", DEVICE),
         Row("prompt prompts", "`--sample-prompt TEXT`"),
         Row("max_new_tokens", "`--sample-tokens`"),
-        Row("packing padding_free group_by_length", PACKED),
+        Row("packing padding_free group_by_length", *PACKED),
         Row("assistant_only_loss completion_only_loss", ON_ASSISTANT),
         Row("chat_template_path conversation_template", "`--chat-template FILE`", "without it the tokenizer's"),
         Row("dataset_format", LAYOUTS),
@@ -133,7 +136,7 @@ TRAINERS = {
         Row("base_model", "`--model`", "random weights without `--init pretrained`"),
         Row("micro_batch_size", "`--batch-size`"),
         Row("sequence_len cutoff_len model_max_length max_sequence_length", "`--sequence-length`"),
-        Row("sample_packing eval_sample_packing neat_packing", PACKED),
+        Row("sample_packing eval_sample_packing neat_packing", *PACKED),
         Row("val_set_size", EVAL_FILE, "without it the split validation, or one of 20 documents"),
         Row("evals_per_epoch saves_per_epoch", "`--eval-interval`, `--checkpoint-interval`", "numbers of steps"),
         Row("train_on_inputs train_on_prompt train_on_responses_only mask_prompt roles_to_train", ON_ASSISTANT),

@@ -94,7 +94,7 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--streaming --packing best-fit": "--packing best-fit: it needs the lengths",
     "--streaming --packing none": "--packing none: it needs the lengths",
     "--packing none --num-tokens 1B": "--num-tokens: with --packing none the padding, which is no token, is not known",
-    "--sample-packing none": "--sample-packing: no such flag; use --packing none, which packs nothing; by default texts are packed end to end, conversations whole",
+    "--sample-packing none": "--sample-packing: no such flag; use --packing",
     "--streaming --max-epochs 3": "--max-epochs: ",
     "--dp-replicate-size 2 --zero-stage 0": "",
     "--optimizer adamw-bf16 --betas 0.9 0.99": "--betas: with adamw-bf16 at most 0.98",
