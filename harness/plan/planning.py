@@ -10,15 +10,14 @@ import os
 import time
 from typing import Any
 
-from harness import base, flags, job, resolving
+from harness import base, flags, resolving
 from harness import model as models
 from harness.plan import own_plan
-from harness.plan.evidence import own_runs
 from harness.plan.predict import predict
 from harness.plan.rates import choose_rates
 from harness.plan.recipe import Recipe
 from harness.plan.search import Search
-from harness.plan.text import assumptions, describe_plan, own_share, published_share
+from harness.plan.text import assumptions, describe_plan, measured_shares
 
 
 def print_plan(settings: flags.Settings, recipe: Recipe) -> None:
@@ -72,11 +71,8 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
         result["run"] = price_of_run(settings, result)
     elif settings.num_epochs:
         result["num_epochs"] = settings.num_epochs  # whose steps only the data could say
-    result["warnings"] = list_warnings(settings, worlds)
     result["rates"] = rates.values
-    result["own_runs"] = own_runs()
-    result["own_share"] = own_share(rates, worlds[0])
-    result["published_share"] = published_share(rates, config)
+    result["own_share"], result["published_share"] = measured_shares(settings, config, result)
     result["assumptions"] = assumptions(rates)
     return settings, result
 
@@ -90,17 +86,6 @@ def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
             whole, divisor = -(-world // per_node) * per_node, math.gcd(world, per_node)
             advice = f"plan whole nodes, such as --plan-gpus {whole}, or give --gpus-per-node {divisor}"
             raise base.UserError(f"--plan-gpus {world}: that is {nodes}; {advice}")
-
-
-def list_warnings(settings: flags.Resolved, worlds: tuple[int, ...]) -> list[str]:
-    """What the run would warn of: the first of these numbers of GPUs that spreads shards over nodes."""
-    if settings.zero_stage == 0:
-        return []
-    for world in worlds:
-        spread = job.describe_spread(settings, world // settings.dp_replicate_size, settings.gpus_per_node)
-        if spread:
-            return [f"on {world:,} GPUs, {spread}"]
-    return []
 
 
 def price_of_run(settings: flags.Resolved, plan: dict) -> dict:
