@@ -50,8 +50,8 @@ class Step(NamedTuple):
     run: str = ""  # the run of train_fsdp.py whose lines it reads
 
 
-# SmolLM3-3B at 8,192 tokens on one GPU: first what none has measured, then what one has (results/gpu.json). A run takes
-# about 20 s to import, build and compile, and then its steps: 35 s of an H200 at batch 1.
+# SmolLM3-3B at 8,192 tokens on one GPU: first what none has measured, then what one has (results/plan_measured.json).
+# A run takes about 20 s to import, build and compile, and then its steps: 35 s of an H200 at batch 1.
 ACCUMULATED = "--batch-size 2 --gradient-accumulation-steps 4 --zero-stage 1 --num-steps 10"
 RUNS = {
     "bf16": "",

@@ -1,7 +1,7 @@
-"""How near plans are to this program's own runs on GPUs: each run of gpu.json beside what `train_fsdp.py --plan` says
-of it by the rates that plans assume.
+"""How near plans are to this program's own runs on GPUs: each run of plan_measured.json beside its plan by
+`train_fsdp.py --plan`, with the rates that plans assume.
 
-    python benchmarks/plan_measured.py [--only '*fp8*'] [--out benchmarks/results/gpu.json]
+    python benchmarks/plan_measured.py [--only '*fp8*'] [--out benchmarks/results/plan_measured.json]
 
 It writes `planned` of each run. The runs' own figures stay as they were measured:
 
@@ -20,7 +20,7 @@ import sys
 import warnings
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
+RESULTS = ROOT / "benchmarks" / "results" / "plan_measured.json"
 sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore")
 
@@ -44,7 +44,7 @@ def figures_of(planned: dict) -> dict:
         "step_time_ms": planned["step_time_ms"],
         "tokens_per_sec": planned["tokens_per_sec"],
         "peak_memory_alloc": planned["memory_gib"]["total"],
-        "peak_memory_reserved": planned["memory_gib"]["reserved"],
+        "peak_memory_reserved": planned["memory_gib"]["allocator"],
         "bound_by": planned["bound_by"],
         "time_ms": {kind: planned["time_ms"][kind] for kind in KINDS},
     }

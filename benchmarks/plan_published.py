@@ -124,10 +124,7 @@ def plan(run: dict) -> dict:
 def compared(run: dict, planned: dict) -> dict:
     """The row of a run with its plan. Memory is in GiB, without what CUDA and NCCL take."""
     speed = planned["tokens_per_sec_per_gpu"]
-    if run["memory_is"] == "allocated":
-        memory = planned["memory_gib"]["total"]
-    else:
-        memory = planned["memory_gib"]["reserved"] - planned["beside_tensors_gib"]["CUDA and NCCL"]
+    memory = planned["memory_gib"]["total" if run["memory_is"] == "allocated" else "allocator"]
     return run | {
         "planned": speed,
         "error": speed / run["published"] - 1,

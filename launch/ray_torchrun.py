@@ -1,6 +1,6 @@
 """torchrun on the nodes of a Ray cluster: Ray gives each node's bundle of GPUs, torchrun starts a rank for each GPU.
 
-    python launch/ray_torchrun.py --nodes 2 --gpus-per-node 8 -- --model llama3.1-8b --dp-replicate-size 2
+    python launch/ray_torchrun.py --nodes 2 --gpus-per-node 8 -- --model llama3.1-8b
 
 What stands behind `--` goes to train_fsdp.py, in this folder on every node. SIGTERM and Ctrl-C reach every torchrun,
 whose ranks then save; the exit code is that of the first torchrun that failed. Without GPUs it starts one CPU rank a

@@ -1,5 +1,5 @@
 #!/bin/bash
-# sbatch launch/slurm.sh --model llama3.1-8b --dp-replicate-size 2
+# sbatch launch/slurm.sh --model llama3.1-8b
 # From the project's folder, on a file system that all nodes see; arguments go to train_fsdp.py. The run lies in
 # outputs/slurm-JOBID, or where RUN_FOLDER in the environment of sbatch says, and goes on if it is there already.
 # What happens at the time limit, when a rank or a node dies, and at scancel: docs/LAUNCH.md

@@ -69,9 +69,6 @@ def copy_program(folder: pathlib.Path) -> pathlib.Path:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train_fsdp.py", "utils.py", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
-    runs = "benchmarks/results/gpu.json"  # a plan has them as its evidence
-    (folder / runs).parent.mkdir(parents=True)
-    shutil.copy(ROOT / runs, folder / runs)
     return folder
 
 

@@ -156,7 +156,7 @@ TRAINERS = {
     ],
     "torchtune": [
         Row("max_steps_per_epoch", "`--num-steps`"),
-        Row("dataset.packed packed", PACKED),
+        Row("dataset.packed packed", *PACKED),
         Row("fsdp_cpu_offload", "`--cpu-offload`"),
         Row("data_parallel_replicate_dim", "`--dp-replicate-size`"),
         Row("enable_activation_checkpointing", "`--activation-checkpointing full`"),

@@ -15,7 +15,7 @@ Each name of the list has a docstring in its file.
 from harness.job.endings import STOPPED, at_exit, state_of
 from harness.job.folders import replace_file, take_folder
 from harness.job.heartbeats import PROGRESS, end_part, enter_phase
-from harness.job.preflight import check_disk, check_machine, describe_spread
+from harness.job.preflight import check_disk, check_machine
 from harness.job.schedule import Due, count_steps, due
 from harness.job.signals import Stopped, StopRequest, ignore_signals
 from harness.job.startup import begin
@@ -48,7 +48,6 @@ __all__ = [
     "columns",
     "command",
     "count_steps",
-    "describe_spread",
     "due",
     "end_part",
     "enter_phase",

@@ -23,31 +23,31 @@ FOREIGN_MEMORY = base.GIB  # bytes of a GPU that other processes may hold withou
 
 
 def check_machine(settings: flags.Resolved, mesh: DeviceMesh, device: torch.device) -> None:
-    """Looks at each node's shared memory, each rank's GPU and the nodes of a shard group; every rank calls this, rank 0
-    warns.
+    """Checks each node's shared memory and each rank's GPU, and says over how many nodes shards are; every rank calls
+    this, rank 0 prints.
 
     Raises:
         UserError: the run cannot succeed; on every rank.
     """
     base.from_main_process(lambda: check_shared_memory(settings), os.environ.get("LOCAL_RANK", "0") == "0")
     taken = describe_taken(holders_of_gpu()) if device.type == "cuda" else ""
-    for line in [*base.of_all_ranks(taken), describe_spread(settings, mesh["shard"].size(), host.ranks_here())]:
+    for line in base.of_all_ranks(taken):
         if line:
             terminal.warn(line)
+    if spread := describe_spread(settings, mesh["shard"].size(), host.ranks_here()):
+        terminal.say(spread)
 
 
 # ---- Nodes and GPUs --------------------------------------------------------------------------------------------------
 
 
-def describe_spread(settings: flags.Resolved, shards: int, of_node: int) -> str:
-    """The warning of a group of so many shards that spans several nodes of so many ranks; empty for any other, for
-    nodes of one rank, and where --dp-replicate-size was given."""
-    if of_node == 1 or shards <= of_node or "dp_replicate_size" in settings.given:
+def describe_spread(settings: flags.Resolved, shards: int, ranks_per_node: int) -> str:
+    """The line of a shard group that spans several nodes; empty for any other, for nodes of one rank, and where
+    --dp-replicate-size was given. Replicas inside a node may be slower, and may not fit: a plan says which."""
+    if ranks_per_node == 1 or shards <= ranks_per_node or "dp_replicate_size" in settings.given:
         return ""
-    nodes = shards // of_node
-    problem = f"the shards are spread over {nodes} nodes, so every all-gather crosses the network between them"
-    advice = f"{nodes} keeps them inside a node, where its {of_node} ranks hold the model; 1 says that they do not"
-    return f"--dp-replicate-size: {problem}; {advice}"
+    nodes = shards // ranks_per_node
+    return f"shards     over {nodes} nodes; --plan compares that with --dp-replicate-size {nodes}, shards inside a node"
 
 
 def holders_of_gpu() -> dict[int, int]:

@@ -45,6 +45,8 @@ def record_step(
     with built(settings, recipe, at_depth(config, depth), world, rates) as (recorder, model, optimizer):
         for index, layer in enumerate(models.decoder_layers(model)):
             watch(recorder, layer, index if index < depth / 2 else index - depth)
+            if settings.compile:
+                layer.register_forward_pre_hook(lambda *_: recorder.count_layer())
         models.decoder_layers(model)[-1].register_forward_hook(lambda *_: recorder.mark("head", "head"))
         if settings.fp8_recipe == "tensorwise":  # as every step but the first finds it
             models.compute_float8_scales(model)
@@ -94,6 +96,8 @@ def built(
     try:
         with mock.patch.object(torch.distributed.device_mesh, "new_group", new_group_of_rank_0):
             mesh = recipe.build_mesh(settings, torch.device("cpu"))  # before the tensors are fake
+        groups = {dist.group.WORLD, *mesh.get_all_groups()}  # a mesh of one dimension has the world's own group
+        recorder.counts["communicators", "run"] = sum(group.size() > 1 for group in groups)
         with on_fake_tensors(recorder):
             recorder.kind = "parameters"
             model = recipe.build_model(settings, config, mesh)

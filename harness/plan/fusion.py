@@ -19,8 +19,8 @@ UNDECLARED_VIEWS = (operator.getitem, torch.ops.aten._unsafe_view.default)
 
 
 # A byte written in another order than its kernel reads, as float8's operands of a weight's gradient are, costs as much
-# as so many others. Fitted to one run, SmolLM3-3B in fp8 on an H200 (kernels of a step in benchmarks/results/gpu.json);
-# with 4 microbatches of twice the size the step is then planned within 6 %.
+# as so many others. Fitted to one run, SmolLM3-3B in fp8 on an H200 (kernels of a step in
+# benchmarks/results/plan_measured.json); with 4 microbatches of twice the size the step is then planned within 6 %.
 TRANSPOSED_WRITE = 5.0
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,21 +33,28 @@ def end_with_run() -> None:
 
 def start_plan(settings: flags.Settings) -> subprocess.Popen:
     """Plans this run in another process, which sees no GPU and gives way to the training."""
-    resolved = {
-        "--plan-gpus": dist.get_world_size(),
-        "--plan-gpu": settings.plan_gpu or torch.cuda.get_device_name(),
-        "--gpus-per-node": os.environ.get("LOCAL_WORLD_SIZE", settings.gpus_per_node),
-        "--precision": settings.precision,
-        "--batch-size": settings.batch_size,
-        "--gradient-accumulation-steps": settings.gradient_accumulation_steps,
+    resolved: dict[str, Any] = {
+        "plan": True,
+        "json": True,
+        "plan_seconds": 0,
+        "plan_gpus": dist.get_world_size(),
+        "plan_gpu": settings.plan_gpu or torch.cuda.get_device_name(),
+        "gpus_per_node": os.environ.get("LOCAL_WORLD_SIZE", settings.gpus_per_node),
+        "compile": settings.compile,
     }
-    words = [str(word) for item in resolved.items() for word in item]
-    words += ["--plan", "--json", "--plan-seconds", "0", "--compile" if settings.compile else "--no-compile"]
+    for name in ("precision", "fp8_recipe", "fp8_emulate", "batch_size", "gradient_accumulation_steps"):
+        if getattr(settings, name):  # a checkpoint may have decided it
+            resolved[name] = getattr(settings, name)
+    words = flags.as_words({**settings.given, **resolved})
     world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in world}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in world and not name.startswith("TORCHELASTIC_")  # its error file is the run's
+    }
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", RUN: str(os.getpid())}
     script = [sys.executable, str(base.ROOT / "train_fsdp.py")]
-    command = [*("nice", "-n", "19"), *script, *flags.as_words(settings.given), *words]
+    command = [*("nice", "-n", "19"), *script, *words]
     no_input, pipe = subprocess.DEVNULL, subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdin=no_input, stdout=pipe, stderr=pipe, text=True)
 
@@ -108,6 +116,6 @@ def predicted_figures(process: subprocess.Popen | None) -> dict[str, float]:
         return {}
     return {
         "predicted_peak_memory_alloc": predicted["memory_gib"]["total"],
-        "predicted_peak_memory_reserved": predicted["memory_gib"]["reserved"],
+        "predicted_peak_memory_reserved": predicted["memory_gib"]["allocator"],
         "predicted_step_time_ms": predicted["step_time_ms"],
     }

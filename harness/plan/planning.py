@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from harness import base, flags, job, resolving
+from harness import base, flags, resolving
 from harness import model as models
 from harness.plan import own_plan
-from harness.plan.evidence import own_runs
 from harness.plan.predict import predict
 from harness.plan.rates import choose_rates
 from harness.plan.recipe import Recipe
 from harness.plan.search import Search
-from harness.plan.text import assumptions, describe_plan, own_share, published_share
+from harness.plan.text import assumptions, describe_plan, measured_shares
 
 
 def print_plan(settings: flags.Settings, recipe: Recipe) -> None:
@@ -75,11 +74,9 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
         result["run"] = price_of_run(settings, result)
     elif settings.num_epochs:
         result["num_epochs"] = settings.num_epochs  # whose steps only the data could say
-    result["warnings"] = list_warnings(settings, worlds)
+    result["warning"] = describe_unread_lengths(settings)
     result["rates"] = rates.values
-    result["own_runs"] = own_runs()
-    result["own_share"] = own_share(rates, worlds[0])
-    result["published_share"] = published_share(rates, config)
+    result["own_share"], result["published_share"] = measured_shares(settings, config, result)
     result["assumptions"] = assumptions(rates)
     return settings, result
 
@@ -95,20 +92,12 @@ def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
             raise base.UserError(f"--plan-gpus {world}: that is {nodes}; {advice}")
 
 
-def list_warnings(settings: flags.Resolved, worlds: tuple[int, ...]) -> list[str]:
-    """List what the plan leaves out, and what the run would warn of: the first of these numbers of GPUs that spreads
-    shards over nodes."""
-    warnings = []
-    if settings.document_mask or settings.packing == "none":
-        flag = "--document-mask" if settings.document_mask else "--packing none"
-        warnings.append(f"{flag}: a plan reads no data: time, tokens and MFU are of documents that fill sequences")
-    if settings.zero_stage == 0:
-        return warnings
-    for world in worlds:
-        spread = job.describe_spread(settings, world // settings.dp_replicate_size, settings.gpus_per_node)
-        if spread:
-            return [*warnings, f"on {world:,} GPUs, {spread}"]
-    return warnings
+def describe_unread_lengths(settings: flags.Resolved) -> str:
+    """The line about document lengths, which no plan knows; "" if attention sees whole sequences."""
+    if not settings.document_mask and settings.packing != "none":
+        return ""
+    flag = "--document-mask" if settings.document_mask else "--packing none"
+    return f"{flag}: a plan reads no data: time, tokens and MFU are of documents that fill sequences"
 
 
 def price_of_run(settings: flags.Resolved, plan: dict) -> dict:

@@ -14,9 +14,9 @@ from harness import base, flags
 MATMUL_SHARE = 0.75
 FP8_MATMUL_SHARE = 0.70
 # Of that what a model's own shapes reach in training, by the steps of this program that were measured on an H100 and an
-# H200 (benchmarks/results/gpu.json). The H100's kernels reached 0.73 of the peak at batch 1; what is left of the H200's
-# steps, less all other kinds of work, gives 0.72 at batch 1 and 0.68 where larger batches multiply without a pause.
-# One number for all of them, 0.70 of the peak.
+# H200 (benchmarks/results/plan_measured.json). The H100's kernels reached 0.73 of the peak at batch 1; what is left of
+# the H200's steps, less all other kinds of work, gives 0.72 at batch 1 and 0.68 where larger batches multiply without a
+# pause. One number for all of them, 0.70 of the peak.
 MODEL_MATMUL_EFFICIENCY = 0.87
 FP8_MODEL_EFFICIENCY = 0.95  # the same of float8: 1,376 TFLOPS in the kernels of one run on an H200
 # Grouped matmuls of experts, of the rate of other matmuls: of torch's on an H100 with 128 experts of 2048 x 768, 8 of
@@ -36,11 +36,13 @@ MEMORY_SHARES = {"H200": 0.71, "H200 NVL": 0.71}
 CHUNK_CAT_SHARE = 0.65
 LINK_SHARE = 0.80  # 360 of 450 GB/s: all_gather_perf on 8 H100 as NCCL's maintainers expect it (NVIDIA/nccl-tests#326)
 NETWORK_SHARE = 0.94  # 47 of 50 GB/s for each 400 Gb/s card, by the same (NVIDIA/nccl-tests#290)
-# The host's time, autograd, modules and FSDP2's hooks included. For the kernels of compiled regions fitted to one run,
-# the demo on an H200's host. A layer of SmolLM3-3B takes 3.2 ms so, in float8 5.1; profiles of one run each, less what
-# profiling took of the demo, give 3.8 (an H100's host, selective checkpointing) and 6.7.
-HOST_US = 27.0  # for each kernel of eager code: assumed
-LAUNCH_US = 75.0  # for each kernel of a compiled region
+# Microseconds of the host. A compiled layer's are fitted to one run, the demo on an H200's host: 14.5 ms for 4 layers,
+# less 158 launches and 99 kernels of eager code. With its kernels and its share of eager code a layer of SmolLM3-3B
+# takes 3.3 ms, in float8 3.5. Profiles of one run each, less what profiling adds to the demo, give 3.8 (an H100's host,
+# selective checkpointing) and 6.7: a step of float8 that the host bounds is planned too fast.
+HOST_US = 27.0  # each kernel of eager code, with modules and autograd: assumed
+LAYER_US = 2450.0  # each compiled layer, forward and backward: autograd, FSDP2's hooks
+LAUNCH_US = 13.0  # each kernel of a compiled region: assumed
 KERNEL_US = 3.0  # the least that a kernel takes on the GPU: assumed
 GAP_US = 3.3  # between two kernels that a plan counts the GPU idles: 5.7 of 393 ms on an H100, 9.7 in fp8 on an H200
 LINK_HOP, NETWORK_HOP = 1.9e-6, 4.0e-6  # seconds for each step of a ring: NCCL's tuning model (tuning.cc, LL128)
@@ -117,6 +119,8 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
             units["optimizer" if phase == "optimizer" else unit] += count
         elif name == "dispatches":
             host += count * rates.values["host_us"] / 1e6
+        elif name == "layers":
+            host += count * rates.values["layer_us"] / 1e6
         elif name == "launches":
             host += count * rates.values["launch_us"] / 1e6
         elif name == "kernels":
@@ -165,6 +169,7 @@ def assumed_rates(kind: base.Gpu, flash: bool) -> dict[str, float]:
         "intra_node_gb_per_s": LINK_SHARE * kind.link,
         "inter_node_gb_per_s": NETWORK_SHARE * kind.network,
         "host_us": HOST_US,
+        "layer_us": LAYER_US,
         "launch_us": LAUNCH_US,
         "kernel_us": KERNEL_US,
     }

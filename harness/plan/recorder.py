@@ -43,8 +43,10 @@ class StepRecorder(TorchDispatchMode):
         (seconds, phase, unit), (bytes, phase, unit), (flops, phase, unit)    of operators, by `operators.unit_of`
         (dispatches, phase)                                                   kernels that eager operators launch
         (launches, phase)                                                     kernels that compiled regions launch
+        (layers, phase)                                                       forward passes of compiled layers
         (calls, phase, kind, ranks, nodes, of_node), (sent_bytes, ...)        of collectives: see `_count_collective`
         (end_calls, ...), (end_bytes, ...)                                    of these, with no computation beside them
+        (communicators, run)                                                  groups of more than one rank, of rank 0
     The phases are forward, backward, optimizer and, of the last, update: the optimizer's own step.
     """
 
@@ -79,6 +81,10 @@ class StepRecorder(TorchDispatchMode):
     def mark(self, phase: str, layer: int | str) -> None:
         """What is allocated from here on belongs to (phase, microbatch, layer)."""
         self.marks.append((len(self.events), (phase, self.microbatch, layer)))
+
+    def count_layer(self) -> None:
+        """A compiled layer begins its forward pass."""
+        self.counts["layers", self.phase] += self.weight
 
     def start_microbatch(self, index: int, recorded: int, real: int) -> None:
         """Where fewer microbatches are recorded than there are, the second stands for all between first and last."""

@@ -17,8 +17,8 @@ from harness.plan.predict import TIGHT
 MIN_GAIN = 0.01  # share of the speed; what gains less is not called faster
 MAX_BATCH_SIZE = 4096  # sequences; no larger batch is planned
 MORE_GPUS = (2, 4, 8)  # times as many, planned where nothing fits
-SMALL_CARD = 24.0  # GiB; what does not fit there is planned with all savers of memory first
-SELECTIVE = {"activation_checkpointing": "selective"}
+SELECTIVE: dict[str, Any] = {"activation_checkpointing": "selective"}
+FULL: dict[str, Any] = {"activation_checkpointing": "full"}
 ADAPTERS = {"lora_rank": 16, "lora_alpha": 32}
 OTHER_TRAINING = ("precision", "lora_rank")  # what changes these trains something else, and is advised beside only
 FLOAT8 = {"precision": "fp8", "fp8_recipe": "tensorwise"}
@@ -32,9 +32,9 @@ class OutOfTimeError(Exception):
 class Search:
     """What was planned of a run, as it was asked for and otherwise, on `worlds[0]` GPUs and on the other numbers.
 
-    `plan(settings, world)` gives a prediction. No plan but the first, and on a small card the second, begins after
-    `ends`, by time.monotonic: planning takes at most one plan longer, or two. The tokens of a step stay those
-    that were asked for, but with --batch-size auto, where the batch is the largest that fits.
+    `plan(settings, world)` gives a prediction. After `ends`, by time.monotonic, no plan begins but the first and, if
+    that does not fit, what saves most memory. The tokens of a step stay those that were asked for, but with
+    --batch-size auto, where the batch is the largest that fits.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Search:
         self.is_auto = settings.given.get("batch_size") == "auto"
         self.asked: dict = {"batch_size": settings.batch_step()} if self.is_auto else {}  # what "as asked" changes
         self.is_complete = True
+        self.is_timed = True  # False while `ends` does not count
         self.rows: dict[tuple, dict] = {}  # by world and changes, in the order in which they were planned
 
     def run(self) -> None:
@@ -64,7 +65,6 @@ class Search:
             if not self.settings.plan_seconds:
                 return
             if self.row()["verdict"] != "fits":
-                self.plan_adapters()
                 self.make_it_fit()
             best = self.fastest()
             if not best or best["gpus"] != self.world:
@@ -89,7 +89,7 @@ class Search:
         changes = {n: value for n, value in changes.items() if n in named or value != getattr(self.settings, n)}
         key = world, *sorted(changes.items())
         if key not in self.rows:
-            if self.rows and time.monotonic() > self.ends:
+            if self.rows and self.is_timed and time.monotonic() > self.ends:
                 raise OutOfTimeError
             configured = dataclasses.replace(self.settings, **changes)
             plan = self.plan(configured, world)
@@ -112,34 +112,51 @@ class Search:
         """As it was asked for, on each number of GPUs; where these are several also with one shard group a node."""
         if self.is_auto:
             self.asked = {"batch_size": self.largest_batch({}) or self.settings.batch_step()}
+        if self.settings.plan_seconds and not self.row()["fits"]:
+            self.plan_most_savers()
         for world in self.worlds:
             self.row(world)
             if len(self.worlds) > 1:
                 for layout in self.replicas(world):
                     self.row(world, **layout)
 
+    def plan_most_savers(self) -> None:
+        """All memory savers together, and adapters with full checkpointing, whatever the time: on a busy machine the
+        first plan may have taken all of it."""
+        self.is_timed = False
+        for changes in self.savers()[-1:]:
+            self.row(**changes)
+        if self.tries_adapters():
+            self.row(**ADAPTERS, **FULL)
+        self.is_timed = True
+
     def make_it_fit(self) -> None:
-        """Adds one saver of memory after the other, the one that costs least speed first, until it fits; then GPUs.
-        On a small card all together come first, so that a search that ends early has what fits."""
+        """Adds one memory saver after the other, the one that costs least speed first, until it fits; then GPUs."""
+        if not self.row()["fits"] and self.tries_adapters() and self.row(**ADAPTERS, **FULL)["fits"]:
+            self.row(**ADAPTERS, activation_checkpointing="none")  # selective keeps results that adapters do not need
+        savers = self.savers()
+        if self.row()["fits"] or (savers and self.row(**savers[-1])["fits"]):
+            for changes in savers:
+                if self.row(**changes)["verdict"] == "fits":
+                    return
+        for times in MORE_GPUS:
+            if not self.fastest():
+                self.row(self.world * times, **(savers[-1] if savers else {}))
+
+    def savers(self) -> list[dict]:
+        """The changes that save memory: the first saver, the first two, and so on to all that go together."""
         together: list[dict] = []
         changes: dict = {}
         for saver in memory_savers(self.settings):
             if "fused_loss" in saver and not models.choose_loss(None, self.config):
                 continue
-            if not self.allowed(changes | saver):
-                continue
-            changes |= saver
-            together.append(dict(changes))
-        if together and self.capacity <= SMALL_CARD and not self.row()["fits"]:
-            ends, self.ends = self.ends, float("inf")  # on a busy machine the first plan took all the time
-            self.row(**changes)
-            self.ends = ends
-        for saved in together:
-            if self.row(**saved)["verdict"] == "fits":
-                return
-        for times in MORE_GPUS:
-            if not self.fastest():
-                self.row(self.world * times, **changes)
+            if self.allowed(changes | saver):
+                changes |= saver
+                together.append(dict(changes))
+        return together
+
+    def tries_adapters(self) -> bool:
+        return self.settings.init == "pretrained" and self.allowed(ADAPTERS)
 
     def make_it_faster(self) -> None:
         """Changes one thing after the other of the fastest so far."""
@@ -149,7 +166,7 @@ class Search:
         for change in (*layouts, SELECTIVE, {"activation_checkpointing": "none"}):
             self.try_beside(change)
         if self.is_auto:
-            self.try_beside({"activation_checkpointing": "full"})
+            self.try_beside(FULL)
         else:
             self.enlarge_microbatch()
         if layouts and self.settings.gradient_accumulation_steps > 1:
@@ -175,21 +192,13 @@ class Search:
             with contextlib.suppress(base.UserError):  # no linear of the model is large enough to gain from it
                 self.row(**changes)
 
-    def plan_adapters(self) -> None:
-        """With adapters, where a model that is to be tuned does not fit: of all memory savers they save most."""
-        if self.settings.init != "pretrained" or self.row()["fits"] or not self.allowed(ADAPTERS):
-            return
-        for level in ("none", "full"):  # selective keeps the results of frozen matmuls, which nothing needs
-            if self.row(**ADAPTERS, activation_checkpointing=level)["verdict"] == "fits":
-                return
-
     def enlarge_microbatch(self) -> None:
         """Plans the fastest so far in fewer, larger microbatches."""
         best = self.fastest()
         least, samples = best["batch_size"], best["batch_size"] * best["gradient_accumulation_steps"]
         sizes = [size for size in range(least, samples + 1, self.settings.batch_step()) if samples % size == 0]
         options = [{"batch_size": size, "gradient_accumulation_steps": samples // size} for size in sizes]
-        self.largest(best["changes"], options, TIGHT * self.capacity)
+        self.largest(best["changes"], options)
 
     def allowed(self, changes: dict) -> bool:
         return not flags.contradiction(dataclasses.replace(self.settings, **changes))
@@ -204,21 +213,22 @@ class Search:
         where it does not fit either."""
         step = self.settings.batch_step()
         options = [{"batch_size": size} for size in range(step, MAX_BATCH_SIZE + 1, step)]
-        row = self.largest(changes, options, TIGHT * self.capacity)
+        row = self.largest(changes, options)
         if not row:
             smallest = self.row(**changes | options[0])
             row = smallest if smallest["fits"] else None
         return row["batch_size"] if row else 0
 
-    def largest(self, changes: dict, options: list[dict], limit: float) -> dict | None:
-        """The row with `changes` and the last of `options`, from the smallest batch to the largest, that takes no more
-        than `limit` GiB; None where none does. The line through the nearest rows says which option to plan next; where
-        all fit or none does, the activations of the last one."""
+    def largest(self, changes: dict, options: list[dict]) -> dict | None:
+        """The row with `changes` and the last of `options`, from the smallest batch to the largest, whose verdict is
+        "fits"; None if none is. The line through the nearest rows says which option to plan next; where all fit or none
+        does, the activations of the last one."""
+        limit = TIGHT * self.capacity  # nearly: what CUDA and NCCL take is no part of it
         fitting, too_large = None, None
         least, most, index = 0, len(options), 0  # options before `least` fit, those from `most` on do not
         while least < most:
             row = self.row(**changes | options[index])
-            if row["reserved_gib"] <= limit:
+            if row["verdict"] == "fits":
                 fitting, least = row, index + 1
             else:
                 too_large, most = row, index
@@ -274,7 +284,9 @@ class Search:
             "fastest": best,
             "safer": safer,
             "in_float8": in_float8[0] if in_float8 else None,
-            "with_adapters": min(with_adapters, key=lambda row: row["verdict"] == "tight", default=None),
+            "with_adapters": max(
+                with_adapters, key=lambda row: (row["verdict"] == "fits", row["tokens_per_sec"]), default=None
+            ),
             "fits_with": None if asked["fits"] else best,
             "search": {"planned": len(self.rows), "complete": self.is_complete},
         }
@@ -304,7 +316,7 @@ def memory_savers(settings: flags.Settings) -> list[dict]:
         (settings.dp_replicate_size > 1, {"dp_replicate_size": 1}),
         (level == "none", SELECTIVE),
         (bool(fewer_sequences), fewer_sequences),
-        (level != "full", {"activation_checkpointing": "full"}),
+        (level != "full", FULL),
         *((True, {"optimizer": name}) for name in models.memory_saving_optimizers(settings.optimizer)),
         (not settings.cpu_offload, {"cpu_offload": True}),
     ]

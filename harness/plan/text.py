@@ -1,29 +1,29 @@
 """Plan text: what --plan prints: the answer, the table, and with --plan-details what they are made of. Computes no
 figure that the JSON object does not have."""
 
+import math
 from collections.abc import Callable
 
 from transformers import PretrainedConfig
 
 from harness import base, flags, job
-from harness.plan.predict import FRAGMENTATION, OWN_RUNS, RESERVED_SHARE, TIGHT
+from harness.plan.predict import FRAGMENTATION, RESERVED_SHARE
 from harness.plan.rates import Rates
 
-# Tokens/s of this program's own runs as shares of their plans, by benchmarks/results/gpu.json; all were on one GPU of
-# these kinds. Three are left out, see there.
-OWN_GPUS, OWN_SHARE = ("H100 SXM", "H200"), (0.951, 1.119)
-# Tokens/s of published runs as shares of their plans by assumed rates, the least, the median and the most:
-# `published_share` of benchmarks/results/plan_published.json. The run that is left out contradicts itself. They say
-# something of plans of their kinds, and nothing of others.
-PUBLISHED_KINDS, PUBLISHED_GPUS = "dense models on A100, H100 and H200", ("A100", "H100", "H200")
-PUBLISHED_RUNS, PUBLISHED_SHARE = "30 of 31 published runs", (0.865, 1.025, 1.32)
+# Tokens/s of measured runs over those of their plans: minimum, median where there are many, maximum. This program's own
+# are in benchmarks/results/plan_measured.json, published ones in plan_published.json, of which one contradicts itself.
+OWN_RUNS, OWN_GPUS, OWN_SHARE = "14 measured runs on one GPU", ("H100 SXM", "H200"), (0.951, 1.119)
+PUBLISHED_RUNS, PUBLISHED_GPUS = "30 of 31 published runs", ("A100", "H100", "H200")
+PUBLISHED_SHARE = (0.865, 1.025, 1.32)
 SHORT = {"fits": "yes", "tight": "tight", "does not fit": "NO"}  # verdicts in a table
 
 
 def describe_plan(settings: flags.Resolved, result: dict) -> str:
     """The answer and the table; with --plan-details all of it."""
     answer = {"verdict": describe_verdict(result)} | describe_speed(result) | describe_advice(result)
-    lines = [job.columns(answer), *(job.columns({"warning": warning}) for warning in result["warnings"])]
+    if result["warning"]:
+        answer["warning"] = result["warning"]
+    lines = [job.columns(answer)]
     if len(result["configurations"]) > 1:
         lines += describe_configurations(result)
     if settings.plan_details:
@@ -40,12 +40,10 @@ def describe_verdict(result: dict) -> str:
     """Whether it fits, and the memory that it takes."""
     used = share_of(result["memory_gib"]["reserved"], result["capacity_gib"])
     line = f"{result['verdict']}: {used} on each of {result['gpus']:,} x {result['gpu']}"
-    if not result["fits"]:
+    if result["verdict"] != "tight":
         return line
-    line += f"; {OWN_RUNS} reserved {percents(RESERVED_SHARE)} of their plans, so "
-    if result["verdict"] == "tight":
-        return line + f"above {100 * TIGHT:.0f} % it may run out of memory"
-    return line + f"up to {100 * TIGHT:.0f} % fits"
+    within = math.ceil(100 * max(abs(share - 1) for share in RESERVED_SHARE))
+    return f"{line}; measured runs on one GPU were within {within} % of their plans"
 
 
 def describe_speed(result: dict) -> dict[str, str]:
@@ -54,13 +52,9 @@ def describe_speed(result: dict) -> dict[str, str]:
     share, lines = share_to_expect(result), {}
     if result["fits"]:
         lines["expect"] = figures(result, share)
-        if result["own_share"]:
-            lines["expect"] += f"; {OWN_RUNS} on one H100 or H200 reached {percents(share)} of their plans"
-        elif share:
-            lines["expect"] += "; no run of this program was measured on several GPUs or another kind"
-            lines["expect"] += f"; rates are assumed, {PUBLISHED_RUNS} ({PUBLISHED_KINDS}) reached {percents(share)}"
-        else:
-            lines["expect"] += f"; rates are assumed, and the published runs compared are of {PUBLISHED_KINDS}"
+        if share:
+            runs = OWN_RUNS if result["own_share"] else PUBLISHED_RUNS
+            lines["expect"] += f"; {runs} reached {percents(share)} of their plans"
     if result["bound_by"] == "host":
         lines["host"] = describe_host(result)
     if "run" in result:
@@ -93,13 +87,12 @@ def describe_advice(result: dict) -> dict[str, str]:
         advice = "as it is; nothing else planned is more than 1 % faster" if search["planned"] > 1 else "as it is"
     else:
         title = name_of_best(result)
-        share = None if result["fits"] else share_to_expect(result)
         advice = f"{best['flags']}: "
         if result["fits"]:
             advice += f"{100 * (best['tokens_per_sec'] / result['tokens_per_sec'] - 1):+.1f} %, "
         elif best["gpus"] != result["gpus"]:
             advice += f"{best['gpus']:,} GPUs, "
-        advice += f"{figures(best, share)}, {share_of(best['reserved_gib'], best['capacity_gib'])}"
+        advice += f"{figures(best, None)}, {share_of(best['reserved_gib'], best['capacity_gib'])}"
         if best["host_gib"]:
             advice += f" and {best['host_gib']:,.0f} GiB of the host for each"
     lines = {title: advice}
@@ -242,18 +235,19 @@ def assumptions(rates: Rates) -> dict[str, str]:
     return lines | {"assumed": f"{values}: shares of datasheets, docs/PLAN.md"} | ASSUMED
 
 
-def own_share(rates: Rates, world: int) -> tuple[float, float] | None:
-    """What this program's own runs reached of such plans; None where none was measured."""
-    return OWN_SHARE if world == 1 and rates.device in OWN_GPUS else None
-
-
-def published_share(rates: Rates, config: PretrainedConfig) -> tuple[float, float, float] | None:
-    """What published runs reached of such plans; None where no such run was compared."""
+def measured_shares(
+    settings: flags.Resolved, config: PretrainedConfig, result: dict
+) -> tuple[tuple[float, float] | None, tuple[float, float, float] | None]:
+    """(OWN_SHARE, PUBLISHED_SHARE), each None for a plan of a kind that was not measured: all these runs train every
+    parameter of a dense model in bf16 or fp8, and the GPU bounds their steps."""
     text = config.get_text_config()
     experts = [getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
-    kind = base.find_gpu(rates.device)
-    is_of_their_kind = kind is not None and kind.plan_name.startswith(PUBLISHED_GPUS) and not any(experts)
-    return PUBLISHED_SHARE if is_of_their_kind else None
+    gpu = base.find_gpu(result["gpu"])
+    is_other_kind = any(experts) or settings.cpu_offload or settings.lora_rank or settings.precision == "fp32"
+    if is_other_kind or result["bound_by"] == "host" or gpu is None:
+        return None, None
+    own = OWN_SHARE if result["gpus"] == 1 and gpu.plan_name in OWN_GPUS else None
+    return own, PUBLISHED_SHARE if gpu.plan_name.startswith(PUBLISHED_GPUS) else None
 
 
 # ---- Figures ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A run's own plan: it goes when the run goes, and can be left out or waited for."""
 
+import dataclasses
 import subprocess
 import sys
 import time
@@ -7,7 +8,7 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import ROOT, parse, start
+from conftest import PROGRAM, ROOT, parse, start
 
 from harness.plan import own_plan
 
@@ -52,6 +53,24 @@ def test_a_run_is_planned_beside_it_unless_the_flag_leaves_it_out(device, monkey
     with own_plan.planning_in_background(parse([]), gpu, 1) as process:
         assert process.poll() is None
     assert process.wait(300) < 0
+
+
+@pytest.mark.parametrize("recipe, emulates", [("tensorwise", False), ("rowwise", True), (None, False)])
+def test_a_plan_is_of_the_run_as_it_was_resolved_and_leaves_the_launchers_files_alone(monkeypatch, recipe, emulates):
+    """A resumed run has the checkpoint's precision, which no flag names."""
+    started = {}
+    monkeypatch.setattr(own_plan.subprocess, "Popen", lambda command, env, **_: started.update(words=command, env=env))
+    monkeypatch.setattr(own_plan.dist, "get_world_size", lambda: 4)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/error.json")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    resolved = {"precision": "fp8" if recipe else "bf16", "fp8_recipe": recipe, "fp8_emulate": emulates}
+    settings = parse(["--demo", "--plan-gpu", "H200", "--batch-size", "auto"])
+    own_plan.start_plan(dataclasses.replace(settings, **resolved, batch_size=16, compile=True))
+    words = started["words"][started["words"].index(PROGRAM) + 1 :]
+    planned = parse(words)
+    assert {name: getattr(planned, name) for name in resolved} == resolved
+    assert (planned.batch_size, planned.compile, planned.plan_gpus, planned.plan_gpu) == (16, True, (4,), "H200")
+    assert not [name for name in started["env"] if name.startswith("TORCHELASTIC_")]
 
 
 def sleeping(seconds: int) -> subprocess.Popen:

@@ -11,10 +11,9 @@ from multirank import MODELS, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
+from harness import base
 from harness import plan as planning
 from harness.model import loss
-from harness.plan.planning import list_warnings
-from harness.plan.text import describe_plan
 
 GIB = 2**30
 
@@ -282,32 +281,14 @@ def test_selective_checkpointing_recomputes_the_products_of_experts(tmp_path):
     assert held["selective"] < held["none"] - products
 
 
-@pytest.mark.parametrize(
-    "flags, spread_on",
-    [
-        ("--plan-gpus 16", 16),
-        ("--plan-gpus 8,16,32", 16),
-        ("--plan-gpus 4 --gpus-per-node 2", 4),
-        ("--plan-gpus 8", None),
-        ("--plan-gpus 16 --dp-replicate-size 2", None),
-        ("--plan-gpus 16 --dp-replicate-size 1", None),
-        ("--plan-gpus 16 --zero-stage 0", None),
-    ],
-)
-def test_a_plan_warns_once_of_shards_that_are_spread_over_nodes(flags, spread_on):
-    settings = parse(["--plan", "--demo", "--no-compile", *words(flags)])
-    warnings = list_warnings(settings, settings.plan_gpus)
-    said = f"on {spread_on} GPUs, --dp-replicate-size: the shards are spread over 2 nodes, so every all-gather "
-    assert [warning[: len(said)] for warning in warnings] == ([said] if spread_on else [])
+@pytest.mark.slow
+def test_communicators_are_the_worlds_and_those_of_a_mesh_of_two_dimensions():
+    forked(1, plan_communicators)
 
 
-def test_what_a_plan_warns_of_is_in_its_object_and_once_in_its_text():
-    forked(1, plan_on_two_nodes)
-
-
-def plan_on_two_nodes() -> None:
-    flags = "--plan --demo --no-compile --plan-gpus 16 --plan-gpu H200 --sequence-length 64 --plan-seconds 0"
-    settings, result = planning.make_plan(parse(words(flags)), train_fsdp.RECIPE)
-    (warning,) = result["warnings"]
-    assert "--dp-replicate-size" in warning
-    assert describe_plan(settings, result).count(f"\nwarning    {warning}\n") == 1
+def plan_communicators() -> None:
+    flags = "--plan --demo --no-compile --plan-gpu H200 --plan-seconds 0 --sequence-length 64 --plan-gpus"
+    for layout, count in {"1": 0, "8": 1, "8 --zero-stage 0": 1, "8 --dp-replicate-size 2": 3}.items():
+        plan = planning.make_plan(parse(words(f"{flags} {layout}")), train_fsdp.RECIPE)[1]
+        expected = base.CONTEXT_GIB + count * base.NCCL_GIB
+        assert plan["beside_tensors_gib"]["CUDA and NCCL"] == pytest.approx(expected), layout

@@ -12,7 +12,7 @@ from harness.plan import rates
 from harness.plan.rates import Rates
 
 VALUES = {"matmul_tflops": 2.0, "attention_tflops": 1.0, "memory_gb_per_s": 100.0, "host_us": 1000.0}
-VALUES |= {"launch_us": 0.0, "kernel_us": 0.0}
+VALUES |= {"layer_us": 0.0, "launch_us": 0.0, "kernel_us": 0.0}
 LINKS = {"intra_node_gb_per_s": 100.0, "inter_node_gb_per_s": 5.0}
 
 
@@ -69,10 +69,10 @@ def test_launches_and_collectives_run_beside_the_computation():
     assert rates.price_step(counts, known(**LINKS))["gaps"] == pytest.approx(1e6 * rates.GAP_US / 1e6)
 
 
-def test_the_kernels_of_a_compiled_region_take_the_host_longer_than_those_of_eager_code():
-    eager, compiled = ({(name, "forward"): 1000} for name in ("dispatches", "launches"))
-    host = [rates.price_step(counts, known(launch_us=3000.0))["step"] for counts in (eager, compiled)]
-    assert host == pytest.approx([1.0, 3.0])
+def test_the_host_takes_its_time_for_each_compiled_layer_and_for_each_of_its_kernels():
+    counts = {("dispatches", "forward"): 1000, ("layers", "forward"): 4, ("launches", "forward"): 500}
+    step = rates.price_step(counts, known(layer_us=100_000.0, launch_us=200.0))
+    assert step["host"] == step["step"] == pytest.approx(1.0 + 0.4 + 0.1)
 
 
 def test_the_copy_of_gradients_into_what_is_reduced_is_slower_than_other_copies():

@@ -1,4 +1,4 @@
-"""Plans beside this program's own runs on GPUs: benchmarks/results/gpu.json, planned again."""
+"""Plans beside this program's own runs on GPUs: benchmarks/results/plan_measured.json, planned again."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ def test_runs_that_were_measured_are_planned_as_closely_as_the_docs_say(tmp_path
     """The seven runs by which rates were chosen: bf16 within 3 %, eager within 6 %, the demo, which its host bounds,
     within 25 %. Those that came after, with a commit of their own: bf16 within 4 %, float8 and Muon within 6 %, 32,768
     tokens within 13 %. Memory of 3B and 8B as `predict.RESERVED_SHARE` has it."""
-    written = tmp_path / "gpu.json"
+    written = tmp_path / "plan_measured.json"
     command = [sys.executable, "benchmarks/plan_measured.py", "--out", str(written)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
