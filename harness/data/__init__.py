@@ -8,14 +8,17 @@ Each name of the list has a docstring in its file.
 """
 
 from harness.data.batches import Batches, TrainingData, held_out_batches, mean_losses, mix, training_batches
+from harness.data.chat import read_prompt
 from harness.data.corpora import Corpus, Reading, find, masks_documents, needs_tokenizer, open_windows
 from harness.data.encode import vocabulary_of
 from harness.data.mixture import DataRecord, WindowOrder, describe_changes, read_record, renamed
+from harness.data.records import Conversation
 from harness.data.sources import count_epoch, end_tokens, evaluates_own_data, load, show_samples, story_beginning
 from harness.data.windows import PackedDataset, SyntheticDataset, create_collate_fn
 
 __all__ = [
     "Batches",
+    "Conversation",
     "Corpus",
     "DataRecord",
     "PackedDataset",
@@ -36,6 +39,7 @@ __all__ = [
     "mix",
     "needs_tokenizer",
     "open_windows",
+    "read_prompt",
     "read_record",
     "renamed",
     "show_samples",

@@ -117,7 +117,7 @@ class Settings:
     gradient_accumulation_steps: int = flag(1, "microbatches per optimizer step [1]", on_resume="reported", from_checkpoint="data")
     document_mask: bool | None = flag(None, "attention and labels stay inside each document, up to the tokenizer's end-of-text token [off, on for conversations and labels]", on_resume="reported", from_checkpoint="model")
     packing: Literal["concatenate", "best-fit"] | None = flag(None, "concatenate cuts documents where a window ends; best-fit fills windows with whole documents and pads them [concatenate, best-fit for conversations and labels]", from_checkpoint="data")
-    chat_template: str | None = flag(None, "Jinja file that renders conversations [the tokenizer's]", metavar="FILE", type=path, also="chat-template-path", from_checkpoint="model")
+    chat_template: str | None = flag(None, f"Jinja file that renders conversations, or a name: {', '.join(base.chat_templates())} [the tokenizer's]", metavar="FILE", type=path, also="chat-template-path", from_checkpoint="model")
     chat_loss: Literal["assistant", "all"] = flag("assistant", "tokens of a conversation that are trained on; of a prompt and its completion assistant is the completion [assistant]", from_checkpoint="data")
     streaming: bool = flag(False, "read and tokenize while training: no full download, no cache; whole splits only [off]", on_resume="same", from_checkpoint="data")
     streams: int | None = flag(None, "lanes that --streaming cuts a corpus into, which ranks and workers divide [the smallest multiple of a step's sequences that gives each file one]", below=2**20, only_with="streaming")
@@ -157,7 +157,7 @@ class Settings:
     eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split, of a stream without one 256 windows [0]", least=0, only_with="eval_interval", from_checkpoint="data")
     show_samples: int | None = flag(None, "no training: prints the documents that this optimizer step of a run trains on [none]", metavar="STEP")
     average_checkpoints: int | None = flag(None, "with --num-steps 0 --resume RUN: evaluates, samples or exports the mean of the run's newest K checkpoints, summed in fp32 [the one that --resume names]", metavar="K")
-    sample_prompt: tuple[str, ...] | None = flag(None, "text that the model continues at evaluations and at the end, of conversations a user's message; each further one is continued too", type=text, action=Collect)
+    sample_prompt: tuple[str, ...] | None = flag(None, "text that the model continues at evaluations and at the end, of conversations a user's message; or a .json or .jsonl file of messages that it answers; each further one is continued too", type=text, action=Collect)
     sample_tokens: int = flag(128, "length of the continuation [128]", only_with="sample_prompt demo")
 
     checkpoint_interval: int = flag(0, "steps between checkpoints; 0 saves at the end, and on SIGTERM and SIGUSR1 [0]", least=0, group="checkpoints", also="save-steps save-interval save-every")
