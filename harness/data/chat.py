@@ -26,7 +26,7 @@ import tokenizers
 
 from harness import base
 from harness.data import cache
-from harness.data.conversations import LAYOUTS, ROLES, calls_of, find_document, layout_of
+from harness.data.conversations import LAYOUTS, ROLES, calls_of, find_document, is_objects, layout_of
 from harness.data.encode import Encoded, TextFormat, backend_of, encode_texts, own_tokens_around, take
 from harness.data.omissions import Omission, changed_contents, shape_of, texts_in, with_marks
 from harness.data.records import BadRecord, Conversation, refuse_or_count
@@ -138,7 +138,7 @@ class ChatFormat(TextFormat):
 
     def no_template(self, problem: str) -> base.UserError:
         missing = f"and --tokenizer {self.tokenizer.name_or_path} has no chat template to render them"
-        return base.UserError(f"{problem}, {missing}; give one with --chat-template FILE")
+        return base.UserError(f"{problem}, {missing}; give one with --chat-template FILE, or --chat-template chatml")
 
     def encode(self, documents: list, counts: Counter) -> Encoded:
         """Conversations as tokens and masks. Those without a token to train on are left out, and counted."""
@@ -407,9 +407,13 @@ def read_prompt(prompt: str) -> list[str | Conversation]:
         lines = [line for line in text.split("\n") if line.strip()] if prompt.endswith("l") else [text]
         values = [json.loads(line) for line in lines]
     except (OSError, ValueError, RecursionError) as error:
-        raise base.UserError(f"{problem}: cannot be read ({base.first_line(error)}); give JSON with messages") from error
+        fault = f"cannot be read ({base.first_line(error)})"
+        raise base.UserError(f"{problem}: {fault}; give JSON with messages") from error
     if prompt.endswith(".json") and isinstance(values[0], list):
-        values = values[0] if values[0] and "messages" in values[0][0] else [{"messages": values[0]}]
+        is_one = is_objects(values[0]) and "role" in values[0][0]
+        values = [{"messages": values[0]}] if is_one else values[0]
+    if not values:
+        raise base.UserError(f"{problem}: it is empty; give JSON with messages")
     prompts: list[str | Conversation] = []
     for number, value in enumerate(values, 1):
         found = find_document(value, tuple(LAYOUTS))

@@ -160,7 +160,7 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
         raise ValueError(f"tools are {excerpt(tools)} instead of a list")
     if has_half_pair(json.dumps([messages, tools], ensure_ascii=False, default=str)):
         raise ValueError(f"{excerpt(messages)} with half a surrogate pair")
-    is_text = isinstance(fields.get("completion"), str)
+    is_text = "completion" in layout.needs and isinstance(fields["completion"], str)
     return Conversation(messages, tools or None, name, first_trained, is_text)
 
 
@@ -272,7 +272,10 @@ def are_tools(value: Any) -> bool:
     """True for a list of functions as `tools` has them, or one as JSON text."""
     tools = read_tools(value)
     functions = [tool.get("function", tool) for tool in tools] if is_objects(tools) else []
-    return any(isinstance(function, dict) and {"name", "parameters"} <= function.keys() for function in functions)
+    return any(
+        isinstance(function, dict) and "name" in function and {"description", "parameters"} & function.keys()
+        for function in functions
+    )
 
 
 def is_named_like_tools(column: str) -> bool:

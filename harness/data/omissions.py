@@ -100,7 +100,7 @@ def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
                 part["thinking"] += mark(f"leaves out thinking of {turns}; {advice}", is_fault=False)
             part["of no template"] = mark(f"writes as it is; {of_parts}", what, is_wanted=False)
     for tool in tools or []:
-        function = tool.get("function", tool)
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
         if isinstance(function, dict) and isinstance(function.get("name"), str):
             function["name"] += mark("does not write tools, so it is trained on as if there were none", is_fault=False)
     return replace(conversation, messages=messages, tools=tools), marks

@@ -39,9 +39,16 @@ def full(tmp_path) -> pathlib.Path:
     """A run on GPUs with stories, one of them an attack, and a plan; its last line is cut off."""
     lines = [line(step) for step in range(1, 41)]
     for step, text in ((10, EVIL), (20, "a frog & a fox"), (30, f"a frog came home{EVIL}")):
-        lines[step - 1] |= {"eval_loss": 9 / step, "samples": [{"prompt": "a frog", "text": text, "tokens": 9, "ended": False}]}
+        lines[step - 1] |= {
+            "eval_loss": 9 / step,
+            "samples": [{"prompt": "a frog", "text": text, "tokens": 9, "ended": False}],
+        }
     planned = {"predicted_step_time_ms": 16.0, "predicted_peak_memory_reserved": 44.0}
-    last = lines[-1] | planned | {"final": True, "samples": [{"prompt": "a frog", "text": "a frog, at last", "tokens": 3, "ended": True}]}
+    last = (
+        lines[-1]
+        | planned
+        | {"final": True, "samples": [{"prompt": "a frog", "text": "a frog, at last", "tokens": 3, "ended": True}]}
+    )
     folder = write_run(tmp_path / f"run {EVIL[:8]}", [*lines, last])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "lo')
