@@ -463,7 +463,7 @@ def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None =
 
 def describe_examples(documents: Iterator, encoder: TextFormat) -> str:
     """The first conversation of each kind, or the first rows, up to EXAMPLES: a line with its place and kind, and its
-    text with [[ ]] around what is trained on, cut after EXAMPLE_TOKENS tokens."""
+    text with [[ ]] around what is trained on, of at most EXAMPLE_TOKENS tokens."""
     found: dict[str, str] = {}
     for number, document in enumerate(documents, 1):
         kind, title = f"row {number}", f"row {number}"
@@ -494,14 +494,18 @@ def describe_kind(conversation: Conversation) -> str:
 
 
 def mark_trained(encoded: Encoded, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The text of a document's first EXAMPLE_TOKENS tokens; [[ ]] is around what is trained on."""
-    tokens, trained = encoded.tokens[:EXAMPLE_TOKENS], np.asarray(encoded.trained[:EXAMPLE_TOKENS], bool)
-    borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
-    parts = []
-    for first, last in itertools.pairwise(borders):
-        text = tokenizer.decode(tokens[first:last].tolist())
-        assert isinstance(text, str)  # of one list of ids
-        parts.append(f"[[{text}]]" if trained[first] else text)
+    """The text of a document's tokens, of many the first and the last ones; [[ ]] is around what is trained on."""
+    halves = [slice(None)]
     if len(encoded.tokens) > EXAMPLE_TOKENS:
-        parts.append(" ...")
-    return "".join(parts)
+        halves = [slice(EXAMPLE_TOKENS // 2), slice(-EXAMPLE_TOKENS // 2, None)]
+    texts = []
+    for half in halves:
+        tokens, trained = encoded.tokens[half], encoded.trained[half].astype(bool)
+        borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
+        parts = []
+        for first, last in itertools.pairwise(borders):
+            text = tokenizer.decode(tokens[first:last].tolist())
+            assert isinstance(text, str)  # of one list of ids
+            parts.append(f"[[{text}]]" if trained[first] else text)
+        texts.append("".join(parts))
+    return " ... ".join(texts)

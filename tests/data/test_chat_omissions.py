@@ -303,6 +303,9 @@ def test_the_examples_are_one_of_each_kind(tokenizer):
     titles = ["line 1: several turns", "line 3: tools", "line 4: reasoning", "line 6: system, several turns"]
     assert re.findall("^--- (.*)$", text, re.M) == titles
     assert "[[Hello!" in text.replace("[[ ", "[[") and "<tool_call>" in text
+    long = Conversation([says("user", "Why? " * 200), HELLO])
+    text = describe_examples(iter([long]), chat)  # its answer is shown too
+    assert " ... " in text and "[[Hello!" in text.replace("[[ ", "[[") and text.count("Why?") < 200
 
 
 def prompts_in(tmp_path, name: str, content: str) -> list:
