@@ -22,7 +22,7 @@ class Opened:
     corpora: list[data.Corpus]
     config: transformers.PretrainedConfig
     tokenizer: Any
-    prompts: list[str]  # of stories
+    prompts: list[str | data.Conversation]  # of samples
     checkpoint: state.Checkpoint | None  # that the run goes on from, or reads
 
     @property
@@ -44,6 +44,7 @@ def open_run(
     """
     corpora = data.find(given) if given.num_steps or given.eval_interval or given.show_samples else []
     config, tokenizer, prompts = models.load_files(given, data.needs_tokenizer(given, corpora))
+    prompts = base.on_main_rank(lambda: [found for prompt in prompts for found in data.read_prompt(prompt)])
     checkpoint = state.find_checkpoint(given.resume, folder)
     begins_at_random = given.trains() and given.init == "random" and not checkpoint
     unread = base.on_main_rank(lambda: models.describe_unread(given.model)) if begins_at_random else ""
@@ -78,7 +79,7 @@ def check_prompts(opened: Opened) -> None:
             raise base.UserError(f"--sample-tokens {settings.sample_tokens}: {problem}; {advice}")
 
 
-def render_prompts(opened: Opened, prompts: list[str]) -> list[str]:
+def render_prompts(opened: Opened, prompts: list[str | data.Conversation]) -> list[str]:
     """The texts that samples continue, rendered by rank 0; every rank calls this."""
     settings, tokenizer = opened.settings, opened.tokenizer
     answers = data.are_chats(opened.corpora, record_of(opened, None))
@@ -106,7 +107,7 @@ def load_to_evaluate(opened: Opened) -> Any:
 
 def tell_stories(
     opened: Opened, dataset: Any, model: transformers.PreTrainedModel, device: torch.device
-) -> list[dict[str, str]]:
+) -> list[dict[str, Any]]:
     """A continuation of each prompt, in a run on conversations an answer to it. `dataset` is the `data.TrainingData`
     that the run reads, None where it reads none. Every rank calls this."""
     job.enter_phase("sampling")

@@ -24,7 +24,16 @@ from harness.base.saved import (
     sync_to_disk,
     unfinished_checkpoints,
 )
-from harness.base.text import counted, first_line, is_url, one_line, one_or_more, read_template, shortened
+from harness.base.text import (
+    chat_templates,
+    counted,
+    first_line,
+    is_url,
+    one_line,
+    one_or_more,
+    read_template,
+    shortened,
+)
 from harness.base.versions import (
     OLDEST_TORCHAO,
     ROOT,
@@ -53,6 +62,7 @@ __all__ = [
     "ShowVersion",
     "UserError",
     "answer_from_cache_without_network",
+    "chat_templates",
     "checkpoint_name",
     "choose_kind",
     "commit",

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 from harness.base.errors import UserError
+from harness.base.versions import ROOT
 
 
 def shortened(names: list[str], count: int = 5) -> str:
@@ -50,12 +51,17 @@ def one_or_more(words: str | Iterable[str]) -> str:
     return words if isinstance(words, str) else " ".join(map(str, words))
 
 
-def read_template(path: str | None) -> str | None:
-    """The template in the file of --chat-template, None without one."""
-    if path is None:
+def chat_templates() -> dict[str, pathlib.Path]:
+    """The chat templates that have a name."""
+    return {path.stem: path for path in sorted((ROOT / "assets" / "chat_templates").glob("*.jinja"))}
+
+
+def read_template(name: str | None) -> str | None:
+    """The template that --chat-template names, one of `chat_templates` or a file; None without one."""
+    if name is None:
         return None
     try:
-        return pathlib.Path(path).expanduser().read_text(encoding="utf-8")
+        return chat_templates().get(name, pathlib.Path(name).expanduser()).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        problem = f"cannot be read ({first_line(error)})"
-        raise UserError(f"--chat-template {path}: {problem}; name a jinja file") from error
+        problem = f"cannot be read ({first_line(error)}); name a jinja file, or one of {', '.join(chat_templates())}"
+        raise UserError(f"--chat-template {name}: {problem}") from error

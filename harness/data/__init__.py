@@ -8,9 +8,11 @@ Each name of the list has a docstring in its file.
 """
 
 from harness.data.batches import Batches, TrainingData, held_out_batches, mean_losses, mix, training_batches
+from harness.data.chat import read_prompt
 from harness.data.corpora import Corpus, Reading, find, masks_documents, needs_tokenizer, open_windows
 from harness.data.encode import vocabulary_of
 from harness.data.mixture import DataRecord, WindowOrder, describe_changes, read_record, renamed
+from harness.data.records import Conversation
 from harness.data.sources import (
     are_chats,
     count_epoch,
@@ -24,6 +26,7 @@ from harness.data.windows import PackedDataset, SyntheticDataset, create_collate
 
 __all__ = [
     "Batches",
+    "Conversation",
     "Corpus",
     "DataRecord",
     "PackedDataset",
@@ -45,6 +48,7 @@ __all__ = [
     "mix",
     "needs_tokenizer",
     "open_windows",
+    "read_prompt",
     "read_record",
     "renamed",
     "show_samples",

@@ -19,11 +19,12 @@ from harness import base, job
 from harness.data.encode import Encoded
 from harness.data.token_files import TokenFile, map_numbers
 
-VERSION = 6  # of the files; another one makes them anew
+VERSION = 7  # of the files; another one makes them anew
 LEFT_OUT = (
     *("empty documents", "bad records"),
     *("conversations without a trained token", "rows without a trained token"),
 )
+WARNING = "warning: "  # begins what is counted of records that were read with a warning, the first one's place in it
 FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # of tokenizing, after which a line says how far it is, and between two
 
 
@@ -119,6 +120,12 @@ def describe(path: pathlib.Path, counts: dict) -> str:
     if left_out:
         line += f", left out: {', '.join(left_out)}"
     return line
+
+
+def warnings_in(counts: dict) -> list[str]:
+    """The warnings that were counted when a cache was made."""
+    found = {key.removeprefix(WARNING): count for key, count in counts.items() if key.startswith(WARNING)}
+    return [f"{text} ({base.counted(count, 'conversation')})" for text, count in found.items()]
 
 
 def with_progress(batches: Iterator[Encoded], counts: Counter) -> Iterator[Encoded]:

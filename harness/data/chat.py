@@ -11,9 +11,12 @@ import copy
 import datetime
 import functools
 import itertools
+import json
+import os
+import pathlib
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,10 +25,11 @@ import numpy as np
 import tokenizers
 
 from harness import base
-from harness.data.conversations import ROLES, calls_of, layout_of, parts_of
+from harness.data import cache
+from harness.data.conversations import LAYOUTS, ROLES, calls_of, find_document, is_objects, layout_of
 from harness.data.encode import Encoded, TextFormat, backend_of, encode_texts, own_tokens_around, take
-from harness.data.records import Conversation, refuse_or_count
-from harness.data.windows import PackedDataset, Window
+from harness.data.omissions import Omission, changed_contents, shape_of, texts_in, with_marks
+from harness.data.records import BadRecord, Conversation, refuse_or_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +39,8 @@ DATE_CODES = ["%a", "%A", "%b", "%B", "%c", "%d", "%-d", "%F", "%H"]
 DATE_CODES += ["%I", "%j", "%m", "%-m", "%M", "%p", "%S", "%y", "%Y"]
 COMPLETIONS = "prompt+completion"  # the layout that needs no template where it is text
 SHOWN = 30  # characters of a text in a message, on each side of a place
-EXAMPLES, EXAMPLE_TOKENS = 3, 200  # that are printed, and tokens of each
+EXAMPLES, EXAMPLE_TOKENS = 4, 200  # that are printed, and tokens of each
+THOUGHTS = {"reasoning_content", "reasoning", "thinking"}  # fields of messages
 
 
 class Rendered(NamedTuple):
@@ -66,6 +71,8 @@ class ChatFormat(TextFormat):
         super().__init__(tokenizer, vocab_size)
         self.template, self.loss, self.skip_bad, self.layout = template, loss, skip_bad, layout
         self.has_template = bool(template or tokenizer.chat_template)
+        self.omissions: dict[Hashable, list[Omission]] = {}  # by the shape of a conversation
+        self.first_places: dict[str, str] = {}  # where each warning is first of
 
     def identity(self) -> list:
         special_tokens = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
@@ -131,14 +138,14 @@ class ChatFormat(TextFormat):
 
     def no_template(self, problem: str) -> base.UserError:
         missing = f"and --tokenizer {self.tokenizer.name_or_path} has no chat template to render them"
-        return base.UserError(f"{problem}, {missing}; give one with --chat-template FILE")
+        return base.UserError(f"{problem}, {missing}; give one with --chat-template FILE, or --chat-template chatml")
 
     def encode(self, documents: list, counts: Counter) -> Encoded:
         """Conversations as tokens and masks. Those without a token to train on are left out, and counted."""
         rendered = []
         for conversation in documents:
             try:
-                rendered.append(self.render(conversation))
+                rendered.append(self.render(conversation, counts))
             except base.UserError:
                 raise
             except BadConversationError as error:
@@ -156,8 +163,9 @@ class ChatFormat(TextFormat):
                 counts["conversations without a trained token"] += 1
         return self.joined(tokens, counts, masks)
 
-    def render(self, conversation: Conversation) -> Rendered:
-        """The text of a conversation, as `apply_chat_template` renders it, and what is trained on of it."""
+    def render(self, conversation: Conversation, counts: Counter | None = None) -> Rendered:
+        """The text of a conversation, as `apply_chat_template` renders it, and what is trained on of it; `counts` gets
+        warnings about it."""
         if not self.has_template:
             return self.end_to_end(conversation)
         template = self.tokenizer.get_chat_template(self.template, conversation.tools)
@@ -165,8 +173,7 @@ class ChatFormat(TextFormat):
             template = with_fixed_date(template)
         marks = self.loss != "all"
         text, spans = self.render_messages(conversation, template, len(conversation.messages), mark=marks)
-        self.refuse_rendered(conversation, text)
-        self.refuse_misread(conversation, template)
+        self.check_text(conversation, template, text, Counter() if counts is None else counts)
         if not marks:
             return Rendered(text, [(0, len(text))])
         if not has_generation(template):
@@ -249,34 +256,49 @@ class ChatFormat(TextFormat):
         """What the tokenizer's own rule puts before a text, such as <s>."""
         return "".join(self.tokenizer.convert_ids_to_tokens(own_tokens_around(self.tokenizer)[0]))
 
-    def refuse_rendered(self, conversation: Conversation, text: str) -> None:
-        """Raises a BadConversationError for messages that have special tokens which the template wrote into the
-        rendered `text` as well."""
+    def check_text(self, conversation: Conversation, template: str, text: str, counts: Counter) -> None:
+        """Raises a BadConversationError for what the rendered `text` lacks of a conversation, or has once more; what
+        changes neither a turn nor what is trained on is a warning, which `counts` gets."""
+        shape = shape_of(conversation)
+        if shape not in self.omissions:
+            self.omissions[shape] = self.find_omissions(conversation, template)
+        rendered = self.special_tokens_in(conversation, text)
+        for omission in (*self.omissions[shape], *changed_contents(conversation, text), *rendered):
+            if omission.is_fault:
+                raise BadConversationError(omission.text)
+            place = self.first_places.setdefault(omission.text, conversation.place)
+            counts[f"{cache.WARNING}{place}: {omission.text}"] += 1
+
+    def find_omissions(self, conversation: Conversation, template: str) -> list[Omission]:
+        """What a template leaves out of conversations of this shape."""
+        marked, marks = with_marks(conversation)
+        try:
+            text, _ = self.render_messages(marked, template, len(marked.messages))
+        except Exception:  # of a template that refuses a mark, so it reads it
+            return []
+        return list(dict.fromkeys(mark.omission for mark in marks if (mark.word in text) != mark.is_wanted))
+
+    def special_tokens_in(self, conversation: Conversation, text: str) -> Iterator[Omission]:
+        """Special tokens in the texts of messages, which become what the template writes as well: a text that begins a
+        turn, or has the token that the template puts beside it, is rendered already."""
         given = "\n".join(texts_in(conversation.messages))
-        for token in self.special_tokens:
-            if token in given and text.count(token) > given.count(token):
-                problem = f"its text has {token}, so it is rendered already, and would be once more"
-                advice = "take it out, or have docs/DATA.md's template that adds nothing (Conversations)"
-                raise BadConversationError(f"{problem}; {advice}")
+        tokens = [token for token in self.special_tokens if token in given]
+        if not tokens or all(text.count(token) == given.count(token) for token in self.special_tokens):
+            return
+        for token in tokens:
+            for message in conversation.messages:
+                inside = [part.strip() for part in texts_in(message) if token in part]
+                if text.count(token) > given.count(token) and any(is_rendered(part, token, text) for part in inside):
+                    problem = f"its text has {token}, so it is rendered already, and would be once more"
+                    advice = "take it out, or have docs/DATA.md's template that adds nothing (Conversations)"
+                    yield Omission(f"{problem}; {advice}")
+                elif inside:
+                    problem = f"the text of its {message['role']} has {token}, which becomes the special token"
+                    yield Omission(f"{problem}, as by transformers", is_fault=False)
 
     @functools.cached_property
     def special_tokens(self) -> list[str]:
         return [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-
-    def refuse_misread(self, conversation: Conversation, template: str) -> None:
-        """Raises a BadConversationError where the template leaves out a call of a tool or a text in a list of parts, so
-        that an empty answer would be trained on in its place, or writes a part with its fields. What it reads is seen
-        by rendering once more, with marks in these places."""
-        if not any(calls_of(message) or parts_of(message) for message in conversation.messages):
-            return
-        messages, marks = with_marks(conversation.messages)
-        try:
-            text, _ = self.render_messages(replace(conversation, messages=messages), template, len(messages))
-        except Exception:  # of a template that refuses a mark, so it reads it
-            return
-        for mark in marks:
-            if (mark.word in text) != mark.is_wanted:
-                raise BadConversationError(mark.fault)
 
     def encode_rendered(self, rendered: list[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(tokens, mask) of each: a token is trained on where one of its characters is. `apply_chat_template` looks for
@@ -314,51 +336,16 @@ def in_batches(texts: list[str]) -> Iterator[list[str]]:
         yield batch
 
 
-class Mark(NamedTuple):
-    """A word that no text has, in a place of a conversation."""
-
-    word: str
-    is_wanted: bool  # in what the template writes
-    fault: str  # of the conversation where that is otherwise
-
-
-def with_marks(messages: list[dict]) -> tuple[list[dict], list[Mark]]:
-    """The messages with a mark in the name and in each argument of the functions that they call, in each text of a list
-    of parts, and in a field of each part that no template knows."""
-    messages = copy.deepcopy(messages)
-    marks: list[Mark] = []
-
-    def mark(fault: str, is_wanted: bool = True) -> str:
-        marks.append(Mark(f"zqx{len(marks)}xqz", is_wanted, fault))
-        return marks[-1].word
-
-    for message in messages:
-        for call in calls_of(message):
-            lost = f"the chat template leaves out its call of {call['name']}; give one that writes tool_calls"
-            lost_argument = f"the chat template leaves out arguments of its call of {call['name']}; give one that"
-            lost_argument += " writes them"
-            call["name"] += mark(lost)
-            arguments = call.get("arguments")
-            if isinstance(arguments, dict):
-                call["arguments"] = {name: mark(lost_argument) for name in arguments}
-            elif arguments:
-                call["arguments"] = mark(lost_argument)
-        for part in parts_of(message):
-            what = f"the content of its {message['role']} is a list of parts, which the chat template"
-            advice = "give the text alone, or a template that reads parts"
-            if "text" in part:
-                part["text"] += mark(f"{what} leaves out; {advice}")
-            part["of no template"] = mark(f"{what} writes as it is; {advice}", is_wanted=False)
-    return messages, marks
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    """The texts in a value of JSON."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from texts_in(item)
+def is_rendered(part: str, token: str, text: str) -> bool:
+    """True if a part of a rendered `text` begins a turn with a special token, or has it where the template writes it
+    too: at an end, where it then stands twice."""
+    before, _, behind = text.partition(part)
+    roles = "|".join({*ROLES, "developer"})
+    return (
+        re.search(rf"{re.escape(token)}({roles})(\n|<)", part) is not None
+        or (part.startswith(token) and before.rstrip().endswith(token))
+        or (part.endswith(token) and behind.lstrip().startswith(token))
+    )
 
 
 def with_fixed_date(template: str) -> str:
@@ -408,15 +395,49 @@ def no_assistant_mask(problem: str) -> base.UserError:
     )
 
 
-def render_prompt(tokenizer: "PreTrainedTokenizerBase", template: str | None, prompt: str) -> str:
-    """The text that the answer to a user's message follows."""
-    template = tokenizer.get_chat_template(template)
+def read_prompt(prompt: str) -> list[str | Conversation]:
+    """The prompts that --sample-prompt gives: a text is one; the name of a .json or .jsonl file stands for the
+    conversations in its records, or for that of its list of messages, each up to its last answer."""
+    is_file = os.path.isfile(prompt) or len(prompt.split()) == 1
+    if not (is_file and prompt.endswith((".json", ".jsonl"))):
+        return [prompt]
+    problem = f"--sample-prompt {prompt}"
+    try:
+        text = pathlib.Path(prompt).expanduser().read_text(encoding="utf-8")
+        lines = [line for line in text.split("\n") if line.strip()] if prompt.endswith("l") else [text]
+        values = [json.loads(line) for line in lines]
+    except (OSError, ValueError, RecursionError) as error:
+        fault = f"cannot be read ({base.first_line(error)})"
+        raise base.UserError(f"{problem}: {fault}; give JSON with messages") from error
+    if prompt.endswith(".json") and isinstance(values[0], list):
+        is_one = is_objects(values[0]) and "role" in values[0][0]
+        values = [{"messages": values[0]}] if is_one else values[0]
+    if not values:
+        raise base.UserError(f"{problem}: it is empty; give JSON with messages")
+    prompts: list[str | Conversation] = []
+    for number, value in enumerate(values, 1):
+        found = find_document(value, tuple(LAYOUTS))
+        if not isinstance(found, Conversation):
+            fault = found.fault if isinstance(found, BadRecord) else "no conversation"
+            raise base.UserError(f"{problem}, record {number}: {fault}")
+        last = found.first_trained or len(found.messages)
+        while last > 1 and found.messages[last - 1]["role"] == "assistant":
+            last -= 1
+        prompts.append(replace(found, messages=found.messages[:last], place=prompt))
+    return prompts
+
+
+def render_prompt(tokenizer: "PreTrainedTokenizerBase", template: str | None, prompt: "str | Conversation") -> str:
+    """The text that the answer to a user's message, or to a conversation, follows."""
+    if isinstance(prompt, str):
+        prompt = Conversation([{"role": "user", "content": prompt}])
+    tools: Any = prompt.tools  # as in `render_messages`
+    template = tokenizer.get_chat_template(template, tools)
     if "strftime_now" in template:
         template = with_fixed_date(template)
-    messages = [{"role": "user", "content": prompt}]
     try:
         text = tokenizer.apply_chat_template(
-            messages, chat_template=template, add_generation_prompt=True, tokenize=False
+            prompt.messages, tools, chat_template=template, add_generation_prompt=True, tokenize=False
         )
     except Exception as error:  # a template may raise anything
         raise base.UserError(f"--sample-prompt: the chat template fails, {base.first_line(error)}") from error
@@ -440,27 +461,51 @@ def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None =
     return []
 
 
-def describe_examples(dataset: PackedDataset, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The first document of each of the first windows, with a line before each."""
-    lines = []
-    for index in range(min(EXAMPLES, len(dataset))):
-        window: Any = dataset[index]  # a `Window`, as all are where there is a mask
-        _, *later = [*dataset.starts_in(index), dataset.real_tokens(index)]
-        lines += [f"--- window {index:,} of {len(dataset):,}", describe_example(window, tokenizer, later[0])]
-    return "\n".join(lines)
+def describe_examples(documents: Iterator, encoder: TextFormat) -> str:
+    """The first conversation of each kind, or the first rows, up to EXAMPLES: a line with its place and kind, and its
+    text with [[ ]] around what is trained on, of at most EXAMPLE_TOKENS tokens."""
+    found: dict[str, str] = {}
+    for number, document in enumerate(documents, 1):
+        kind, title = f"row {number}", f"row {number}"
+        if isinstance(document, Conversation):
+            kind = describe_kind(document)
+            title = f"{document.place}: {kind}"
+        if kind not in found:
+            encoded = encoder.encode([document], Counter())
+            if len(encoded.tokens):
+                found[kind] = f"--- {title}\n{mark_trained(encoded, encoder.tokenizer)}"
+        if len(found) == EXAMPLES:
+            break
+    return "\n".join(found.values())
 
 
-def describe_example(window: Window, tokenizer: "PreTrainedTokenizerBase", until: int) -> str:
-    """The text of a window before the token `until`; [[ ]] is around what is trained on. What is longer than
-    EXAMPLE_TOKENS is cut."""
-    shown = min(until, EXAMPLE_TOKENS)
-    tokens, trained = window.tokens[:shown], np.concatenate([[False], window.trained])[:shown]
-    borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
-    parts = []
-    for first, last in itertools.pairwise(borders):
-        text = tokenizer.decode(tokens[first:last].tolist())
-        assert isinstance(text, str)  # of one list of ids
-        parts.append(f"[[{text}]]" if trained[first] else text)
-    if shown < until:
-        parts.append(" ...")
-    return "".join(parts)
+def describe_kind(conversation: Conversation) -> str:
+    """What a conversation has that others may lack, in words."""
+    messages = conversation.messages
+    roles = [message["role"] for message in messages]
+    texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
+    kinds = {
+        "system": not {"system", "developer"}.isdisjoint(roles),
+        "tools": bool(conversation.tools) or any(map(calls_of, messages)),
+        "reasoning": any(THOUGHTS & message.keys() for message in messages) or "</think>" in "".join(texts),
+        "several turns": roles.count("user") > 1,
+    }
+    return ", ".join(kind for kind, is_there in kinds.items() if is_there) or "one turn"
+
+
+def mark_trained(encoded: Encoded, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The text of a document's tokens, of many the first and the last ones; [[ ]] is around what is trained on."""
+    halves = [slice(None)]
+    if len(encoded.tokens) > EXAMPLE_TOKENS:
+        halves = [slice(EXAMPLE_TOKENS // 2), slice(-EXAMPLE_TOKENS // 2, None)]
+    texts = []
+    for half in halves:
+        tokens, trained = encoded.tokens[half], encoded.trained[half].astype(bool)
+        borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
+        parts = []
+        for first, last in itertools.pairwise(borders):
+            text = tokenizer.decode(tokens[first:last].tolist())
+            assert isinstance(text, str)  # of one list of ids
+            parts.append(f"[[{text}]]" if trained[first] else text)
+        texts.append("".join(parts))
+    return " ... ".join(texts)

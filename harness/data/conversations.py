@@ -14,6 +14,7 @@ A text in one of SYSTEM beside any of them is the first message, `tools` are a l
 
 import contextlib
 import json
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,8 +39,10 @@ ROLES = {  # of a template, by who speaks in ShareGPT's layout
 CALLS = ("function_call", "tool_call")  # of functions, by the assistant
 # Fields of a turn of the assistant's, and what says that it is trained on; a mask of 1 is read either way.
 TRAINED = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)) | {"mask": ()}
+# Fields of a message that a template need not write, beside its content and calls, which are looked at one by one.
+NAMES_AND_WEIGHTS = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *TRAINED}
 SYSTEM = ("system", "system_prompt", "system_message")
-NOT_READ = {  # fields beside a conversation that change its text, and what to do
+NOT_READ = {  # fields beside a conversation that change its text, and what to do; for `tools` by other names see below
     "functions": "name them tools",
     "chat_template_kwargs": "set them in a template for --chat-template FILE",
 }
@@ -91,6 +94,12 @@ def find_document(record: Any, names: tuple[str, ...]) -> Record:
     return BadRecord(f"no field {wanted!r} in {excerpt(record)}{others}; {advice}")
 
 
+def columns_beside(layout: Layout, columns: list[str]) -> list[str]:
+    """Those columns of a file that are read beside the ones that a layout needs."""
+    beside = (*layout.may_have, *BESIDE_CHAT)
+    return [name for name in columns if name in beside or (is_named_like_tools(name) and name not in layout.needs)]
+
+
 def choose_field(columns: list[str], text_field: Field) -> str:
     """The column or layout that is read, of those in a file; a NoFieldError where there is none."""
     for name in names_of(text_field):
@@ -132,7 +141,7 @@ def describe_layouts() -> str:
 def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conversation:
     if len(layout.needs) > 1 and not has_layout(fields, name):
         raise ValueError(f"{missing_in(fields, layout)} is null, where a record needs {' and '.join(layout.needs)}")
-    fields = without_nulls({field: fields.get(field) for field in (*layout.needs, *layout.may_have, *BESIDE_CHAT)})
+    fields = {field: value for field, value in fields.items() if value is not None}
     messages, first_trained = layout.read(fields)
     for field in SYSTEM:
         system, first = fields.get(field, ""), messages[0]
@@ -142,19 +151,16 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
             messages, first_trained = [{"role": "system", "content": system}, *messages], first_trained + 1
         elif system.strip() and first.get("content") != system:
             raise ValueError(f"{field} is {excerpt(system)}, and the first message is another system prompt")
-    for field, advice in NOT_READ.items():
-        if fields.get(field):
-            raise ValueError(f"{field} is {excerpt(fields[field])}, which is not read; {advice}")
-    tools = fields.get("tools")
-    if isinstance(tools, str):
-        with contextlib.suppress(ValueError):
-            tools = json.loads(tools) if tools.strip() else None
-    tools = without_nulls(tools)
+    for field, value in fields.items():
+        advice = NOT_READ.get(field) or ("name them tools" if is_named_like_tools(field) and are_tools(value) else "")
+        if value and advice:
+            raise ValueError(f"{field} is {excerpt(value)}, which is not read; {advice}")
+    tools = read_tools(fields.get("tools"))
     if not isinstance(tools, list | None):
         raise ValueError(f"tools are {excerpt(tools)} instead of a list")
     if has_half_pair(json.dumps([messages, tools], ensure_ascii=False, default=str)):
         raise ValueError(f"{excerpt(messages)} with half a surrogate pair")
-    is_text = isinstance(fields.get("completion"), str)
+    is_text = "completion" in layout.needs and isinstance(fields["completion"], str)
     return Conversation(messages, tools or None, name, first_trained, is_text)
 
 
@@ -216,7 +222,7 @@ def messages_in(value: Any, name: str) -> list[dict]:
         if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls_of(message)):
             called = excerpt(message.get("tool_calls") or message.get("function_call"))
             raise ValueError(f"{place} calls {called} instead of functions with a name and arguments")
-        messages.append(message)
+        messages.append({field: of_field for field, of_field in message.items() if of_field is not None})
     return messages
 
 
@@ -254,14 +260,27 @@ def from_sharegpt(message: dict, place: str) -> dict:
     return {"role": "assistant", "content": "", "tool_calls": called, **others}
 
 
-def without_nulls(value: Any) -> Any:
-    """A value of JSON without the fields that are null. Parquet gives each object of a column all fields that any of
-    them has, so there null and absent are one; a template would render a null, and what it renders is trained on."""
-    if isinstance(value, dict):
-        return {name: without_nulls(of_name) for name, of_name in value.items() if of_name is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+def read_tools(value: Any) -> Any:
+    """The tools of a record, of which JSON text is read."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return json.loads(value) if value.strip() else None
     return value
+
+
+def are_tools(value: Any) -> bool:
+    """True for a list of functions as `tools` has them, or one as JSON text."""
+    tools = read_tools(value)
+    functions = [tool.get("function", tool) for tool in tools] if is_objects(tools) else []
+    return any(
+        isinstance(function, dict) and "name" in function and {"description", "parameters"} & function.keys()
+        for function in functions
+    )
+
+
+def is_named_like_tools(column: str) -> bool:
+    """True for a column that may hold `tools` by another name: tool_defs, available_functions."""
+    return column != "tools" and re.search("tool|function", column.lower()) is not None
 
 
 def is_message(message: Any) -> bool:

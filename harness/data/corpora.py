@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Subset
 
-from harness import base, flags
+from harness import base, flags, job
 from harness.data import cache, contents, files, token_files
 from harness.data.batches import TrainingData, mix
 from harness.data.chat import ChatFormat, nothing_trained
@@ -255,9 +255,9 @@ class Reading:
         layout = str(corpus.text_field)
         return ChatFormat(self.tokenizer, self.vocab_size, template, self.chat_loss, self.skip_bad_records, layout)
 
-    def open(self, corpus: Corpus, split: str) -> tuple[Tokens, str]:
-        """(the tokens of a split, mapped; where they come from, in words). Text is tokenized where it was not. A slice
-        is cut at ends of documents."""
+    def open(self, corpus: Corpus, split: str, warn: bool = True) -> tuple[Tokens, str]:
+        """(the tokens of a split, mapped; where they come from, in words). Text is tokenized where it was not; what was
+        read with a warning is said unless `warn` is False. A slice is cut at ends of documents."""
         name, bounds = parse_split(split)
         of_split = corpus.listing.of_split(name)
         if corpus.is_mapped and are_mapped(of_split):
@@ -273,6 +273,8 @@ class Reading:
                 bounds = []
             found = base.from_main_process(functools.partial(self._tokenize, corpus, of_split, rows), self.is_main)
             opened, line = [cache.open_cache(found[0], self.vocab_size)], cache.describe(*found)
+            for warning in cache.warnings_in(found[1]) if warn else ():
+                job.warn(warning)
         tokens = Tokens(opened, self.vocab_size, self.end_of_text)
         if bounds:
             tokens = self.with_ends(tokens)

@@ -4,8 +4,10 @@ header says of them; what an evaluation of a run reads."""
 import bisect
 import copy
 import dataclasses
+import itertools
 import math
 import os
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -33,7 +35,7 @@ from harness.data.corpora import (
 from harness.data.encode import own_tokens_around
 from harness.data.files import DataFile
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
-from harness.data.records import Conversation, Field
+from harness.data.records import Conversation, Field, read_documents
 from harness.data.stream import HeldOutWindows, Stream
 from harness.data.windows import EVERY, PackedDataset, PaddedDataset, SyntheticDataset, Tokens, tokens_of
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 SYNTHETIC_EVAL_WINDOWS = 1024
 MAX_CUT_SHARE = 0.1  # of conversations that are longer than a sequence, without a warning
+EXAMPLE_RECORDS = 1000  # that are looked through for examples
 STREAM_EVAL_WINDOWS = 256  # of a stream without a split that is held out: all would be all of the corpus
 HELD_OUT = f"one of every {EVERY} documents of it"  # the rules as a checkpoint records them
 HELD_OUT_BY_CONTENT = f"{HELD_OUT}, by content"
@@ -182,7 +185,7 @@ def count_epoch(
         if not corpus.is_apart:
             rules = before.sources.get(corpus.name) if before else None
             _, rule = choose_held_out(settings, corpus, rules, HELD_OUT, whole=False)
-            tokens, line = reading.open(corpus, corpus.split)
+            tokens, line = reading.open(corpus, corpus.split, warn=False)
             if line.startswith("tokenized"):  # `load` finds it in the cache then
                 job.say("data      ", line)
             if rule:
@@ -495,7 +498,8 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reading: Reading, wit
         documents = base.counted(len(train.tokens.ends), document)
         lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
     if train.has_mask and with_example:
-        lines["examples"] = f"([[ ]] is around what is trained on)\n{describe_examples(train, reading.tokenizer)}"
+        examples = base.on_main_rank(lambda: find_examples(corpus, reading))
+        lines["examples"] = f"([[ ]] is around what is trained on)\n{examples}"
     return lines
 
 
@@ -506,6 +510,14 @@ def warn_of_cuts(train: PaddedDataset, document: str) -> str:
         return ""
     problem = f"{cut:,} of {base.counted(len(lengths), document)} are longer and are cut into pieces"
     return f"--sequence-length {train.seq_len}: {problem}; give a longer one (the longest has {lengths.max():,} tokens)"
+
+
+def find_examples(corpus: Corpus, reading: Reading) -> str:
+    """The first conversations of each kind in the files of a corpus, as they are trained on."""
+    records = itertools.chain.from_iterable(read_records(file, corpus.text_field) for file in corpus.files)
+    first = itertools.islice(records, EXAMPLE_RECORDS)
+    documents = read_documents(first, reading.vocab_size, True, Counter(), corpus.kind)
+    return describe_examples(documents, dataclasses.replace(reading, skip_bad_records=True).encoder(corpus))
 
 
 def describe_left_out(windows: PackedDataset | SyntheticDataset | HeldOutWindows) -> str:
@@ -594,12 +606,15 @@ def describe_tokenizer(train: PackedDataset | Stream) -> str:
 
 
 def story_beginning(
-    settings: flag_rules.Resolved, answers: bool, tokenizer: "PreTrainedTokenizerBase", prompt: str
+    settings: flag_rules.Resolved, answers: bool, tokenizer: "PreTrainedTokenizerBase", prompt: str | Conversation
 ) -> str:
     """The text that a sample continues: the prompt, or if the model `answers` or a chat template is given, a user's
-    message rendered by the template."""
+    message rendered by the template; messages always are."""
     has_template = bool(tokenizer.chat_template)  # without one a prompt and its completion are text
-    if not (answers and has_template) and settings.chat_template is None:
+    if isinstance(prompt, Conversation) and not has_template and settings.chat_template is None:
+        problem = "it holds messages, and the tokenizer has no chat template"
+        raise base.UserError(f"--sample-prompt {prompt.place}: {problem}; give one with --chat-template FILE")
+    if isinstance(prompt, str) and not (answers and has_template) and settings.chat_template is None:
         return prompt
     return render_prompt(tokenizer, base.read_template(settings.chat_template), prompt)
 

@@ -183,7 +183,8 @@ class Settings:
         on_resume="same", from_checkpoint="data",
     )
     chat_template: str | None = flag(
-        None, "Jinja file that renders conversations [the tokenizer's]",
+        None,
+        f"Jinja file that renders conversations, or a name: {', '.join(base.chat_templates())} [the tokenizer's]",
         metavar="FILE", type=path, from_checkpoint="model",
     )
     chat_loss: Literal["assistant", "all"] = flag(
@@ -329,8 +330,8 @@ class Settings:
     )
     sample_prompt: tuple[str, ...] | None = flag(
         None,
-        "text that the model continues at evaluations and at the end, of conversations a user's message; each further "
-        "one is continued too",
+        "text that the model continues at evaluations and at the end, of conversations a user's message; or a .json or "
+        ".jsonl file of messages that it answers; each further one is continued too",
         type=text, action=Collect,
     )
     sample_tokens: int = flag(128, "length of the continuation [128]", only_with="sample_prompt demo")

@@ -41,9 +41,9 @@ def sample(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-) -> dict[str, str]:
-    """`prompt` and, as `text`, it with its continuation, up to one of the tokens `ends`, both without special tokens;
-    every rank takes part with the same random numbers."""
+) -> dict[str, Any]:
+    """`prompt` and, as `text`, it with its continuation, both without special tokens; `tokens`, how many it wrote, and
+    `ended`, True if the last of them is one of `ends`. Every rank takes part with the same random numbers."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
     # the length changes with every token: eager code and no cuDNN, or both would start again each time
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -63,4 +63,5 @@ def sample(
         )
     shown, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (encoded["input_ids"][0], tokens[0]))
     assert isinstance(shown, str) and isinstance(text, str)  # each of one row of ids
-    return {"prompt": shown, "text": text}
+    written = tokens[0, encoded["input_ids"].shape[1] :].tolist()
+    return {"prompt": shown, "text": text, "tokens": len(written), "ended": written[-1] in ends}

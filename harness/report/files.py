@@ -112,3 +112,8 @@ def describe_run(
 
 def write_config(folder: pathlib.Path, run: dict) -> None:
     job.replace_file(folder / "config.json", json.dumps(run, indent=2) + "\n")
+
+
+def describe_end(sample: dict[str, Any]) -> str:
+    """How a sample ended: by an end token of the model's, or at --sample-tokens."""
+    return "ended" if sample["ended"] else f"cut at {base.counted(sample['tokens'], 'token')}"

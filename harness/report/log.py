@@ -190,7 +190,7 @@ class Log(contextlib.AbstractContextManager):
         """On rank 0: whether the last step that an earlier start logged and saved was not evaluated."""
         return self.last.get("step") == self.state.step and "eval_loss" not in self.last
 
-    def write(self, metrics: dict, stories: list[dict[str, str]] | None = None) -> None:
+    def write(self, metrics: dict, stories: list[dict[str, Any]] | None = None) -> None:
         """A log line: metrics.jsonl, the trackers, the console. `stories` are what the model wrote now. A line of an
         evaluation alone adds to the last one."""
         job.enter_phase("log")
@@ -256,7 +256,7 @@ class Log(contextlib.AbstractContextManager):
 
     # ---- The end -----------------------------------------------------------------------------------------------------
 
-    def finish(self, stories: list[dict[str, str]], planned: dict[str, float] | None = None) -> dict:
+    def finish(self, stories: list[dict[str, Any]], planned: dict[str, float] | None = None) -> dict:
         """The last line and the summary of a run that has taken all its steps; returns the line's figures.
 
         `planned` are the figures of the run's own plan. A run that had taken all its steps before keeps its last line.

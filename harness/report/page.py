@@ -10,7 +10,7 @@ from typing import NamedTuple
 from harness import base, job
 from harness import flags as flag_rules
 from harness.report.figures import FIGURES, find
-from harness.report.files import read_metrics
+from harness.report.files import describe_end, read_metrics
 
 WIDTH, HEIGHT = 1000, 300  # of a chart's drawing, which CSS stretches
 POINTS = 120  # of a line; one of more numbers is drawn as their means and a band from the least to the greatest
@@ -116,7 +116,7 @@ def draw_stories(lines: list[dict]) -> str:
     for step, story in written[:: -math.ceil(len(written) / MAX_STORIES)]:
         words = text(story["text"].removeprefix(story["prompt"])[:MAX_STORY])
         words = f"<p><em>{text(story['prompt'])}</em>{words}</p>"
-        drawn.insert(0, f"<div class=story><small>step {step:,}</small>{words}</div>")
+        drawn.insert(0, f"<div class=story><small>step {step:,}, {describe_end(story)}</small>{words}</div>")
     return f"<h2>Stories</h2>\n<div class=card>{''.join(drawn)}</div>"
 
 

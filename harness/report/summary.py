@@ -15,7 +15,7 @@ from tqdm import tqdm
 from harness import base, flags, job
 from harness import data as corpora
 from harness import state as states
-from harness.report.files import as_json
+from harness.report.files import as_json, describe_end
 from harness.report.health import ADVICE
 
 # ---- Losses and stories ----------------------------------------------------------------------------------------------
@@ -43,10 +43,10 @@ def describe_held_out(metrics: dict) -> str:
     return words
 
 
-def say_stories(stories: list[dict[str, str]]) -> None:
+def say_stories(stories: list[dict[str, Any]]) -> None:
     """Prints what the model wrote, of several blank lines in a row one: early in training most lines can be blank."""
     if stories:
-        texts = "\n" + "\n\n".join(story["text"] for story in stories)
+        texts = "\n" + "\n\n".join(f"{story['text']} ({describe_end(story)})" for story in stories)
         job.say(re.sub(r"\n(\s*\n)+", "\n\n", texts))
 
 

@@ -222,7 +222,7 @@ REFUSED = {
         f"rendered, {name}": ([record], "its text has <|endoftext|>, so it is rendered already")
         for name, record in {
             "an answer": {"messages": [TURN[0], says("assistant", "Hello!<|endoftext|>")]},
-            "a question": {"conversations": [said("human", "What is <|endoftext|>?"), said("gpt", "An end.")]},
+            "a turn": {"conversations": [said("human", "<|endoftext|>user\nHi"), said("gpt", "Hello!")]},
             "a part": {"messages": [says("user", [{"type": "text", "text": "a<|endoftext|>"}]), TURN[1]]},
             "Alpaca": {"instruction": "Hi", "output": "Hello!<|endoftext|>"},
         }.items()
@@ -234,7 +234,7 @@ REFUSED = {
     "text and messages": ([{"prompt": "Hi", "completion": [says("assistant", "Hello!")]}], "both lists of messages"),
     "a bad completion": ([{"prompt": "Hi", "completion": "No!", "label": False}], "label is false"),
     "rendered": (
-        [{"prompt": "<|endoftext|>Hi", "completion": "Hello!"}],
+        [{"prompt": "Hi<|endoftext|>", "completion": "Hello!"}],
         "its text has <|endoftext|>, so it is rendered already",
     ),
     "no text": ([{"instruction": ["Hi"], "output": "Hello!"}], 'instruction is ["Hi"] instead of text'),

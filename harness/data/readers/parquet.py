@@ -3,11 +3,11 @@
 import io
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.data.conversations import BESIDE_CHAT, choose_field, layout_of, read_fields
+from harness.data.conversations import choose_field, columns_beside, layout_of, read_fields
 from harness.data.records import BESIDE_IDS, BLOCK, MAX_TOKEN_ID, Field, Record, check_ids
 
 if TYPE_CHECKING:
@@ -52,9 +52,10 @@ def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | Non
 def choose_columns(schema: "pyarrow.Schema", text_field: Field) -> tuple[str, list[str]]:
     """(the field or layout that is read, the columns that it takes)."""
     field = choose_field(schema.names, text_field)
+    if is_text_or_ids(schema, field):
+        return field, [field, *(name for name in BESIDE_IDS if name in schema.names)]
     layout = layout_of(field)
-    beside = BESIDE_IDS if is_text_or_ids(schema, field) else (*layout.may_have, *BESIDE_CHAT)
-    return field, [*layout.needs, *(name for name in beside if name in schema.names)]
+    return field, [*layout.needs, *columns_beside(layout, schema.names)]
 
 
 def is_text_or_ids(schema: "pyarrow.Schema", name: str) -> bool:
@@ -83,10 +84,20 @@ def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
     ids = columns.pop(field, None)
     if ids is None or None in columns.values() or not are_token_ids(ids):
         for fields in batch.to_pylist(maps_as_pydicts="strict"):
-            yield read_fields(fields, field)
+            yield read_fields({name: without_nulls(value) for name, value in fields.items()}, field)
         return
     for row, values in enumerate(ids):
         yield check_ids(values, {name: of_rows[row] for name, of_rows in columns.items()})
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the fields that are null: Arrow gives each object of a column all fields that any of them has, so
+    null and absent are one; a template would render a null, and what it renders is trained on."""
+    if isinstance(value, dict):
+        return {name: without_nulls(field) for name, field in value.items() if field is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def are_token_ids(rows: list[np.ndarray]) -> bool:
