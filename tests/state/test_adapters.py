@@ -201,7 +201,7 @@ def test_a_folder_of_adapters_goes_on_from_them_on_its_base(workspace, flags, de
     wrong = {
         "is not there": config | {"base_model_name_or_path": "/nowhere/llama"},
         "do not name the model": config | {"base_model_name_or_path": None},
-        "its adapters have use_dora": config | {"use_dora": True},
+        "has use_dora true, and adapters here are plain LoRA; merge": config | {"use_dora": True},
         "its adapters have base_model": config | {"target_modules": ["q_proj"]},
     }
     for problem, content in wrong.items():
