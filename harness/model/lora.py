@@ -369,7 +369,7 @@ def named_as_by_peft(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 def write_adapter_config(folder: pathlib.Path, settings: flags.Resolved, model: Any) -> None:
     """Writes the adapter_config.json of a model's adapters."""
     config = model.peft_config["default"]
-    source = find_source(settings.model)[1]
+    _, source, config.revision = find_source(settings.model)
     is_folder = pathlib.Path(source).expanduser().is_dir()
     config.base_model_name_or_path = str(pathlib.Path(source).expanduser().absolute()) if is_folder else source
     config.task_type, config.inference_mode = "CAUSAL_LM", True
