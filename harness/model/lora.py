@@ -37,16 +37,16 @@ ADAPTERS_FILE = "adapter_model.safetensors"
 PREFIX, NAME = "base_model.model.", ".default."  # in peft's names: of its wrapper; of the adapters of a model
 ALL_LINEARS = (None, ("all-linear",))  # --lora-targets; the latter is peft's word for it
 NO_PLACE = "peft has no place for adapters of that name in this family"
-# Fields of an adapter_config.json that are followed, or that change nothing of what trained tensors compute. Any other
-# that is set is refused, also what a newer peft adds.
-FOLLOWED = {"peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "target_modules"}
-FOLLOWED |= {"exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "bias"}
-FOLLOWED |= {"init_lora_weights"}
-HARMLESS = {"peft_version", "auto_mapping", "task_type", "inference_mode", "fan_in_fan_out", "lora_dropout"}
-HARMLESS |= {"megatron_core", "qalora_group_size", "ensure_weight_tying", "loftq_config", "eva_config", "corda_config"}
-HARMLESS |= {"lora_ga_config"}
+# Fields of an adapter_config.json that are followed, then those that change nothing of what trained tensors compute.
+# Any other that is set is refused, also what a newer peft adds.
+TAKEN_FIELDS = {"peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "target_modules"}
+TAKEN_FIELDS |= {"exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "bias"}
+TAKEN_FIELDS |= {"init_lora_weights"}
+TAKEN_FIELDS |= {"peft_version", "auto_mapping", "task_type", "inference_mode", "fan_in_fan_out", "lora_dropout"}
+TAKEN_FIELDS |= {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}  # of `init_lora_weights`
+TAKEN_FIELDS |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
 MERGE = "merge them into the base with peft (merge_and_unload) and train new ones on it, or train on with peft"
-HARMLESS_INITS = ("gaussian", "eva", "orthogonal")  # start values alone; others change the base, or what is trained
+PLAIN_INITS = ("gaussian", "eva", "orthogonal")  # the others change the base, or freeze a part of the adapters
 
 
 def loaded_dtype(settings: flags.Resolved) -> torch.dtype:
@@ -62,9 +62,9 @@ def has_frozen(model: nn.Module) -> bool:
 # ---- Which linears ---------------------------------------------------------------------------------------------------
 
 
-def find_targets(settings: flags.Resolved, model: nn.Module, folder: LoraConfig | None) -> list[str]:
-    """The names of the linears that have adapters, of a model without any. In a folder of adapters, with its config,
-    names that match nothing have no effect, as in peft.
+def find_targets(settings: flags.Resolved, model: nn.Module, trained: LoraConfig | None) -> list[str]:
+    """The names of the linears that have adapters, of a model without any. `trained` is the config of a folder of
+    adapters: in it names that match nothing have no effect, as in peft.
 
     Raises:
         UserError: --lora-targets names what is none, or is outside the decoder layers, or routes tokens to experts, or
@@ -74,13 +74,13 @@ def find_targets(settings: flags.Resolved, model: nn.Module, folder: LoraConfig 
     if not loaded:
         raise base.UserError(f"--lora-rank: peft loads no adapters of the linears of {settings.model}")
     if settings.lora_targets in ALL_LINEARS:
-        names = named_by(loaded, model, folder)
+        names = named_by(loaded, model, trained) if trained else loaded
         return [name for name in loaded if name in names]
     found: set[str] = set()
-    is_typed = folder is None or "lora_targets" in settings.given
+    is_typed = trained is None or "lora_targets" in settings.given
     for target in settings.lora_targets:
         given = f"--lora-targets {target}" if is_typed else f"--model {settings.model}: target_modules has {target}"
-        matches = named_by(target if flags.is_pattern(target) else [target], model, folder)
+        matches = named_by(target if flags.is_pattern(target) else [target], model, trained)
         there = f"linears of its decoder layers: {', '.join(last_parts(loaded))}"
         if not matches and is_typed:
             raise base.UserError(f"{given}: {settings.model} has nothing of that name; {there}")
@@ -89,9 +89,7 @@ def find_targets(settings: flags.Resolved, model: nn.Module, folder: LoraConfig 
             raise base.UserError(f"{given}: it matches {others[0]}, and {reason}; {there}")
         found |= {*matches}
     if not found:
-        raise base.UserError(
-            f"--model {settings.model}: target_modules of its {base.ADAPTER_CONFIG} match nothing; {there}"
-        )
+        raise base.UserError(f"--model {settings.model}: its target_modules match no linear of its base; {there}")
     return [name for name in loaded if name in found]
 
 
@@ -151,8 +149,8 @@ def last_parts(names: Iterable[str]) -> list[str]:
     return [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
 
 
-def named_by(target: str | list[str], model: nn.Module, folder: LoraConfig | None = None) -> list[str]:
-    """The names of the modules that peft would match by a pattern or names, without those that the config of a folder
+def named_by(target: str | list[str], model: nn.Module, trained: LoraConfig | None = None) -> list[str]:
+    """The names of the modules that peft would match by a pattern or names, without those that the config `trained`
     leaves out, and of the weights in which experts are stacked, for which it has a way of its own."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
@@ -160,7 +158,7 @@ def named_by(target: str | list[str], model: nn.Module, folder: LoraConfig | Non
     names = [name for name, _ in model.named_modules() if name]
     names += [name for name, parameter in model.named_parameters() if parameter.dim() > 2]
     try:
-        config = lora_config(target_modules=target, **{name: getattr(folder, name, None) for name in left_out})
+        config = lora_config(target_modules=target, **{name: getattr(trained, name, None) for name in left_out})
         return [name for name in names if check_target_module_exists(config, name)]
     except (ValueError, re.error) as error:  # a pattern beside layers_to_transform
         raise base.UserError(f"--lora-targets {target}: it is no pattern ({error})") from error
@@ -285,28 +283,29 @@ def read_config(settings: flags.Resolved, folder: pathlib.Path) -> LoraConfig:
 
     config = flags.read_adapter_config(str(folder))
     config.pop("runtime_config", None)  # as peft does
-    known = peft.LoraConfig().to_dict()
-    if unknown := sorted(config.keys() - known.keys()):
-        names = (
-            f"{base.ADAPTER_CONFIG} has {', '.join(unknown)}, which peft {peft.__version__} does not know and ignores"
-        )
-        job.warn(f"--model {folder}: {names}; if a newer peft wrote it, pip install -U peft")
-    for field in known.keys() & config.keys():
-        value = config[field]
-        if field not in FOLLOWED | HARMLESS and value and value != known[field]:
+    defaults = peft.LoraConfig().to_dict()
+    known = {field: value for field, value in config.items() if field in defaults}
+    for field, value in known.items():
+        if field not in TAKEN_FIELDS and value and value != defaults[field]:
             refuse_adapters(folder, field, value)
     init = config.get("init_lora_weights")
-    if isinstance(init, str) and init not in HARMLESS_INITS:
+    if isinstance(init, str) and init not in PLAIN_INITS:
         refuse_adapters(folder, "init_lora_weights", init)
     for flag, field in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
         if getattr(settings, flag) != config.get(field):
             problem = f"the adapters of {folder} have {config.get(field)}"
             raise base.UserError(f"--{flag.replace('_', '-')} {getattr(settings, flag)}: {problem}; leave it out")
-    if config.get("lora_dropout"):
-        job.warn(f"{folder}: its adapters had a dropout of {config['lora_dropout']}; they go on without")
+    if not settings.plan:  # which reads it for each configuration
+        if unknown := ", ".join(sorted(config.keys() - known.keys())):
+            problem = (
+                f"its {base.ADAPTER_CONFIG} has {unknown}, which peft {peft.__version__} does not know and ignores"
+            )
+            job.warn(f"--model {folder}: {problem}; if a newer peft wrote it, pip install -U peft")
+        if config.get("lora_dropout"):
+            job.warn(f"{folder}: its adapters had a dropout of {config['lora_dropout']}; they go on without")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of configs of starts that were not taken
-            return peft.LoraConfig(**{field: config[field] for field in known.keys() & config.keys()})
+        with warnings.catch_warnings(action="ignore"):  # of settings of other `init_lora_weights`
+            return peft.LoraConfig(**known)
     except (TypeError, ValueError) as error:
         problem = f"peft refuses its {base.ADAPTER_CONFIG} ({base.first_line(error)})"
         raise base.UserError(f"--model {folder}: {problem}") from error
