@@ -302,7 +302,7 @@ def read_config(settings: flags.Resolved, folder: pathlib.Path) -> LoraConfig:
             )
             job.warn(f"--model {folder}: {problem}; if a newer peft wrote it, pip install -U peft")
         if config.get("lora_dropout"):
-            job.warn(f"{folder}: its adapters had a dropout of {config['lora_dropout']}; they go on without")
+            job.warn(f"{folder}: its adapters had a dropout of {config['lora_dropout']}; training continues without")
     try:
         with warnings.catch_warnings(action="ignore"):  # of settings of other `init_lora_weights`
             return peft.LoraConfig(**known)

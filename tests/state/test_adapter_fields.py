@@ -191,3 +191,17 @@ def test_the_revision_of_the_base_is_that_which_adapters_name(hub, adapters, dev
     assert (exported["base_model_name_or_path"], exported["revision"]) == ("me/base", "old")
     with pytest.raises(base.UserError, match="adapters for me/base at revision new, which is no folder and not to be"):
         build(adapters(revision="new"), device)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_scale_of_rslora_is_in_both_exports(plain, adapters, device, tmp_path):
+    run = ["--model", adapters(use_rslora=True), "--tokenizer", plain.parents[1] / "tokenizer", "--dataset", "demo"]
+    places = ["--output-dir", tmp_path, "--run-name", "r", "--cache-dir", tmp_path / "cache"]
+    assert train([*SMALL, *run, *places, "--export", tmp_path / "tuned"], device) == 0
+    merged = ["--num-steps", 0, "--resume", tmp_path / "r", "--export", tmp_path / "merged"]
+    assert train([*merged, "--export-weights", "merged"], device) == 0
+    unadapted = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    theirs = logits(peft.PeftModel.from_pretrained(unadapted, tmp_path / "tuned"))
+    ours = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32))
+    assert base.read_json(tmp_path / "tuned" / base.ADAPTER_CONFIG)["use_rslora"] is True
+    assert (ours - theirs).abs().max() < 1e-5

@@ -236,7 +236,7 @@ def test_a_folder_of_adapters_goes_on_from_them_on_its_base(workspace, flags, de
         train([*going_on, "--run-name", "third", "--lora-rank", 0], device)
     (adapters / base.ADAPTER_CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.05}))
     assert train([*going_on, "--run-name", "undropped", "--num-steps", 1], device) == 0
-    assert capfd.readouterr().err.count("had a dropout of 0.05; they go on without") == 1
+    assert capfd.readouterr().err.count("had a dropout of 0.05; training continues without") == 1
     wrong = {
         "is not there": config | {"base_model_name_or_path": "/nowhere/llama"},
         "do not name the model": config | {"base_model_name_or_path": None},
