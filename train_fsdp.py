@@ -90,7 +90,7 @@ def build_model(
         models.check_room(model, device, mesh["shard"].size())
     if settings.init == "pretrained" and (read_weights or models.has_frozen(model)):
         weights = base.with_all_ranks(  # on one node alone a file may be missing
-            lambda: models.PretrainedWeights(model, layers, models.find_source(settings.model)[1], dtype)
+            lambda: models.PretrainedWeights(model, layers, models.find_source(settings.model), dtype)
         )
     if settings.precision == "fp8":
         convert_to_fp8 = models.fp8_converter(layers, settings.fp8_recipe, settings.fp8_emulate, settings.compile)
@@ -274,7 +274,8 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
         train_state.load(checkpoint, of_another_run=not state.goes_on(checkpoint, folder))
         changed = ", ".join(filter(None, [changed, train_state.describe_jump()]))
     state.refuse_broken(settings, train_state, checkpoint)
-    has_room = train_state.step == settings.num_steps or job.check_disk(settings, *train_state.saved_bytes(), folder)
+    sizes = train_state.saved_bytes(), state.export_bytes(settings, model)
+    has_room = train_state.step == settings.num_steps or job.check_disk(settings, *sizes, folder)
     job.say(
         report.describe_setup(
             settings, train_state, mesh, dataset, flops_text, peak_tflops, verified, checkpoint, changed

@@ -93,7 +93,7 @@ def read_adapter_config(model: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         problem = f"{base.ADAPTER_CONFIG} cannot be read ({base.first_line(error)})"
         raise base.UserError(f"--model {model}: {problem}") from error
-    targets, origin = config.get("target_modules"), config.get("base_model_name_or_path")
+    targets = config.get("target_modules")
     names = targets if isinstance(targets, list) else [targets]
     checks = {
         "peft_type": (config.get("peft_type") == "LORA", '"LORA" alone is trained here'),
@@ -104,9 +104,10 @@ def read_adapter_config(model: str) -> dict[str, Any]:
             "it is a list of the names of the linears that have adapters, or a pattern of them",
         ),
         "base_model_name_or_path": (
-            origin is None or isinstance(origin, str),
+            isinstance(config.get("base_model_name_or_path"), str | None),
             "it is the folder or hub id of the model that the adapters are for",
         ),
+        "revision": (isinstance(config.get("revision"), str | None), "it is the revision of the base on the hub"),
     }
     for field, (is_right, wanted) in checks.items():
         if not is_right:

@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import RemoteEntryNotFoundError
@@ -16,10 +16,21 @@ from harness import base, flags
 NAME_BASE = f"set base_model_name_or_path in its {base.ADAPTER_CONFIG} to the folder or hub id of the model"
 
 
-def find_source(model: str) -> tuple[str, str]:
-    """(where the config is, where weights and tokenizer are) of a preset, a local folder or a hub id."""
+class Source(NamedTuple):
+    """Where a model's files are: local paths or hub ids."""
+
+    config: str
+    weights: str  # and the tokenizer
+    revision: str | None = None  # of a hub id; None is its newest
+
+    def __str__(self) -> str:
+        return f"{self.weights} at revision {self.revision}" if self.revision else self.weights
+
+
+def find_source(model: str) -> Source:
+    """Where the files of a preset, a local folder, a hub id, or the base of a folder of adapters are."""
     if preset := flags.PRESETS.get(model):
-        return str(preset), json.loads(preset.read_text()).get("_name_or_path", str(preset.parent))
+        return Source(str(preset), json.loads(preset.read_text()).get("_name_or_path", str(preset.parent)))
     path = pathlib.Path(model).expanduser()
     if path.is_dir():
         if (path / "metrics.jsonl").is_file() or (path / base.MANIFEST).is_file():
@@ -29,38 +40,43 @@ def find_source(model: str) -> tuple[str, str]:
             if flags.folder_of_adapters(model):
                 return find_base(model)
             raise base.UserError(f"--model {model}: the folder has no config.json")
-        return str(path), str(path)
+        return Source(str(path), str(path))
     if path.exists() or not flags.may_be_on_the_hub(model):
         raise base.UserError(f"--model {model}: no such folder")
-    return model, model
+    return Source(model, model)
 
 
-def find_base(adapters: str) -> tuple[str, str]:
-    """`find_source` of the model that a folder of adapters is for."""
-    model = flags.read_adapter_config(adapters).get("base_model_name_or_path")
+def find_base(adapters: str) -> Source:
+    """`find_source` of the model that a folder of adapters is for; of a hub id its revision, as peft's
+    AutoPeftModelForCausalLM loads it."""
+    adapter_config = flags.read_adapter_config(adapters)
+    model = adapter_config.get("base_model_name_or_path")
     if not model or flags.folder_of_adapters(model):
         raise base.UserError(
             f"--model {adapters}: adapters, which do not name the model that they are for; {NAME_BASE}"
         )
     try:
-        return find_source(model)
+        source = find_source(model)
     except base.UserError as error:
         problem = f"adapters for {model}, which is not there ({error})"
         raise base.UserError(f"--model {adapters}: {problem}; {NAME_BASE}") from error
+    if os.path.isdir(source.weights):
+        return source
+    return source._replace(revision=adapter_config.get("revision"))
 
 
 def load_config(model: str) -> PretrainedConfig:
     """The config of a preset, a local folder or a hub id."""
-    source, _ = find_source(model)
-    base.answer_from_cache_without_network(source)
+    source = find_source(model)
+    base.answer_from_cache_without_network(source.config)
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source.config, revision=source.revision, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
         refuse_foreign_code(f"--model {model}", error)
         nowhere = f"not a preset ({', '.join(flags.PRESETS)}), not a local folder, and not to be had from the hub"
         if flags.folder_of_adapters(model):
             nowhere = f"adapters for {source}, which is no folder and not to be had from the hub; {NAME_BASE}"
-        problem = "its config.json cannot be used" if os.path.exists(source) else nowhere
+        problem = "its config.json cannot be used" if os.path.exists(source.config) else nowhere
         raise base.UserError(f"--model {model}: {problem} ({base.first_line(error)})") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise base.UserError(f"--model {model}: {config.model_type} is no causal language model of transformers")
@@ -131,14 +147,14 @@ def read_generation_config(model: str) -> dict:
     Raises:
         OSError, ValueError: it is not found on the hub; it is no JSON object.
     """
-    _, source = find_source(model)
+    _, source, revision = find_source(model)
     base.answer_from_cache_without_network(source)
     fields = GenerationConfig().to_dict().keys()
     for name in ("generation_config.json", "config.json"):
         path = pathlib.Path(source, name)
         if not os.path.isdir(source):
             try:
-                path = pathlib.Path(hf_hub_download(source, name))
+                path = pathlib.Path(hf_hub_download(source, name, revision=revision))
             except RemoteEntryNotFoundError:
                 continue
         if path.exists():

@@ -37,9 +37,16 @@ ADAPTERS_FILE = "adapter_model.safetensors"
 PREFIX, NAME = "base_model.model.", ".default."  # in peft's names: of its wrapper; of the adapters of a model
 ALL_LINEARS = (None, ("all-linear",))  # --lora-targets; the latter is peft's word for it
 NO_PLACE = "peft has no place for adapters of that name in this family"
-# Fields of an adapter_config.json that may be anything; each other one that is set asks for more than is done here.
-TAKEN_FIELDS = {"peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "task_type"}
-TAKEN_FIELDS |= {"r", "lora_alpha", "target_modules", "lora_dropout", "fan_in_fan_out", "inference_mode"}
+# Fields of an adapter_config.json that are followed, then those that change nothing of what trained tensors compute.
+# Any other that is set is refused, also what a newer peft adds.
+TAKEN_FIELDS = {"peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "target_modules"}
+TAKEN_FIELDS |= {"exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "bias"}
+TAKEN_FIELDS |= {"init_lora_weights"}
+TAKEN_FIELDS |= {"peft_version", "auto_mapping", "task_type", "inference_mode", "fan_in_fan_out", "lora_dropout"}
+TAKEN_FIELDS |= {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}  # of `init_lora_weights`
+TAKEN_FIELDS |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
+MERGE = "merge them into the base with peft (merge_and_unload) and train new ones on it, or train on with peft"
+PLAIN_INITS = ("gaussian", "eva", "orthogonal")  # the others change the base, or freeze a part of the adapters
 
 
 def loaded_dtype(settings: flags.Resolved) -> torch.dtype:
@@ -55,8 +62,9 @@ def has_frozen(model: nn.Module) -> bool:
 # ---- Which linears ---------------------------------------------------------------------------------------------------
 
 
-def find_targets(settings: flags.Resolved, model: nn.Module) -> list[str]:
-    """The names of the linears that have adapters, of a model without any.
+def find_targets(settings: flags.Resolved, model: nn.Module, trained: LoraConfig | None) -> list[str]:
+    """The names of the linears that have adapters, of a model without any. `trained` is the config of a folder of
+    adapters: in it names that match nothing have no effect, as in peft.
 
     Raises:
         UserError: --lora-targets names what is none, or is outside the decoder layers, or routes tokens to experts, or
@@ -66,17 +74,22 @@ def find_targets(settings: flags.Resolved, model: nn.Module) -> list[str]:
     if not loaded:
         raise base.UserError(f"--lora-rank: peft loads no adapters of the linears of {settings.model}")
     if settings.lora_targets in ALL_LINEARS:
-        return loaded
+        names = named_by(loaded, model, trained) if trained else loaded
+        return [name for name in loaded if name in names]
     found: set[str] = set()
+    is_typed = trained is None or "lora_targets" in settings.given
     for target in settings.lora_targets:
-        matches = named_by(target, model)
+        given = f"--lora-targets {target}" if is_typed else f"--model {settings.model}: target_modules has {target}"
+        matches = named_by(target if flags.is_pattern(target) else [target], model, trained)
         there = f"linears of its decoder layers: {', '.join(last_parts(loaded))}"
-        if not matches:
-            raise base.UserError(f"--lora-targets {target}: {settings.model} has nothing of that name; {there}")
+        if not matches and is_typed:
+            raise base.UserError(f"{given}: {settings.model} has nothing of that name; {there}")
         if others := [name for name in matches if name not in loaded]:
             reason = NO_PLACE if others[0] in linears else "adapters are for linears of decoder layers"
-            raise base.UserError(f"--lora-targets {target}: it matches {others[0]}, and {reason}; {there}")
+            raise base.UserError(f"{given}: it matches {others[0]}, and {reason}; {there}")
         found |= {*matches}
+    if not found:
+        raise base.UserError(f"--model {settings.model}: its target_modules match no linear of its base; {there}")
     return [name for name in loaded if name in found]
 
 
@@ -136,17 +149,18 @@ def last_parts(names: Iterable[str]) -> list[str]:
     return [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
 
 
-def named_by(target: str, model: nn.Module) -> list[str]:
-    """The names of the modules that peft would match, and of the weights in which experts are stacked, for which it has
-    a way of its own."""
+def named_by(target: str | list[str], model: nn.Module, trained: LoraConfig | None = None) -> list[str]:
+    """The names of the modules that peft would match by a pattern or names, without those that the config `trained`
+    leaves out, and of the weights in which experts are stacked, for which it has a way of its own."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    config = lora_config(target_modules=target if flags.is_pattern(target) else [target])
+    left_out = ("exclude_modules", "layers_to_transform", "layers_pattern")
     names = [name for name, _ in model.named_modules() if name]
     names += [name for name, parameter in model.named_parameters() if parameter.dim() > 2]
     try:
+        config = lora_config(target_modules=target, **{name: getattr(trained, name, None) for name in left_out})
         return [name for name in names if check_target_module_exists(config, name)]
-    except re.error as error:
+    except (ValueError, re.error) as error:  # a pattern beside layers_to_transform
         raise base.UserError(f"--lora-targets {target}: it is no pattern ({error})") from error
 
 
@@ -154,7 +168,7 @@ def target_modules(model: nn.Module, targets: list[str]) -> list[str]:
     """What peft's config says of the linears `targets`: the last parts of their names, or where something else has such
     a name too, the names."""
     names = sorted(last_parts(targets))
-    matched = {match for name in names for match in named_by(name, model)}
+    matched = {*named_by(names, model)}
     return names if matched == {*targets} else targets
 
 
@@ -180,10 +194,14 @@ def adapter_injector(settings: flags.Resolved, model: Any) -> Callable[[nn.Modul
         raise base.UserError("--lora-rank: needs the package peft (pip install peft)")
     refuse_quantized(settings, model.config)
     model.requires_grad_(False)
-    targets = find_targets(settings, model)
-    place = functools.partial(lora_config, r=settings.lora_rank, lora_alpha=settings.lora_alpha)
-    model.peft_config = {"default": place(target_modules=target_modules(model, targets))}
     folder = flags.folder_of_adapters(settings.model) if settings.init == "pretrained" else None
+    trained = read_config(settings, folder) if folder else None
+    targets = find_targets(settings, model, trained)
+    if folder and trained:
+        refuse_patterns(folder, trained, targets)
+    use_rslora = trained is not None and trained.use_rslora
+    place = functools.partial(lora_config, r=settings.lora_rank, lora_alpha=settings.lora_alpha, use_rslora=use_rslora)
+    model.peft_config = {"default": place(target_modules=target_modules(model, targets))}
     shapes = adapter_shapes(model, targets, settings.lora_rank)
     read = base.with_all_ranks(lambda: open_adapters(settings, folder, shapes)) if folder else None
     names = {model.get_submodule(name): name for name in targets}
@@ -254,6 +272,62 @@ def refuse_quantized(settings: flags.Resolved, config: transformers.PretrainedCo
         raise base.UserError(f"--lora-rank: {problem}; choose weights that are not quantized")
 
 
+def read_config(settings: flags.Resolved, folder: pathlib.Path) -> LoraConfig:
+    """The config of a folder of adapters. Fields that peft does not know are ignored with a warning, as by peft.
+
+    Raises:
+        UserError: peft refuses it; it asks for more than adapters of linears, or for a base that peft changes; the
+            flags have another rank or alpha.
+    """
+    import peft
+
+    config = flags.read_adapter_config(str(folder))
+    config.pop("runtime_config", None)  # as peft does
+    defaults = peft.LoraConfig().to_dict()
+    known = {field: value for field, value in config.items() if field in defaults}
+    for field, value in known.items():
+        if field not in TAKEN_FIELDS and value and value != defaults[field]:
+            refuse_adapters(folder, field, value)
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init not in PLAIN_INITS:
+        refuse_adapters(folder, "init_lora_weights", init)
+    for flag, field in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
+        if getattr(settings, flag) != config.get(field):
+            problem = f"the adapters of {folder} have {config.get(field)}"
+            raise base.UserError(f"--{flag.replace('_', '-')} {getattr(settings, flag)}: {problem}; leave it out")
+    if not settings.plan:  # which reads it for each configuration
+        if unknown := ", ".join(sorted(config.keys() - known.keys())):
+            problem = (
+                f"its {base.ADAPTER_CONFIG} has {unknown}, which peft {peft.__version__} does not know and ignores"
+            )
+            job.warn(f"--model {folder}: {problem}; if a newer peft wrote it, pip install -U peft")
+        if config.get("lora_dropout"):
+            job.warn(f"{folder}: its adapters had a dropout of {config['lora_dropout']}; training continues without")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of settings of other `init_lora_weights`
+            return peft.LoraConfig(**known)
+    except (TypeError, ValueError) as error:
+        problem = f"peft refuses its {base.ADAPTER_CONFIG} ({base.first_line(error)})"
+        raise base.UserError(f"--model {folder}: {problem}") from error
+
+
+def refuse_adapters(folder: pathlib.Path, field: str, value: Any) -> None:
+    """Raises a UserError for a field of an adapter_config.json that is not followed here."""
+    problem = f"its {base.ADAPTER_CONFIG} has {field} {json.dumps(value)}, and adapters here are plain LoRA"
+    raise base.UserError(f"--model {folder}: {problem}; {MERGE}")
+
+
+def refuse_patterns(folder: pathlib.Path, config: LoraConfig, targets: list[str]) -> None:
+    """Raises a UserError where linears have a rank or an alpha of their own."""
+    from peft.utils.other import get_pattern_key
+
+    for field, usual in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha)):
+        pattern = getattr(config, field) or {}
+        for name in targets:
+            if pattern.get(get_pattern_key([*pattern], name), usual) != usual:
+                refuse_adapters(folder, field, pattern)
+
+
 def open_adapters(
     settings: flags.Resolved, folder: pathlib.Path, shapes: dict[str, tuple[int, int]]
 ) -> Callable[[str], torch.Tensor]:
@@ -262,22 +336,15 @@ def open_adapters(
     Raises:
         UserError: they are of another rank, of other linears or another model, or more than adapters of linears.
     """
-    config = flags.read_adapter_config(str(folder))
-    for field, usual in lora_config().to_dict().items():
-        if field not in TAKEN_FIELDS and config.get(field) and config[field] != usual:
-            raise base.UserError(f"--model {folder}: its adapters have {field}, which is not trained here")
-    for flag, field in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
-        if getattr(settings, flag) != config.get(field):
-            problem = f"the adapters of {folder} have {config.get(field)}"
-            raise base.UserError(f"--{flag.replace('_', '-')} {getattr(settings, flag)}: {problem}; leave it out")
-    if config.get("lora_dropout"):
-        job.warn(f"{folder}: its adapters had a dropout of {config['lora_dropout']}; they go on without")
     try:
         file = safe_open(folder / ADAPTERS_FILE, framework="pt")
         there = {*file.keys()}
     except Exception as error:
         problem = f"{ADAPTERS_FILE} cannot be read ({base.first_line(error)})"
         raise base.UserError(f"--model {folder}: {problem}") from error
+    if others := [name for name in there if not name.endswith((".lora_A.weight", ".lora_B.weight"))]:
+        problem = f"{ADAPTERS_FILE} has {min(others)}, which is no adapter of a linear"
+        raise base.UserError(f"--model {folder}: {problem}; {MERGE}")
     for problem, names in (("lack", shapes.keys() - there), ("have", there - shapes.keys())):
         if names:
             advice = "give the --lora-targets that they were trained with"
@@ -301,7 +368,7 @@ def named_as_by_peft(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 def write_adapter_config(folder: pathlib.Path, settings: flags.Resolved, model: Any) -> None:
     """Writes the adapter_config.json of a model's adapters."""
     config = model.peft_config["default"]
-    source = find_source(settings.model)[1]
+    _, source, config.revision = find_source(settings.model)
     is_folder = pathlib.Path(source).expanduser().is_dir()
     config.base_model_name_or_path = str(pathlib.Path(source).expanduser().absolute()) if is_folder else source
     config.task_type, config.inference_mode = "CAUSAL_LM", True
@@ -342,9 +409,10 @@ def describe_adapters(settings: flags.Resolved, model: Any) -> str:
     names = ", ".join(last_parts(adapted))
     frozen = str(loaded_dtype(settings)).removeprefix("torch.")
     share = f"{trained:,} of {everything:,} parameters are trained ({100 * trained / everything:.2g} %)"
-    where = (
-        f"rank {settings.lora_rank}, alpha {settings.lora_alpha}, on {base.counted(len(adapted), 'linear')} ({names})"
-    )
+    scale = f"rank {settings.lora_rank}, alpha {settings.lora_alpha}"
+    if model.peft_config["default"].use_rslora:
+        scale += " (rsLoRA: alpha / sqrt(rank))"
+    where = f"{scale}, on {base.counted(len(adapted), 'linear')} ({names})"
     left_out = [name for name in decoder_linears(model) if not re.search(r"\.(base_layer|lora_[AB])\b", name)]
     if left_out and settings.lora_targets in ALL_LINEARS:
         count = base.counted(len(left_out), "linear")

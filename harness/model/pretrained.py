@@ -57,14 +57,15 @@ def find_files(folder: pathlib.Path, named: str | None) -> list[pathlib.Path]:
     return [folder / name for name in names]
 
 
-def weight_files(source: str, config: transformers.PretrainedConfig) -> list[pathlib.Path]:
+def weight_files(source: configs.Source, config: transformers.PretrainedConfig) -> list[pathlib.Path]:
     """`find_files` of a local folder or hub id, from which the files are fetched."""
-    if not os.path.isdir(source):
-        source = snapshot_download(source, allow_patterns=["*.safetensors", "*.json"])
-    return find_files(pathlib.Path(source), getattr(config, "transformers_weights", None))
+    folder = source.weights
+    if not os.path.isdir(folder):
+        folder = snapshot_download(folder, revision=source.revision, allow_patterns=["*.safetensors", "*.json"])
+    return find_files(pathlib.Path(folder), getattr(config, "transformers_weights", None))
 
 
-def digest_of_weights(source: str, config: transformers.PretrainedConfig) -> str:
+def digest_of_weights(source: configs.Source, config: transformers.PretrainedConfig) -> str:
     """A checksum by which weights that are read again are known: of the name, type and shape of each tensor, and of
     samples of its bytes, so that it takes no longer for large ones. How they are divided into files is no part of it.
 
@@ -82,8 +83,9 @@ def digest_of_weights(source: str, config: transformers.PretrainedConfig) -> str
                     begin, end = entry.pop("data_offsets")
                     samples = b""
                     for part in range(SAMPLES):
-                        file.seek(8 + length + begin + (end - begin) * part // SAMPLES)
-                        samples += file.read(min(SAMPLE_BYTES, end - begin))
+                        offset = begin + (end - begin) * part // SAMPLES
+                        file.seek(8 + length + offset)
+                        samples += file.read(min(SAMPLE_BYTES, end - offset))
                     tensors[name] = [entry, hashlib.sha256(samples).hexdigest()]
     except base.UserError:
         raise
@@ -94,8 +96,8 @@ def digest_of_weights(source: str, config: transformers.PretrainedConfig) -> str
 
 def describe_unread(model: str) -> str:
     """The warning of a run that begins with random weights though the folder of --model has some; empty for others."""
-    _, source = configs.find_source(model)
-    if not any(pathlib.Path(source).glob("*.safetensors")):
+    source = configs.find_source(model)
+    if not any(pathlib.Path(source.weights).glob("*.safetensors")):
         return ""
     return f"random weights: {model} has weights, --init pretrained reads them"
 
@@ -149,7 +151,7 @@ class PretrainedWeights:
         UserError: there are no safetensors, they cannot be read, or a weight of the model is not among them.
     """
 
-    def __init__(self, model: Any, layers: nn.ModuleList, source: str, dtype: torch.dtype):
+    def __init__(self, model: Any, layers: nn.ModuleList, source: configs.Source, dtype: torch.dtype):
         downloads_are_shown = job.is_first_rank() and not are_progress_bars_disabled()
         transformers.utils.logging.disable_progress_bar()  # of each layer, but it ends those of downloads too
         if downloads_are_shown:

@@ -11,14 +11,16 @@ from harness.model.configs import find_source, load_config, refuse_foreign_code
 
 def load_tokenizer(settings: flags.Settings, config: PretrainedConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, its vocabulary checked against the model's."""
-    source = settings.tokenizer or find_source(settings.model)[1]
+    _, source, revision = find_source(settings.model)
+    if settings.tokenizer:
+        source, revision = settings.tokenizer, None
     adapters = flags.folder_of_adapters(settings.model)
     if adapters and not settings.tokenizer and (adapters / "tokenizer_config.json").exists():
-        source = str(adapters)  # whose template they were trained with
+        source, revision = str(adapters), None  # whose template they were trained with
     base.answer_from_cache_without_network(source)
     patches.take_tokenizers_only()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
         refuse_foreign_code(f"--tokenizer {source}", error)
         demo = flags.ASSETS / "demo"

@@ -11,13 +11,13 @@ shards, everything else is one dataclass of counters in the manifest.
     check_data, check_same_weights, check_same_corpus    the same for what trains nothing
     load_to_read              loads a checkpoint for that, or the mean of a run's newest ones
     keep_global_batch         the batch of a run that goes on with other ranks
-    check_export, export      whether --export can be written, and writing it
+    check_export, export      whether --export can be written, and writing it; export_bytes is its size
     trained_on                what weights were trained on, by their run's record and by the export they began with
 
 A figure that survives a restart is one line of `Counters` in train_state.py.
 """
 
-from harness.state.exports import check_export, export, trained_on
+from harness.state.exports import check_export, export, export_bytes, trained_on
 from harness.state.find import find_checkpoint, find_recorded_data, goes_on, load_to_read, refuse_broken
 from harness.state.identity import (
     Batch,
@@ -45,6 +45,7 @@ __all__ = [
     "count_eval_windows",
     "describe_identity",
     "export",
+    "export_bytes",
     "find_checkpoint",
     "find_recorded_data",
     "goes_on",

@@ -167,6 +167,19 @@ def exports_adapters(settings: flags.Resolved) -> bool:
     return settings.lora_rank > 0 and settings.export_weights != "merged"
 
 
+def exported_tensors(settings: flags.Resolved, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors that an export is made of: of adapters merged into a model, both."""
+    return saved_tensors(model) if exports_adapters(settings) else persistent_tensors(model)
+
+
+def export_bytes(settings: flags.Resolved, model: PreTrainedModel) -> int:
+    """The size of the weights that --export writes, in bytes, of all ranks."""
+    tensors = exported_tensors(settings, model)
+    if not exports_adapters(settings):
+        tensors = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+
+
 def write_weights(
     folder: pathlib.Path,
     settings: flags.Resolved,
@@ -181,7 +194,7 @@ def write_weights(
     from safetensors.torch import save_file
 
     adapters_alone = exports_adapters(settings)
-    tensors = saved_tensors(state.model) if adapters_alone else persistent_tensors(state.model)
+    tensors = exported_tensors(settings, state.model)
     parts = [tensors]
     if sum(tensor.nbytes for tensor in tensors.values()) > ONE_FILE and not adapters_alone:
         parts = by_layer(tensors)
@@ -244,7 +257,7 @@ def write_configs(
         models.write_adapter_config(folder, settings, model)
     else:
         write_json(folder / "config.json", model_config(model, tokenizer, settings.init == "pretrained"))
-        write_json(folder / "generation_config.json", generation_config(settings, model, tokenizer, ends))
+    write_json(folder / "generation_config.json", generation_config(settings, model, tokenizer, ends))
     if tokenizer:
         for name in FOREIGN_CODE:
             vars(tokenizer).pop(name, None)

@@ -193,13 +193,13 @@ class TrainState(Counters):
             tensors[f"{rng}.cuda"] = torch.cuda.get_rng_state()
         return tensors
 
-    def saved_bytes(self) -> tuple[int, int]:
-        """(bytes of the tensors in a checkpoint, bytes of the weights among them), of all ranks."""
+    def saved_bytes(self) -> int:
+        """Bytes of the tensors in a checkpoint, of all ranks."""
         weights = sum(tensor.numel() * tensor.itemsize for tensor in saved_tensors(self.model).values())
         states = 0
         for _, state, local in self.optimizer_states():
             states += state.numel() * (4 + 1 if hasattr(local, "codes") else state.itemsize)  # in fp32, and its codes
-        return weights + states, weights
+        return weights + states
 
     def optimizer_states(self) -> Iterator[tuple[str, Any, Any]]:
         """(name, state, this rank's part of it); none without an optimizer."""

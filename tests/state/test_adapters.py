@@ -22,6 +22,7 @@ import train_fsdp
 import utils
 from harness import base
 from harness import model as models
+from harness.job import preflight
 
 FLAGS = "--init pretrained --lora-rank 2 --precision fp32 --no-compile --sequence-length 32 --batch-size 4 --lr 1e-2"
 FLAGS += " --num-workers 0 --dataset demo --log-interval 1 --num-steps 4 --warmup-steps 0 --lr-scheduler constant"
@@ -182,6 +183,44 @@ def test_another_base_or_other_adapters_are_no_resume(workspace, flags, device, 
             train(command, device)
 
 
+def test_the_same_base_in_other_files_is_a_resume(workspace, flags, device, tmp_path):
+    """Of a Qwen3, whose norms of queries and keys are small tensors: what follows them in a file is other."""
+    model = AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(workspace / "models" / "qwen3"))
+    for name, size in (("one", "1GB"), ("many", "20KB")):
+        model.save_pretrained(tmp_path / name, max_shard_size=size)
+    assert len([*(tmp_path / "many").glob("*.safetensors")]) > 5
+    assert train(flags(tmp_path / "one", "--checkpoint-interval", 2), device) == 0
+    again = ["--checkpoint-interval", 2, "--resume", "auto", "--num-steps", 6]
+    assert train(flags(tmp_path / "many", *again), device) == 0
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_norm.weight.mul_(1.01)
+    model.save_pretrained(tmp_path / "other")
+    with pytest.raises(base.UserError, match="its weights are not those"):
+        train(flags(tmp_path / "other", *again, "--num-steps", 8), device)
+
+
+@pytest.mark.parametrize("which", ["adapters", "merged"])
+def test_the_room_for_an_export_is_that_of_the_weights_that_it_writes(flags, device, tmp_path, monkeypatch, which):
+    asked = ["--export-weights", which, "--export", tmp_path / "e"]
+    assert train(flags("llama", *asked, "--export", tmp_path / "written"), device) == 0
+    (path,) = (tmp_path / "written").glob("*.safetensors")
+    size = sum(tensor.nbytes for tensor in safetensors.torch.load_file(path).values())
+    monkeypatch.setattr(preflight, "free_bytes", lambda folder: 0 if folder == tmp_path / "e" else 10**12)
+    with pytest.raises(base.UserError, match=r"^--export .*: it takes .*, there are 0") as raised:
+        train(flags("llama", *asked, "--run-name", "again"), device)
+    takes = re.search(r"it takes (\S+) (kB|MB)", str(raised.value))
+    assert float(takes[1]) * {"kB": 1e3, "MB": 1e6}[takes[2]] == pytest.approx(size, rel=0.01)
+
+
+def test_an_export_of_adapters_says_how_answers_end(flags, device, tmp_path):
+    """By the end token of the base, and by what ended the texts that they were trained on."""
+    exported = ["--export", tmp_path / "adapters"]
+    assert train(flags("llama", *exported), device) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "adapters")
+    ends = transformers.GenerationConfig.from_pretrained(tmp_path / "adapters").eos_token_id
+    assert tokenizer.eos_token_id in ends
+
+
 def test_a_folder_of_adapters_goes_on_from_them_on_its_base(workspace, flags, device, tmp_path, capfd):
     adapters, run = tmp_path / "adapters", tmp_path / "out" / "r"
     evaluated = ["--eval-interval", 4, "--eval-steps", 2]
@@ -198,11 +237,11 @@ def test_a_folder_of_adapters_goes_on_from_them_on_its_base(workspace, flags, de
         train([*going_on, "--run-name", "third", "--lora-rank", 0], device)
     (adapters / base.ADAPTER_CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.05}))
     assert train([*going_on, "--run-name", "undropped", "--num-steps", 1], device) == 0
-    assert capfd.readouterr().err.count("had a dropout of 0.05; they go on without") == 1
+    assert capfd.readouterr().err.count("had a dropout of 0.05; training continues without") == 1
     wrong = {
         "is not there": config | {"base_model_name_or_path": "/nowhere/llama"},
         "do not name the model": config | {"base_model_name_or_path": None},
-        "its adapters have use_dora": config | {"use_dora": True},
+        "has use_dora true, and adapters here are plain LoRA; merge": config | {"use_dora": True},
         "its adapters have base_model": config | {"target_modules": ["q_proj"]},
     }
     for problem, content in wrong.items():
