@@ -34,6 +34,16 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+class TokenCount:
+    """A streamer of `generate`, by which each token is progress."""
+
+    def put(self, tokens: torch.Tensor) -> None:
+        job.enter_phase("sampling")
+
+    def end(self) -> None:
+        pass
+
+
 def sample(
     settings: flags.Resolved,
     prompt: str,
@@ -60,6 +70,7 @@ def sample(
             synced_gpus=dist.get_world_size() > 1,
             eos_token_id=ends,
             pad_token_id=tokenizer.eos_token_id,
+            streamer=TokenCount(),
         )
     shown, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (encoded["input_ids"][0], tokens[0]))
     assert isinstance(shown, str) and isinstance(text, str)  # each of one row of ids
