@@ -169,7 +169,7 @@ class Settings:
     export: str | None = flag(None, "at the end, a folder that from_pretrained loads, of adapters one that peft loads", metavar="DIR", type=path, of_one_run=True)
     export_weights: Literal["adapters", "merged"] | None = flag(None, "with --lora-rank: merged exports the model with its adapters added [adapters]", only_with="export", of_one_run=True)
 
-    timeout_minutes: float = flag(10.0, "how long ranks wait for each other; then the job ends with a line that names the one that did not come [10]", least=0.001, below=1e7, group="failures")
+    timeout_minutes: float = flag(10.0, "how long ranks wait for each other while none works; then the job ends with a line that names the one that did not come [10]", least=0.001, below=1e7, group="failures")
 
     max_skipped: int = flag(5, "a step whose gradient norm is NaN or infinite is skipped; more of them in a row end the run [5]", least=0)
 

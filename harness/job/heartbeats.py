@@ -51,7 +51,7 @@ class Progress:
     moves: int = 0
     began: float = dataclasses.field(default_factory=time.monotonic)  # when it came into `phase` from another one
     moves_before: int = 0
-    since: float = dataclasses.field(default_factory=time.monotonic)  # its last move or work
+    since: float = dataclasses.field(default_factory=time.monotonic)  # its last move
     parts: int = 0  # of checkpoints that a thread has done, and for each of which the other ranks wait
     folder: pathlib.Path | None = None  # of the run, where a stall leaves its traces
 
@@ -212,8 +212,6 @@ class Heartbeats(threading.Thread):
             slept, now = min(time.monotonic() - now, 2 * self.interval), time.monotonic()
             if endings.ENDING or self.stop.leaving:
                 return
-            if base.WORK:
-                PROGRESS.since = now
             if base.WORK or place != (PROGRESS.moves, PROGRESS.parts):
                 place, self.waited = (PROGRESS.moves, PROGRESS.parts), 0.0
                 before, read_at = None, (1 - SILENCE) * self.seconds

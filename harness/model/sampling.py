@@ -68,7 +68,7 @@ def sample(
             top_k=20,
             use_cache=True,
             synced_gpus=dist.get_world_size() > 1,
-            eos_token_id=ends,
+            eos_token_id=ends or None,  # without one: all tokens
             pad_token_id=tokenizer.eos_token_id,
             streamer=TokenCount(),
         )

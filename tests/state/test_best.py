@@ -126,10 +126,11 @@ def test_a_run_that_was_disturbed_names_and_keeps_the_best_of_an_undisturbed_one
         assert train(given, device, Stop(steps=first, passes=second)) == 143
     else:
         step[0] = 0
-        with monkeypatch.context() as patches, pytest.raises(Killed):
-            function = pkgutil.resolve_name(first)
+        function = pkgutil.resolve_name(first)
+        with monkeypatch.context() as patches:
             patches.setattr(first, lambda *args, **options: kill() if step[0] == second else function(*args, **options))
-            train(given, device)
+            with pytest.raises(Killed):
+                train(given, device)
     assert train(given, device) == 0
     whole = run.with_name("whole")
     assert kept(run) == kept(whole) == [4, 8]
