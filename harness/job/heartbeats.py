@@ -50,7 +50,7 @@ class Progress:
     step: int = 0
     moves: int = 0
     began: float = dataclasses.field(default_factory=time.monotonic)  # when it came into `phase` from another one
-    moves_before: int = 0
+    first_move: int = 0  # the count of moves then
     since: float = dataclasses.field(default_factory=time.monotonic)  # its last move
     parts: int = 0  # of checkpoints that a thread has done, and for each of which the other ranks wait
     folder: pathlib.Path | None = None  # of the run, where a stall leaves its traces
@@ -64,11 +64,11 @@ def enter_phase(phase: str, step: int | None = None) -> None:
     """Records that this rank enters a phase; every rank calls this."""
     endings.block_if_ending()
     PROGRESS.since = time.monotonic()
+    PROGRESS.moves += 1
     if phase != PROGRESS.phase:
-        PROGRESS.phase, PROGRESS.began, PROGRESS.moves_before = phase, PROGRESS.since, PROGRESS.moves
+        PROGRESS.phase, PROGRESS.began, PROGRESS.first_move = phase, PROGRESS.since, PROGRESS.moves
     if step is not None:
         PROGRESS.step = step
-    PROGRESS.moves += 1
 
 
 def end_part() -> None:
@@ -87,7 +87,7 @@ def how_far() -> str:
     with contextlib.suppress(IndexError, OSError):  # the work ended, or its files were renamed
         return base.WORK[-1]()
     unit = UNITS.get(PROGRESS.phase)
-    return f"{PROGRESS.moves - PROGRESS.moves_before:,} {unit}" if unit else ""
+    return f"{PROGRESS.moves - PROGRESS.first_move:,} {unit}" if unit else ""
 
 
 def silent_ranks(before: list[dict | None], now: list[dict | None]) -> list[int]:
@@ -223,7 +223,7 @@ class Heartbeats(threading.Thread):
                 beats = self.read()
                 if before:
                     ranks, where = judge(before, beats, self.seconds)
-                    if ranks and place == (PROGRESS.moves, PROGRESS.parts):
+                    if ranks and place == (PROGRESS.moves, PROGRESS.parts) and not base.WORK:
                         self.end(f"--timeout-minutes: {self.describe(ranks)}: {where}")
                     if self.rank == 0:
                         _, working = min((beat["waited"], rank) for rank, beat in enumerate(beats) if beat)

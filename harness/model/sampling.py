@@ -38,7 +38,8 @@ class TokenCount:
     """A streamer of `generate`, by which each token is progress."""
 
     def put(self, tokens: torch.Tensor) -> None:
-        job.enter_phase("sampling")
+        if tokens.dim() == 1:  # else it is the prompt
+            job.enter_phase("sampling")
 
     def end(self) -> None:
         pass
@@ -57,7 +58,6 @@ def sample(
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
     # the length changes with every token: eager code and no cuDNN, or both would start again each time
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    job.enter_phase("sampling")
     with evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):
         torch.manual_seed(settings.seed)
         tokens = model.generate(

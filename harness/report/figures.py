@@ -92,10 +92,10 @@ def of_all_ranks(speed: dict[str, float], state: states.TrainState, device: torc
     row = torch.tensor([own.get(name, 0.0) for name in WORST], dtype=torch.float64, device=device)
     dist.all_reduce(row, dist.ReduceOp.MAX)
     worst = {name: value for name, value in zip(WORST, row.tolist(), strict=True) if name in own}
-    return of_run(speed, state) | worst
+    return with_run_times(speed, state) | worst
 
 
-def of_run(speed: dict[str, float], state: states.TrainState) -> dict[str, float]:
+def with_run_times(speed: dict[str, float], state: states.TrainState) -> dict[str, float]:
     """`speed` with the time of the whole run; nothing in warmup."""
     if "step_time_ms" not in speed:
         return {}

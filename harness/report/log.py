@@ -28,7 +28,7 @@ from tqdm import tqdm
 from harness import base, flags, job
 from harness import state as states
 from harness.report import page
-from harness.report.figures import NOTES, of_all_ranks, of_run
+from harness.report.figures import NOTES, of_all_ranks, with_run_times
 from harness.report.files import MetricsFile, describe_run, write_config
 from harness.report.health import StepResult, count_skipped, first_not_finite, read_results, read_routing, read_terms
 from harness.report.profiling import dump_memory, profiling
@@ -269,7 +269,7 @@ class Log(contextlib.AbstractContextManager):
             if self.settings.memory_snapshot:
                 dump_memory(self.folder)
         elif metrics and "final" not in metrics:  # it was killed behind its last checkpoint
-            metrics = metrics | of_run(speed, self.state) | (planned or {})
+            metrics = metrics | with_run_times(speed, self.state) | (planned or {})
         metrics = {key: value for key, value in metrics.items() if key not in NOTES}
         if not self.file:
             return metrics
