@@ -60,7 +60,7 @@ def build_mesh(settings: flags.Settings, device: torch.device) -> DeviceMesh:
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    job.limit_waiting(*mesh.get_all_groups())
+    job.wait_for_a_day(*mesh.get_all_groups())
     return mesh
 
 
@@ -107,6 +107,7 @@ def build_model(
         add_adapters(layer)
         transform_layer(settings, layer, convert_to_fp8, shard)
     if settings.compile:
+        base.count_compiling_as_work()
         for module in outside:
             if type(module).__name__.endswith("Norm"):  # the one before the head
                 module.forward = torch.compile(module.forward)
@@ -351,18 +352,19 @@ def why_not_to_save(run: Run, metrics: dict) -> str:
 
 def evaluate_and_log(run: Run, due: job.Due, metrics: dict, problem: str, stop: job.StopRequest) -> None:
     """An evaluation where one is due, which adds `eval_loss` to `metrics`, and then a log line. Ends a run whose loss
-    diverged, by `problem`, which says what of `metrics` is NaN or infinite, or by the evaluation's loss."""
+    diverged, by `problem`, which says what of `metrics` is NaN or infinite, or by the evaluation's loss. Of an
+    evaluation that a stop cuts off, in its stories too, nothing counts: the next start makes it."""
     stories = []
     if due.evaluate and not problem:
         try:
             with run.state.tracker.excluded(), stop.before_each_forward(run.state.model):
                 losses, _ = evaluate(run.settings, run.state.model, run.data.held_out, run.device)
-                metrics |= losses
                 if not due.last:  # after the last step the end of the run writes them
                     stories = opening.tell_stories(run, run.data, run.state.model, run.device)
         except job.Stopped:
-            run.log.write(metrics)  # without the evaluation, which the next start makes
+            run.log.write(metrics)
             raise
+        metrics |= losses
         problem = report.first_not_finite(metrics, [])
         run.checkpoints.note_evaluation(run.state, metrics["eval_loss"])
     run.log.write(metrics, stories)
@@ -445,7 +447,7 @@ def answer_without_training(given: flags.Settings, device: torch.device) -> int:
         state.refuse_broken(settings, weights, opened.checkpoint)
         if settings.eval_interval:
             losses, tokens = evaluate(settings, model, dataset.held_out, device)
-            report.say_evaluation(settings, dataset, opened.checkpoint, losses, tokens, stdout)
+            report.say_evaluation(settings, dataset, weights if checkpoint else None, losses, tokens, stdout)
         report.say_stories(opening.tell_stories(opened, dataset, model, device))
         if settings.export:
             opening.export(opened, weights)

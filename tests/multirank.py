@@ -15,8 +15,11 @@ import time
 import warnings
 from unittest import mock
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch._inductor import compile_fx
 from torch.distributed.tensor import DTensor
 
 import train_fsdp
@@ -24,6 +27,7 @@ import utils
 from harness import data, job, plan, resolving
 from harness import model as models
 from harness.base import from_main_process, of_all_ranks
+from harness.data import encode
 from harness.flags import parse_args
 from harness.job import heartbeats, start_processes, stop_processes, world
 from harness.job.signals import StopRequest
@@ -166,11 +170,21 @@ def impatient(environment: dict, *argv: str) -> None:
 
 
 def stalled(how: str, *argv: str) -> None:
-    """The program, of which one rank stalls: it reads or saves for ever, or is stopped before the ranks meet. With
-    `lock` rank 1 reads for ever, and rank 0 holds the interpreter's lock meanwhile."""
+    """The program, of which one rank stalls: it reads or saves for ever, waits in another collective, or is stopped
+    before the ranks meet. With `lock` rank 1 reads for ever, and rank 0 holds the interpreter's lock meanwhile."""
 
     def forever(*_, **__):
         time.sleep(1000)
+
+    if how == "elsewhere" and os.environ["RANK"] == "1":
+        move = heartbeats.enter_phase
+
+        def wait_elsewhere(phase: str, step: int | None = None):
+            if (phase, step) == ("data", 8):
+                dist.recv(torch.zeros(1), src=0)
+            move(phase, step)
+
+        job.enter_phase = wait_elsewhere
 
     if how == "lock":  # rank 0 waits as a launch into a full queue does: no thread of it runs
         enter_phase = heartbeats.enter_phase
@@ -192,6 +206,30 @@ def stalled(how: str, *argv: str) -> None:
             packed.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
         if how == "save":
             store.sha256 = forever
+    program(*argv)
+
+
+def slow(what: str, seconds: str, *argv: str) -> None:
+    """The program on ranks that work slowly: one thing takes `seconds` in one call, or one after each token or
+    batch."""
+    delays = itertools.chain([float(seconds)], itertools.repeat(0.0))
+
+    def slowly(function, each: bool = False):
+        return lambda *args, **options: (time.sleep(1 if each else next(delays)), function(*args, **options))[1]
+
+    if what == "save":
+        dcp.FileSystemWriter.write_data = slowly(dcp.FileSystemWriter.write_data)
+    elif what == "export":
+        safetensors.torch.save_file = slowly(safetensors.torch.save_file)
+    elif what == "compile":
+        compile_fx.compile_fx = slowly(lambda graph, *_, **__: graph.forward)
+    elif what == "tokenization":
+        encode.TextFormat.encode = slowly(encode.TextFormat.encode)
+    elif what == "sampling":
+        torch.multinomial = slowly(torch.multinomial, each=True)
+    elif what == "evaluation":
+        held_out_batches, wait = data.held_out_batches, slowly(lambda batch: batch, each=True)
+        data.held_out_batches = lambda *args: map(wait, held_out_batches(*args))
     program(*argv)
 
 

@@ -7,7 +7,15 @@ from harness.base.errors import NoSplitError, UserError
 from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, Gpu, choose_kind, find_gpu, unlisted
 from harness.base.hub import answer_from_cache_without_network
 from harness.base.labels import IGNORE_INDEX
-from harness.base.ranks import from_main_process, of_all_ranks, on_main_rank, with_all_ranks
+from harness.base.ranks import (
+    WORK,
+    count_compiling_as_work,
+    from_main_process,
+    of_all_ranks,
+    on_main_rank,
+    with_all_ranks,
+    working,
+)
 from harness.base.saved import (
     ADAPTER_CONFIG,
     FORMAT,
@@ -57,6 +65,7 @@ __all__ = [
     "NCCL_GIB",
     "OLDEST_TORCHAO",
     "ROOT",
+    "WORK",
     "Gpu",
     "NoSplitError",
     "ShowVersion",
@@ -67,6 +76,7 @@ __all__ = [
     "choose_kind",
     "commit",
     "complete_checkpoints",
+    "count_compiling_as_work",
     "counted",
     "find_gpu",
     "first_line",
@@ -102,4 +112,5 @@ __all__ = [
     "version_parts",
     "wait_for_device",
     "with_all_ranks",
+    "working",
 ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations  # older interpreters read this far, to be told so
 
+import contextlib
 import functools
 import traceback
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from harness.base.errors import UserError
@@ -14,7 +14,30 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
-PATIENCE = timedelta(hours=24)  # tokenizing a large corpus outlasts the time that other groups wait
+WORK: list[Callable[[], str]] = []  # what this process does without waiting for other ranks, innermost last
+
+
+@contextlib.contextmanager
+def working(describe: Callable[[], str] = str) -> Iterator[None]:
+    """Mark this rank as working: it waits for no other rank, so however long this takes, it has not stalled.
+    `describe` says how far it is, such as "1.2 GB written". Also a decorator."""
+    WORK.append(describe)
+    try:
+        yield
+    finally:
+        WORK.remove(describe)
+
+
+@functools.cache
+def count_compiling_as_work() -> None:
+    """Has every compilation of this process, from now on, count as work."""
+    from torch._dynamo import callback  # private: no public name says that the compiler runs
+
+    def describe() -> str:
+        return "compiling"
+
+    callback.on_compile_start(lambda _: WORK.append(describe))
+    callback.on_compile_end(lambda _: WORK.remove(describe))
 
 
 def with_all_ranks(make: Callable[[], T]) -> T:
@@ -25,12 +48,13 @@ def with_all_ranks(make: Callable[[], T]) -> T:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
     result, error = attempt(make)
-    for error_of_rank in of_all_ranks(error, patient_group(dist.group.WORLD)):
+    for error_of_rank in of_all_ranks(error):
         if error_of_rank is not None:
             raise error_of_rank
     return result
 
 
+@working()
 def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """(what `make` returns, or None; what it raises, as something that can be pickled, or None)."""
     try:
@@ -50,9 +74,8 @@ def from_main_process(make: Callable[[], T], is_main: bool) -> T:
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
-    group = patient_group(dist.group.WORLD)
     result, error = attempt(make) if is_main else (None, None)
-    outcomes = of_all_ranks((is_main, error), group)
+    outcomes = of_all_ranks((is_main, error))
     for _, error_of_rank in outcomes:
         if error_of_rank is not None:
             raise error_of_rank
@@ -60,19 +83,10 @@ def from_main_process(make: Callable[[], T], is_main: bool) -> T:
     answer = result
     for main_rank in main_ranks:  # a broadcast of each: a gathering would hold a large tokenizer once for each rank
         message = [result]
-        dist.broadcast_object_list(message, src=main_rank, group=group)
+        dist.broadcast_object_list(message, src=main_rank)
         if main_rank <= dist.get_rank():  # the last one is of this rank's own node
             answer = message[0]
     return answer
-
-
-@functools.lru_cache(maxsize=1)
-def patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group of all ranks that waits for a day, made once in the life of `world`, the default group; every rank
-    calls this."""
-    import torch.distributed as dist
-
-    return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def on_main_rank(make: Callable[[], T]) -> T:

@@ -370,7 +370,8 @@ class Settings:
 
     timeout_minutes: float = flag(
         10.0,
-        "how long ranks wait for each other; then the job ends with a line that names the one that did not come [10]",
+        "how long ranks wait for each other while none works; then the job ends with a line that names the one that "
+        "did not come [10]",
         least=0.001, below=1e7, group="failures",
     )
 

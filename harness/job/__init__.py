@@ -32,7 +32,7 @@ from harness.job.terminal import (
     step_bar,
     warn,
 )
-from harness.job.world import World, limit_waiting, start_processes, stop_processes
+from harness.job.world import World, new_gloo_group, start_processes, stop_processes, wait_for_a_day
 
 __all__ = [
     "PROGRESS",
@@ -56,7 +56,7 @@ __all__ = [
     "is_terminal",
     "last_lines",
     "launcher",
-    "limit_waiting",
+    "new_gloo_group",
     "print_error",
     "progress",
     "replace_file",
@@ -66,5 +66,6 @@ __all__ = [
     "step_bar",
     "stop_processes",
     "take_folder",
+    "wait_for_a_day",
     "warn",
 ]

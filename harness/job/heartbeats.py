@@ -1,6 +1,6 @@
-"""Heartbeats: every rank writes into the job's store every two seconds in which phase it is, and how many it has
-entered. When the job stalls, one line names the rank for which the others wait, its host, pid and phase, and every rank
-ends; before the ranks have met, too."""
+"""Heartbeats: every rank writes into the job's store every two seconds in which phase it is, how many it has entered,
+and for how long it has neither worked nor entered one. When the job stalls, one line names the rank for which the
+others wait, its host, pid and phase, and every rank ends; before the ranks have met, too. One rank is never ended."""
 
 import concurrent.futures
 import contextlib
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BEAT = 2.0  # seconds between two beats
-SILENT_BEATS = 3  # missing beats after which a rank is silent
+SILENT_BEATS = 3  # missing beats after which a rank is gone, where a collective broke
+SILENCE = 0.75  # of the timeout, without a beat: a call into C that holds the interpreter's lock can last long
 STORE_PATIENCE = 10.0  # seconds until the store must have answered
 EXIT_PATIENCE = 9.0  # seconds after which a rank that ends a stalled job is gone, whatever blocks it
 
@@ -48,22 +49,26 @@ class Progress:
     phase: str = "start"
     step: int = 0
     moves: int = 0
-    since: float = dataclasses.field(default_factory=time.monotonic)
+    began: float = dataclasses.field(default_factory=time.monotonic)  # when it came into `phase` from another one
+    first_move: int = 0  # the count of moves then
+    since: float = dataclasses.field(default_factory=time.monotonic)  # its last move
     parts: int = 0  # of checkpoints that a thread has done, and for each of which the other ranks wait
     folder: pathlib.Path | None = None  # of the run, where a stall leaves its traces
 
 
 PROGRESS = Progress()
+UNITS = {"evaluation": "batches", "sampling": "tokens"}  # phases that are entered for each
 
 
 def enter_phase(phase: str, step: int | None = None) -> None:
     """Records that this rank enters a phase; every rank calls this."""
     endings.block_if_ending()
-    PROGRESS.phase = phase
-    if step is not None:
-        PROGRESS.step = step
     PROGRESS.since = time.monotonic()
     PROGRESS.moves += 1
+    if phase != PROGRESS.phase:
+        PROGRESS.phase, PROGRESS.began, PROGRESS.first_move = phase, PROGRESS.since, PROGRESS.moves
+    if step is not None:
+        PROGRESS.step = step
 
 
 def end_part() -> None:
@@ -77,8 +82,12 @@ def rank_name(rank: int) -> str:
     return f"rank {rank} ({host}, pid {pid})" if pid else f"rank {rank}"
 
 
-def last_seen(beat: dict) -> str:
-    return f"last seen {max(0.0, time.time() - beat['time']):.0f} s ago in {beat['phase']} of step {beat['step']}"
+def how_far() -> str:
+    """What this rank has done of its phase, in words; empty if that is not known."""
+    with contextlib.suppress(IndexError, OSError):  # the work ended, or its files were renamed
+        return base.WORK[-1]()
+    unit = UNITS.get(PROGRESS.phase)
+    return f"{PROGRESS.moves - PROGRESS.first_move:,} {unit}" if unit else ""
 
 
 def silent_ranks(before: list[dict | None], now: list[dict | None]) -> list[int]:
@@ -91,8 +100,8 @@ def silent_ranks(before: list[dict | None], now: list[dict | None]) -> list[int]
 
 
 def judge(before: list[dict | None], now: list[dict | None], seconds: float) -> tuple[list[int], str]:
-    """The ranks for which the others wait, and in words where they are, by two readings of all beats when a rank has
-    waited for `seconds`; ([], "") while it is too early to know.
+    """Find the ranks for which all others wait, from two readings of all beats, SILENCE of `seconds` apart. Return them
+    and where they are, in words; ([], "") if a rank has worked or entered a phase within `seconds`.
 
     Those that never came; else a rank that reads data, where it waits for nobody, behind all that beat; else those that
     are silent; else those that have entered the fewest phases.
@@ -101,18 +110,18 @@ def judge(before: list[dict | None], now: list[dict | None], seconds: float) -> 
         return absent, "never seen"
     beats: list[dict] = [beat for beat in now if beat]
     silent = silent_ranks(before, now)
-    if all(beat["phase"] == "preparation" for beat in beats):  # in which ranks wait for the one that reads
-        silent = [rank for rank in silent if time.time() - beats[rank]["time"] > seconds]
-        if not silent:
-            return [], ""
     # What a silent rank wrote last may be many phases old, so it is not compared with those that beat.
-    compared = [rank for rank in range(len(beats)) if rank not in silent] or silent
+    compared = [rank for rank in range(len(beats)) if rank not in silent]
+    if any(beats[rank]["waited"] < seconds for rank in compared):
+        return [], ""
     least = min(beats[rank]["moves"] for rank in compared)
     behind = [rank for rank in compared if beats[rank]["moves"] == least]
     place = beats[behind[0]]
     if silent and place["phase"] != "data":
-        return silent, f"silent, {last_seen(beats[silent[0]])}"
-    where = f"in {place['phase']} of step {place['step']} for {place['seconds']:.0f} s"
+        last = beats[silent[0]]
+        where = f"last seen in {last['phase']} of step {last['step']}"
+        return silent, f"no heartbeat for over {SILENCE * seconds:.0f} s, {where}"
+    where = f"in {place['phase']} of step {place['step']} for {place['waited']:.0f} s"
     if len(behind) == len(beats) > 1 and place["phase"] != "data":
         where += ": all wait for each other; the network between them, or a driver"
     return behind, where
@@ -125,12 +134,11 @@ class Leaving(Protocol):
 
 
 class Heartbeats(threading.Thread):
-    """A thread that writes this rank's beats, and ends this rank where it enters no new phase for `seconds`.
+    """A thread that writes this rank's beats and, in a job of several ranks, ends this one if no rank has worked or
+    entered a phase for `seconds`.
 
-    A rank that beats no more may be healthy: a call into C can hold the interpreter's lock, such as a launch into a
-    full queue of the GPU. Time for which this process was itself stopped does not count as waiting. During the
-    preparation ranks wait without limit for the one that reads and tokenizes; only one that has been silent for
-    `seconds` ends the job. `stop` is the run's `StopRequest`.
+    Time for which this process was itself stopped does not count. No clock is compared with another host's. `stop` is
+    the run's `StopRequest`.
     """
 
     def __init__(self, seconds: float, store: "dist.Store", stop: Leaving):
@@ -138,8 +146,9 @@ class Heartbeats(threading.Thread):
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.seconds, self.stop = seconds, stop
         self.interval = min(max(BEAT, self.world / 250), seconds / 6)  # at most 250 beats a second in the whole job
-        self.silence = max(SILENT_BEATS * self.interval, min(30.0, seconds / 2))  # a call into C can last that long
+        self.waited = 0.0  # seconds without work or a new phase
         self.beats = 0
+        self.reported: set[str] = set()  # phases that took long
         RANKS[:] = [NOWHERE] * self.world
         RANKS[self.rank] = here()
         # a connection of its own, as a call on the other one may block
@@ -166,10 +175,22 @@ class Heartbeats(threading.Thread):
     def beat(self) -> None:
         """Writes where this rank is."""
         self.beats += 1
-        where = {"place": RANKS[self.rank], "beat": self.beats}
+        where = {"place": RANKS[self.rank], "beat": self.beats, "waited": self.waited}
         where |= {"phase": PROGRESS.phase, "step": PROGRESS.step, "moves": [PROGRESS.moves, PROGRESS.parts]}
-        where |= {"seconds": time.monotonic() - PROGRESS.since, "time": time.time()}
+        where |= {"lasts": time.monotonic() - PROGRESS.began, "how_far": how_far()}
         self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(where))
+        if self.world == 1 or (self.rank == 0 and self.waited < self.seconds):
+            self.report_long_phase(0, where)
+
+    def report_long_phase(self, rank: int, beat: dict) -> None:
+        """Prints once of each phase that a rank has been in it for longer than the timeout."""
+        if beat["lasts"] < self.seconds or beat["phase"] in self.reported:
+            return
+        self.reported.add(beat["phase"])
+        line = f"{rank_name(rank)} has been in {beat['phase']} for {beat['lasts'] / 60:.3g} minutes"
+        if beat["how_far"]:
+            line += f": {beat['how_far']}"
+        print_in_thread(f"train_fsdp.py: {line}")
 
     def read(self) -> list[dict | None]:
         """The newest beat of each rank, None of one that has not come to the store; it fills RANKS."""
@@ -185,30 +206,34 @@ class Heartbeats(threading.Thread):
         return beats
 
     def run(self) -> None:
-        moves, waited, before, now = 0, 0.0, None, time.monotonic()
+        place, before, read_at, now = None, None, 0.0, time.monotonic()
         while True:
             time.sleep(self.interval)
             slept, now = min(time.monotonic() - now, 2 * self.interval), time.monotonic()
-            if endings.ENDING or self.stop.leaving:  # what a rank still waits for has a timeout of its own
+            if endings.ENDING or self.stop.leaving:
                 return
-            if PROGRESS.moves != moves:
-                moves, waited, before = PROGRESS.moves, 0.0, None
-            waited += slept
+            if base.WORK or place != (PROGRESS.moves, PROGRESS.parts):
+                place, self.waited = (PROGRESS.moves, PROGRESS.parts), 0.0
+                before, read_at = None, (1 - SILENCE) * self.seconds
+            self.waited += slept
             try:
                 self.beat()
-                if waited < self.seconds:
+                if self.world == 1 or self.waited < read_at:
                     continue
-                if before is None:
-                    before, until = self.read(), waited + self.silence
-                elif waited >= until:
-                    ranks, where = judge(before, self.read(), self.seconds)
-                    if ranks and PROGRESS.moves == moves:
+                beats = self.read()
+                if before:
+                    ranks, where = judge(before, beats, self.seconds)
+                    if ranks and place == (PROGRESS.moves, PROGRESS.parts) and not base.WORK:
                         self.end(f"--timeout-minutes: {self.describe(ranks)}: {where}")
-                    waited, before = 0.0, None
+                    if self.rank == 0:
+                        _, working = min((beat["waited"], rank) for rank, beat in enumerate(beats) if beat)
+                        self.report_long_phase(working, beats[working])
+                # two beats later than the timeout: by then those of the others say that they wait, too
+                before, read_at = beats, self.waited + SILENCE * self.seconds + 2 * self.interval
             except RuntimeError as error:
-                if waited > self.seconds:
-                    place = f"{rank_name(self.rank)} waits in {PROGRESS.phase} of step {PROGRESS.step}"
-                    self.end(f"--timeout-minutes: {place}, and {error}")
+                if self.waited > self.seconds and self.world > 1:
+                    here = f"{rank_name(self.rank)} waits in {PROGRESS.phase} of step {PROGRESS.step}"
+                    self.end(f"--timeout-minutes: {here}, and {error}")
 
     def describe(self, ranks: list[int]) -> str:
         others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
@@ -244,22 +269,24 @@ class Heartbeats(threading.Thread):
     def end(self, problem: str) -> NoReturn:
         """Ends this rank after a line by one rank of the job and, in the run's folder, traces of where this one
         stood."""
-        PROGRESS.phase = (
-            "failure"  # from here on a SIGTERM is the launcher's, as another rank has ended: no line about it
-        )
+        PROGRESS.phase = "failure"  # from here on a SIGTERM is the launcher's, as another rank has ended: no line
         line = f"train_fsdp.py: error: {problem}"
         with open(os.devnull, "w") as nowhere:
             # a thread of C, which ends this process even where the record of NCCL holds the interpreter's lock
             faulthandler.dump_traceback_later(EXIT_PATIENCE, exit=True, file=nowhere)
             if self.speaks_first():
                 base.record_error(line)
-                # in a thread, as a pipe that nobody empties would block this one
-                threading.Thread(target=terminal.print_error, args=(line,), daemon=True).start()
+                print_in_thread(line)
             if PROGRESS.folder:
                 with contextlib.suppress(OSError):
                     leave_traces(PROGRESS.folder, self.rank, line)
             time.sleep(0.5)  # for the line
             endings.end(1, patience=5)
+
+
+def print_in_thread(line: str) -> None:
+    """Prints on stderr; a pipe that nobody empties would block this thread."""
+    threading.Thread(target=terminal.print_error, args=(line,), daemon=True).start()
 
 
 def leave_traces(folder: pathlib.Path, rank: int, line: str) -> None:

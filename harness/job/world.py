@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import socket
 import time
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 STORE_PATIENCE = 15  # seconds until a line about a store that does not answer
-AFTER_HEARTBEATS = timedelta(minutes=1)  # that collectives wait longer than --timeout-minutes
-TORCHS_PATIENCE = 480  # seconds that torch waits for its own NCCL watchdog, before it aborts without a word
+A_DAY = timedelta(days=1)  # the timeout of collectives: the heartbeats tell a rank that works from one that is gone
 
 
 class World:
@@ -59,8 +57,7 @@ class World:
         device = start_processes(minutes, store)
         self.watch.read()  # all have come by now: from here on their places are known
         if dist.get_world_size() > 1:
-            self.stop.group = dist.new_group(backend="gloo")  # for its tensors on the host
-            limit_waiting(self.stop.group)
+            self.stop.group = new_gloo_group()  # for its tensors on the host
         return device
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -182,7 +179,7 @@ def wait_for_store(address: str, port: int, timeout_minutes: float) -> None:
 def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None) -> torch.device:
     """Joins the world that torchrun or accelerate made, or makes a world of one; returns this rank's device.
 
-    Collectives give up a minute after `timeout_minutes`: by then the heartbeats have named the rank that did not come.
+    `timeout_minutes` is for reaching the store. Collectives wait for a day: the heartbeats end a job that stalls.
 
     Raises:
         UserError: there is no GPU for this rank, or the store is not reached.
@@ -199,8 +196,8 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         env.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder remembers
-        limit = timedelta(minutes=timeout_minutes) + AFTER_HEARTBEATS
-        env.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(TORCHS_PATIENCE + math.ceil(limit.total_seconds())))
+        # after which torch aborts without a word, if its own thread that watches NCCL hangs
+        env.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{A_DAY.total_seconds():.0f}")
         dist.init_process_group(
             # gloo beside NCCL carries Python objects and, with --cpu-offload, the norms of gradients on the host
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -208,7 +205,7 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
             store=store or open_store(timeout_minutes),
             rank=int(env.get("RANK", 0)),
             world_size=int(env.get("WORLD_SIZE", 1)),
-            timeout=limit,
+            timeout=A_DAY,
         )
     heartbeats.enter_phase("preparation")
     return device
@@ -227,14 +224,20 @@ def stop_processes(stop: signals.StopRequest | None = None) -> None:
     dist.destroy_process_group()
 
 
-def limit_waiting(*groups: dist.ProcessGroup) -> None:
+def new_gloo_group() -> dist.ProcessGroup:
+    """A group of all ranks for tensors on the host; every rank calls this."""
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo", timeout=A_DAY)
+
+
+def wait_for_a_day(*groups: dist.ProcessGroup) -> None:
     """Gives these groups the timeout of the default group; torch's own default is 30 minutes, and the maker of a device
     mesh takes none."""
     import torch
     import torch.distributed as dist
 
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # private: no public name gives a group's timeout back
-    if isinstance(backend, dist.ProcessGroupGloo):  # a plan's group has no gloo, and nobody waits in it
-        for group in groups:
-            # private: no public name sets the timeout of a group that exists
-            dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
+    # private: no public name gives a group's backend, or sets the timeout of a group that exists
+    is_plan = not isinstance(dist.group.WORLD._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    for group in () if is_plan else groups:
+        dist.distributed_c10d._set_pg_timeout(A_DAY, group)

@@ -57,6 +57,7 @@ def find_files(folder: pathlib.Path, named: str | None) -> list[pathlib.Path]:
     return [folder / name for name in names]
 
 
+@base.working()
 def weight_files(source: configs.Source, config: transformers.PretrainedConfig) -> list[pathlib.Path]:
     """`find_files` of a local folder or hub id, from which the files are fetched."""
     folder = source.weights
@@ -65,6 +66,7 @@ def weight_files(source: configs.Source, config: transformers.PretrainedConfig) 
     return find_files(pathlib.Path(folder), getattr(config, "transformers_weights", None))
 
 
+@base.working()
 def digest_of_weights(source: configs.Source, config: transformers.PretrainedConfig) -> str:
     """A checksum by which weights that are read again are known: of the name, type and shape of each tensor, and of
     samples of its bytes, so that it takes no longer for large ones. How they are divided into files is no part of it.
@@ -233,6 +235,7 @@ class PretrainedWeights:
             count = base.counted(len(left_out), "tensor")
             job.say(f"weights    {count} of {self.source} left out, as the model has no place for them: {shown}")
 
+    @base.working()
     def load(self, layer: int | None, modules: list[nn.Module], device: torch.device) -> None:
         """Reads the tensors of one decoder layer (None: of all else) into the model's `modules`."""
         # private: what `from_pretrained` reads with, which has no public name for modules on the meta device

@@ -34,6 +34,17 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+class TokenCount:
+    """A streamer of `generate`, by which each token is progress."""
+
+    def put(self, tokens: torch.Tensor) -> None:
+        if tokens.dim() == 1:  # else it is the prompt
+            job.enter_phase("sampling")
+
+    def end(self) -> None:
+        pass
+
+
 def sample(
     settings: flags.Resolved,
     prompt: str,
@@ -47,7 +58,6 @@ def sample(
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
     # the length changes with every token: eager code and no cuDNN, or both would start again each time
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    job.enter_phase("sampling")
     with evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):
         torch.manual_seed(settings.seed)
         tokens = model.generate(
@@ -58,8 +68,9 @@ def sample(
             top_k=20,
             use_cache=True,
             synced_gpus=dist.get_world_size() > 1,
-            eos_token_id=ends,
+            eos_token_id=ends or None,  # without one: all tokens
             pad_token_id=tokenizer.eos_token_id,
+            streamer=TokenCount(),
         )
     shown, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (encoded["input_ids"][0], tokens[0]))
     assert isinstance(shown, str) and isinstance(text, str)  # each of one row of ids

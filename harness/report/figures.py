@@ -94,19 +94,21 @@ def of_all_ranks(speed: dict[str, float], state: states.TrainState, device: torc
     row = torch.tensor([own.get(name, 0.0) for name in WORST], dtype=torch.float64, device=device)
     dist.all_reduce(row, dist.ReduceOp.MAX)
     worst = {name: value for name, value in zip(WORST, row.tolist(), strict=True) if name in own}
-    if "step_time_ms" not in speed:
-        return worst
-    figures = speed | worst
     if "flops_per_token" in speed:
         mean = torch.tensor(speed["flops_per_token"], dtype=torch.float64, device=device)  # this rank's documents
         dist.all_reduce(mean)
         share = mean.item() / dist.get_world_size() / speed["flops_per_token"]
-        for name in FLOPS & speed.keys():
-            figures[name] = share * speed[name]
+        speed = speed | {name: share * speed[name] for name in FLOPS & speed.keys()}
+    return with_run_times(speed, state) | worst
+
+
+def with_run_times(speed: dict[str, float], state: states.TrainState) -> dict[str, float]:
+    """`speed` with the time of the whole run; nothing in warmup."""
+    if "step_time_ms" not in speed:
+        return {}
     trained, elapsed = state.productive_seconds(), state.elapsed
-    figures |= {"trained_seconds": trained, "elapsed_seconds": elapsed}
-    figures["goodput_percent"] = min(100.0, 100 * trained / elapsed)
-    return figures
+    goodput = min(100.0, 100 * trained / elapsed)
+    return speed | {"trained_seconds": trained, "elapsed_seconds": elapsed, "goodput_percent": goodput}
 
 
 # ---- Gates -----------------------------------------------------------------------------------------------------------
@@ -125,11 +127,16 @@ def check_measurable(settings: flags.Settings, device: torch.device, peak_tflops
 def check_gates(settings: flags.Resolved, metrics: dict) -> None:
     """Raises UserError with exit code 3 when a figure of the last line missed its gate."""
     missed = []
-    reserved = metrics.get("peak_memory_reserved", 0.0)
-    mfu = metrics.get("mfu_percent", 0.0)  # a resumed run may end within its warmup
-    if settings.min_mfu and mfu < settings.min_mfu:
+    mfu, reserved = metrics.get("mfu_percent"), metrics.get("peak_memory_reserved")
+    if settings.min_mfu and mfu is None:  # a resumed run may end within its warmup
+        problem = f"the MFU was not measured, as no step came after the {settings.perf_warmup_steps} of warmup"
+        missed.append(f"--min-mfu {settings.min_mfu:g}: {problem}; more --num-steps, or fewer --perf-warmup-steps")
+    elif settings.min_mfu and mfu < settings.min_mfu:
         missed.append(f"--min-mfu {settings.min_mfu:g}: the MFU was {mfu:.2f} %")
-    if settings.max_memory_gib and reserved > settings.max_memory_gib:
+    if settings.max_memory_gib and reserved is None:
+        problem = "peak_memory_reserved was not measured, as no step was taken"
+        missed.append(f"--max-memory-gib {settings.max_memory_gib:g}: {problem}; more --num-steps")
+    elif settings.max_memory_gib and reserved > settings.max_memory_gib:
         missed.append(f"--max-memory-gib {settings.max_memory_gib:g}: peak_memory_reserved was {reserved:.2f} GiB")
     if missed:
         raise base.UserError("acceptance gate missed: " + "; ".join(missed), exit_code=3)

@@ -70,6 +70,17 @@ class MetricsFile:
                     problem = f"metrics.jsonl, from step {line['step']} on: {error.strerror}"
                     job.say(f"failed     {problem}; its lines wait in memory, the run goes on")
 
+    def replace_last(self, line: dict) -> None:
+        """Writes the last line of an earlier start again, with `line` in it; a disk that refuses that gets one more."""
+        lines = read_metrics(self.path)[:-1]
+        try:
+            job.replace_file(self.path, "".join(as_json(entry) + "\n" for entry in [*lines, self.last | line]))
+        except OSError:
+            self.write(line)
+            return
+        self.file.close()
+        self.file = self.path.open("ab", buffering=0)
+
     def sync(self) -> None:
         """Makes all lines so far durable.
 

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from harness import base, flags, job
 from harness import state as states
 from harness.report import page
-from harness.report.figures import NOTES, of_all_ranks
+from harness.report.figures import NOTES, of_all_ranks, with_run_times
 from harness.report.files import MetricsFile, describe_run, write_config
 from harness.report.health import StepResult, count_skipped, first_not_finite, read_results, read_routing, read_terms
 from harness.report.profiling import dump_memory, profiling
@@ -98,6 +98,7 @@ class Log(contextlib.AbstractContextManager):
         self.bar = job.step_bar(self.settings.num_steps, self.state.step, shown=shown)
         self.began = time.monotonic()
 
+    @base.working()
     def _open(self, changed: str) -> None:
         """Opens the run's files and its trackers, on rank 0."""
         try:
@@ -187,8 +188,10 @@ class Log(contextlib.AbstractContextManager):
         return metrics | figures | self.data.figures(state.samples, state.tokens), problem
 
     def lacks_evaluation(self) -> bool:
-        """On rank 0: whether the last step that an earlier start logged and saved was not evaluated."""
-        return self.last.get("step") == self.state.step and "eval_loss" not in self.last
+        """On rank 0: whether the last step that an earlier start logged and saved was not evaluated, or its checkpoint
+        does not say so."""
+        was_evaluated = "eval_loss" in self.last and self.state.eval_loss is not None
+        return self.last.get("step") == self.state.step and not was_evaluated
 
     def write(self, metrics: dict, stories: list[dict[str, Any]] | None = None) -> None:
         """A log line: metrics.jsonl, the trackers, the console. `stories` are what the model wrote now. A line of an
@@ -208,19 +211,23 @@ class Log(contextlib.AbstractContextManager):
         say_stories(stories or [])
 
     def _write_line(self, file: MetricsFile, metrics: dict, stories: list | None, **notes: Any) -> None:
-        """A line of metrics.jsonl with its notes."""
+        """A line of metrics.jsonl with its notes; that of an evaluation alone takes the place of its step's line."""
         if stories:
             notes["samples"] = stories
         if self.skipped:
             notes["skipped"] = [{"step": step, "reason": reason} for step, reason in self.skipped.items()]
             self.skipped = {}
-        file.write(metrics | notes)
+        if "skipped_steps" in metrics:
+            file.write(metrics | notes)
+        else:
+            file.replace_last(metrics | notes)
 
     def _tell(self, call: Callable[[Tracker], None]) -> None:
         """Calls each tracker; one that fails is left out from now on."""
         for tracker in list(self.trackers):
             try:
-                call(tracker)
+                with base.working():  # a tracker may wait for its network
+                    call(tracker)
             except Exception as error:  # whatever it is, the run has its own files
                 self.trackers.remove(tracker)
                 where = f"{tracker.name}, from step {self.state.step} on"
@@ -259,7 +266,7 @@ class Log(contextlib.AbstractContextManager):
     def finish(self, stories: list[dict[str, Any]], planned: dict[str, float] | None = None) -> dict:
         """The last line and the summary of a run that has taken all its steps; returns the line's figures.
 
-        `planned` are the figures of the run's own plan. A run that had taken all its steps before keeps its last line.
+        `planned` are figures of the last line alone. A run that had taken all its steps before keeps its last line.
         """
         metrics, speed = self.last, self.state.tracker.summary()
         took_steps = self.state.step >= self.first_step
@@ -268,7 +275,7 @@ class Log(contextlib.AbstractContextManager):
             if self.settings.memory_snapshot:
                 dump_memory(self.folder)
         elif metrics and "final" not in metrics:  # it was killed behind its last checkpoint
-            metrics = metrics | speed
+            metrics = metrics | with_run_times(speed, self.state) | (planned or {})
         metrics = {key: value for key, value in metrics.items() if key not in NOTES}
         if not self.file:
             return metrics

@@ -31,8 +31,9 @@ def profiling(folder: pathlib.Path, state: states.TrainState) -> Iterator[None]:
             seconds = time.perf_counter() - start
         if profile and state.step > first_step:  # a stop can come within its first step
             (folder / "profile").mkdir(exist_ok=True)
-            profile.export_chrome_trace(str(folder / "profile" / "rank-0.json"))
-            say_profile(profile.events(), state.step - first_step, seconds)
+            with base.working():
+                profile.export_chrome_trace(str(folder / "profile" / "rank-0.json"))
+                say_profile(profile.events(), state.step - first_step, seconds)
             # Events are garbage in cycles. An evaluation's line among the steps has frozen the profiler that holds
             # them, so that they would be looked through at each line until the next evaluation.
             del profiler, profile
@@ -58,6 +59,7 @@ def record_memory(folder: pathlib.Path) -> None:
     torch._C._cuda_attach_out_of_memory_observer(lambda *_: dump_memory(folder))  # type: ignore[attr-defined]
 
 
+@base.working()
 def dump_memory(folder: pathlib.Path) -> None:
     """Writes memory-rank-N.pickle, which https://docs.pytorch.org/memory_viz shows."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ def json_alone(settings: flags.Settings) -> Iterator[TextIO]:
 def say_evaluation(
     settings: flags.Resolved,
     data: Any,
-    checkpoint: states.Checkpoint | None,
+    state: states.TrainState | None,
     losses: dict[str, float],
     tokens: int,
     stdout: TextIO,
@@ -70,7 +70,7 @@ def say_evaluation(
 
     Args:
         data: what was evaluated on, a `data.TrainingData`.
-        checkpoint: that was evaluated, None for pretrained weights.
+        state: of the checkpoint that was evaluated, or of a mean; None for pretrained weights.
         tokens: how many the losses are over.
 
     Raises:
@@ -80,9 +80,9 @@ def say_evaluation(
     if flags.is_place(settings.eval_split):
         dataset = str(settings.eval_split)
     weights = settings.model
-    if checkpoint:
-        step = checkpoint.manifest["step"]
-        weights = f"step {step:,} of {settings.resume}"
+    if state:
+        step = None if state.averaged_steps else state.step
+        weights = f"{state.describe_steps()} of {settings.resume}"
     for name, loss in losses.items():
         if not math.isfinite(loss):
             raise base.UserError(f"--eval-interval: {name.replace('_', ' ')} became {loss} by {weights}", 1)
@@ -97,6 +97,8 @@ def say_evaluation(
     job.say(job.columns(lines))
     if settings.json and dist.get_rank() == 0:
         figures = {"model": settings.model, "step": step, "dataset": dataset, "tokens": tokens} | losses
+        if state and state.averaged_steps:
+            figures["averaged_steps"] = state.averaged_steps
         figures["perplexity"] = perplexity(losses["eval_loss"])
         print(as_json(figures), file=stdout, flush=True)
 

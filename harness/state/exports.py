@@ -21,6 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from harness import base, data, flags, job
 from harness import model as models
 from harness.state.find import goes_on
+from harness.state.shards import size_in_words
 from harness.state.train_state import Checkpoint, TrainState, persistent_tensors, saved_tensors
 from harness.state.transformers4 import old_tokenizer_config, with_old_names
 
@@ -53,7 +54,7 @@ def check_place(settings: flags.Settings, run_id: str | None) -> None:
     """`check_export` of the run `run_id`, which is None for a new one."""
     final = folder_of(settings)
     try:
-        existing = next(parent for parent in final.parents if parent.exists())
+        existing = next((parent for parent in final.parents if parent.exists()), final)
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise base.UserError(f"--export {settings.export}: cannot be written ({error.strerror})") from error
@@ -69,7 +70,8 @@ def check_place(settings: flags.Settings, run_id: str | None) -> None:
 
 
 def folder_of(settings: flags.Settings) -> pathlib.Path:
-    return pathlib.Path(settings.export).expanduser()
+    """The folder of --export, by a path that ends in its name: that of `.` is the current folder's."""
+    return pathlib.Path(os.path.abspath(os.path.expanduser(settings.export)))
 
 
 def header_of_export(folder: pathlib.Path) -> dict[str, str]:
@@ -123,7 +125,8 @@ def export(
 
         def write_or_clean_up() -> None:
             try:
-                write()
+                with base.working(lambda: size_in_words(temporary)):
+                    write()
             except Exception as error:
                 shutil.rmtree(temporary, ignore_errors=True)
                 problem = f"--export {settings.export}: cannot be written ({base.first_line(error)})"
@@ -139,7 +142,7 @@ def export(
     write_weights(temporary, settings, state, trained_on, on_disk)
     on_disk(lambda: write_configs(temporary, settings, state.model, tokenizer, ends))
     on_disk(lambda: replace_folder(final, temporary))
-    parts = [str(final), f"step {state.step:,}"]
+    parts = [os.path.expanduser(settings.export), state.describe_steps()]
     if settings.lora_rank:
         parts.append("adapters alone, for peft" if exports_adapters(settings) else "the adapters merged into the model")
     if tokenizer is None:
@@ -199,7 +202,8 @@ def write_weights(
     if sum(tensor.nbytes for tensor in tensors.values()) > ONE_FILE and not adapters_alone:
         parts = by_layer(tensors)
     command = checksum_of_command(settings)
-    header = {"format": "pt", "run_id": state.run_id, "step": str(state.step), "command": command}
+    step = state.describe_steps() if state.averaged_steps else str(state.step)
+    header = {"format": "pt", "run_id": state.run_id, "step": step, "command": command}
     header["trained_on"] = json.dumps(trained_on)
     index: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
 

@@ -54,13 +54,14 @@ def load_to_read(
         return load_to_read(settings, state, config, find_checkpoint(settings.resume, None))
     job.say(f"loaded     {checkpoint.path}, step {state.step:,}")
     if settings.average_checkpoints:
-        job.say(f"averaged   {load_mean(settings, state, config, checkpoint.path)}")
+        load_mean(settings, state, config, checkpoint.path)
+        job.say(f"averaged   {state.describe_steps()}")
     return checkpoint
 
 
-def load_mean(settings: flags.Resolved, state: TrainState, config: PretrainedConfig, newest: pathlib.Path) -> str:
+def load_mean(settings: flags.Resolved, state: TrainState, config: PretrainedConfig, newest: pathlib.Path) -> None:
     """Loads the mean of the weights of a run's newest --average-checkpoints complete checkpoints, summed in fp32, the
-    same on any number of ranks; returns their steps in words. Every rank calls this.
+    same on any number of ranks. Every rank calls this.
 
     Args:
         config: of the model, which all of them must have.
@@ -91,8 +92,7 @@ def load_mean(settings: flags.Resolved, state: TrainState, config: PretrainedCon
     with torch.no_grad():
         for name, tensor in weights_of(state).items():
             tensor.copy_(total[name] / count)
-    steps = [base.step_in_name(path) for path in paths]
-    return f"the mean of {base.counted(count, 'checkpoint')}, steps {', '.join(f'{step:,}' for step in steps)}"
+    state.averaged_steps = [int(path.name.removeprefix("step-")) for path in paths]
 
 
 def weights_of(state: TrainState) -> dict[str, torch.Tensor]:

@@ -40,6 +40,10 @@ class SafeReader(dcp.FileSystemReader):
         super().__init__(folder)
         self.index = index
 
+    @base.working()
+    def read_data(self, *args: Any, **kwargs: Any) -> torch.futures.Future[None]:
+        return super().read_data(*args, **kwargs)
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         if self.index:
             return self.index
@@ -65,7 +69,8 @@ class Writer(dcp.FileSystemWriter):
 
     def write_data(self, *args: Any, **kwargs: Any) -> torch.futures.Future[list[WriteResult]]:
         try:
-            return super().write_data(*args, **kwargs)
+            with base.working(lambda: size_in_words(pathlib.Path(self.path))):
+                return super().write_data(*args, **kwargs)
         except RuntimeError as error:
             raise error.__context__ or error from None
 
@@ -77,6 +82,12 @@ def checkpoint_error(error: BaseException) -> str:
     return base.first_line(error)
 
 
+def size_in_words(folder: pathlib.Path) -> str:
+    """How much a folder holds so far, of all ranks that write into it."""
+    return f"{sum(path.stat().st_size for path in folder.iterdir()) / 1e9:,.3f} GB written"
+
+
+@base.working()
 def sha256(path: pathlib.Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -45,12 +45,13 @@ class Checkpoints:
         self.of_run = (
             identity | flags.record_flags(settings) | {"format": base.FORMAT, "world_size": dist.get_world_size()}
         )
-        self.group = dist.new_group(backend="gloo")  # the writing threads' own
+        self.group = job.new_gloo_group()  # the writing threads' own
         self.stager = make_stager(device) if settings.saves_beside() else None  # without one every save is waited for
         self.thread: threading.Thread | None = None
         self.failures = 0
         if dist.get_rank() == 0:
-            remove_leftovers(folder)
+            with base.working():
+                remove_leftovers(folder)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -148,8 +149,11 @@ class Checkpoints:
         one, all raise an OSError with its message."""
         result, error = None, ""
         try:
-            if not main_only or dist.get_rank() == 0:
+            if not main_only:
                 result = work()
+            elif dist.get_rank() == 0:
+                with base.working():
+                    result = work()
         except (Exception, dcp.CheckpointException) as exception:
             error = checkpoint_error(exception)
         job.end_part()

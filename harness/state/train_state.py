@@ -90,6 +90,7 @@ class TrainState(Counters):
         super().__init__(**counters)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.tracker = tracker
+        self.averaged_steps: list[int] = []  # of checkpoints, if the weights are their mean
         self.moved: dict[tuple[str, int], tuple] = {}  # positions that this rank's batches have moved
         self.moved_in_step: dict[tuple[str, int], tuple] = {}  # those of the batches of an unfinished step
 
@@ -144,6 +145,12 @@ class TrainState(Counters):
         for (source, stream), position in latest.items():
             shared.setdefault(source, {})[stream] = position
         return shared
+
+    def describe_steps(self) -> str:
+        """`step 6`, or of averaged weights `mean of steps 2, 4, 6`."""
+        if self.averaged_steps:
+            return f"mean of steps {', '.join(f'{step:,}' for step in self.averaged_steps)}"
+        return f"step {self.step:,}"
 
     @property
     def elapsed(self) -> float:

@@ -17,12 +17,14 @@ from harness.job import heartbeats
 
 SIZES = words("--sequence-length 32 --batch-size 2 --precision fp32 --num-workers 0 --log-interval 1 --no-compile")
 STALLS = {
-    "stop": "silent, last seen .* ago in [a-z]+ of step \\d+",
+    "stop": "no heartbeat for over 14 s, last seen in [a-z]+ of step \\d+",
+    "elsewhere": "in log of step 7 for \\d+ s",
     "lock": "in data of step \\d+ for \\d+ s",
     "data": "in data of step \\d+ for \\d+ s",
     "save": "in save of step 2 for \\d+ s",
     "never": "never seen",
 }
+MAX_SECONDS = 120  # of a stalled run, from its start
 TIMEOUT_MINUTES = 0.3  # much longer than a start or a step of ranks that share two cores with other drills
 
 
@@ -45,6 +47,7 @@ def stalled(tmp_path_factory):
         flags += ["--eval-interval", 0, "--num-steps", 1_000_000, "--timeout-minutes", TIMEOUT_MINUTES]
         flags += words("--checkpoint-interval 2 --no-async-checkpoint") if how == "save" else []
         with forking(2, multirank.stalled, how, *map(str, flags)) as (world, output):
+            began = time.monotonic()
             pids = [process.pid for process in world.processes]
             if how in ("stop", "kill"):
                 metrics = folder / how / "metrics.jsonl"
@@ -53,7 +56,8 @@ def stalled(tmp_path_factory):
             for process in world.processes[can_end]:
                 process.join(300)
             codes = [process.exitcode for process in world.processes]
-            return {"said": output.read(), "codes": codes, "pids": pids, "folder": folder / how}
+            seconds = time.monotonic() - began
+            return {"said": output.read(), "codes": codes, "pids": pids, "folder": folder / how, "seconds": seconds}
 
     with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:  # side by side
         drills = {how: threads.submit(end, how) for how in (*STALLS, "kill")}
@@ -72,6 +76,7 @@ def test_the_rank_for_which_the_others_wait_is_named(stalled, how):
     # nobody is killed for silence: one that holds its lock, or is stopped, has no exit code
     assert case["codes"] == [None if how == "lock" else 1, None if how in ("stop", "never") else 1]
     assert "Traceback" not in case["said"]
+    assert case["seconds"] < MAX_SECONDS
     if how != "never":  # each rank that waited leaves where its threads were
         left = [path.read_text() for path in case["folder"].glob("stalled-rank-*.txt")]
         assert left and all("most recent call first" in text for text in left)
@@ -88,8 +93,54 @@ def test_a_rank_that_is_gone_is_named_where_a_collective_breaks(stalled):
     assert case["codes"] == [1, -signal.SIGKILL]
 
 
-BEAT = {"beat": 7, "phase": "backward", "step": 3, "moves": 20, "seconds": 9}
-SILENT, PREPARING = {"silent": True}, {"phase": "preparation", "moves": 0}
+# ----------------------------------------------------------------------------------------------------------------------
+# Ranks that work
+
+SLOW = {  # what takes long, flags, and what is said of it
+    "save": ("", "save for [\\d.]+ minutes: [\\d.]+ GB written"),
+    "export": ("--export {folder}/export", "export for [\\d.]+ minutes: [\\d.]+ GB written"),
+    "sampling": ("--sample-tokens 18", "sampling for [\\d.]+ minutes: \\d+ tokens"),
+    "compile": ("--compile", "forward for [\\d.]+ minutes: compiling"),
+    "evaluation": ("--eval-interval 1 --eval-steps 18", "evaluation for [\\d.]+ minutes: \\d+ batches"),
+    "tokenization": ("", "preparation for [\\d.]+ minutes"),
+}
+SLOW_TIMEOUT_MINUTES = 0.1
+
+
+@pytest.fixture(scope="module")
+def slow_runs(tmp_path_factory):
+    """`slow_runs(what, ranks)`: what a run prints in which something takes three times its timeout."""
+    folder = tmp_path_factory.mktemp("slow")
+
+    def run(case: tuple[str, int]) -> str:
+        what, ranks = case
+        place = folder / f"{what}-{ranks}"
+        flags = ["--demo", *SIZES, "--num-steps", 1, "--output-dir", place, "--cache-dir", place / "cache"]
+        flags += words("--run-name r --sample-tokens 1 --eval-interval 0 --timeout-minutes")
+        flags += [SLOW_TIMEOUT_MINUTES, *words(SLOW[what][0].format(folder=place))]
+        return forked(ranks, multirank.slow, what, str(180 * SLOW_TIMEOUT_MINUTES), *map(str, flags))
+
+    cases = [(what, ranks) for what in SLOW for ranks in (1, 2)]
+    with concurrent.futures.ThreadPoolExecutor(max_workers=3) as threads:
+        drills = {case: threads.submit(run, case) for case in cases}
+        yield lambda *case: drills[case].result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("what", SLOW)
+def test_ranks_that_work_for_longer_than_the_timeout_are_not_ended(slow_runs, what, ranks):
+    said = slow_runs(what, ranks)  # an exit code but 0 is an error
+    assert "\ndone       1 step" in said and "error:" not in said
+    (line,) = (line for line in said.splitlines() if f" has been in {SLOW[what][1].split()[0]} " in line)
+    assert re.fullmatch(rf"train_fsdp.py: rank \d \(.*, pid \d+\) has been in {SLOW[what][1]}", line)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The verdict
+
+BEAT = {"beat": 7, "phase": "backward", "step": 3, "moves": 20, "waited": 601}
+SILENT, WORKING = {"silent": True}, {"waited": 2}
 
 
 @pytest.mark.parametrize(
@@ -97,17 +148,17 @@ SILENT, PREPARING = {"silent": True}, {"phase": "preparation", "moves": 0}
     [  # what the drills above, with two ranks, do not come to
         ([{}, {}, {}], [0, 1, 2], "all wait for each other"),
         ([{}, {"moves": 19}, {}], [1], "in backward"),
-        ([{}, SILENT, {"moves": 19}], [1], "silent, last seen"),  # who is silent comes before who is behind
+        ([{}, SILENT, {"moves": 19}], [1], "no heartbeat for over 450 s"),  # this comes before who is behind
         ([{}, SILENT, {"moves": 19, "phase": "data"}], [2], "in data"),  # but not before one that reads for ever
-        # what takes long before the first step is no stall, but a rank that is silent there for the timeout is one
-        ([PREPARING, PREPARING], [], ""),
-        ([PREPARING, PREPARING | SILENT], [], ""),
-        ([PREPARING, PREPARING | SILENT | {"time": 0.0}], [1], "silent, last seen"),
-        ([{}, PREPARING], [1], "in preparation"),  # the others have left it long ago
+        # while one works, nobody is named
+        ([{}, WORKING, {}], [], ""),
+        ([{}, WORKING, {"moves": 19}], [], ""),
+        ([{}, WORKING, SILENT], [], ""),
+        ([{}, WORKING | SILENT], [1], "no heartbeat"),  # what a rank said before it fell silent counts no more
     ],
 )
 def test_the_rank_that_is_named_by_what_all_have_written(ranks, named, words):
-    before = [BEAT | {"time": time.time()} | rank for rank in ranks]
+    before = [BEAT | rank for rank in ranks]
     now = [rank if "silent" in rank else rank | {"beat": 8} for rank in before]
     found, said = heartbeats.judge(before, now, seconds=600)
     assert found == named and words in said

@@ -228,6 +228,10 @@ def test_a_missed_gate_is_exit_code_3_with_one_line_that_names_figure_and_gate(t
 
 def test_a_gate_is_judged_by_the_figures_of_the_last_line():
     args = parse(["--min-mfu", "50", "--max-memory-gib", "70"])
+    with pytest.raises(UserError) as unmeasured:
+        check_gates(args, {})
+    assert "the MFU was not measured, as no step came after the 10 of warmup" in str(unmeasured.value)
+    assert "peak_memory_reserved was not measured" in str(unmeasured.value) and unmeasured.value.exit_code == 3
     check_gates(args, {"mfu_percent": 50.0, "peak_memory_reserved": 70.0})
     for mfu, memory, gate in ((49.9, 60, "--min-mfu 50"), (51, 70.1, "--max-memory-gib 70")):
         with pytest.raises(UserError, match=gate) as missed:

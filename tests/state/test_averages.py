@@ -7,6 +7,7 @@ import multirank
 import numpy as np
 import pytest
 from conftest import forked, train, words
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from harness.base import UserError
@@ -29,11 +30,15 @@ def exported(device, arguments, folder, source, *flags) -> dict[str, np.ndarray]
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_an_export_of_the_mean_is_numpys_mean_of_the_exports(device, run, tmp_path, count):
+def test_an_export_of_the_mean_is_numpys_mean_of_the_exports(device, run, tmp_path, count, capfd):
     arguments, folder = run
     checkpoints = sorted((folder / "checkpoints").iterdir())[-count:]
     each = [exported(device, arguments, tmp_path / path.name, path) for path in checkpoints]
     mean = exported(device, arguments, tmp_path / "mean", folder, "--average-checkpoints", count)
+    steps = f"mean of steps {', '.join(str(int(path.name[5:])) for path in checkpoints)}"
+    assert f"exported   {tmp_path / 'mean'}, {steps}\n" in capfd.readouterr().out
+    with safe_open(tmp_path / "mean" / "model.safetensors", "np") as file:
+        assert file.metadata()["step"] == steps
     assert mean.keys() == each[0].keys()
     for name, tensor in mean.items():
         np.testing.assert_allclose(tensor, np.mean([one[name] for one in each], axis=0), rtol=1e-6, atol=1e-7)
@@ -48,6 +53,7 @@ def test_the_mean_is_evaluated_on_two_ranks_as_on_one(device, run, tmp_path, cap
     one = json.loads(capfd.readouterr().out.splitlines()[-1])
     printed = forked(2, multirank.program, *map(str, flags))
     two = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
+    assert [two["step"], two["averaged_steps"]] == [one["step"], one["averaged_steps"]] == [None, [2, 4, 6]]
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
 
 

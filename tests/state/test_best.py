@@ -1,7 +1,7 @@
 """--keep-best: the checkpoint with the lowest held-out loss stays beside the newest and is named, over resumes, stops
 and other ranks. The held-out tokens are random: the more a run learns of its text, the higher their loss."""
 
-import json
+import pkgutil
 import re
 import shlex
 
@@ -81,15 +81,69 @@ def test_a_later_better_one_takes_its_place(flags, run, device, monkeypatch):
     assert kept(run) == [10, 12] and metrics_of(run)[-1]["best_step"] == 10
 
 
-@pytest.mark.parametrize("passes", [0, 1])
-def test_a_stop_in_its_evaluation_does_not_lose_it(flags, run, device, passes):
-    """The step is saved without its loss, which the next start finds and records."""
-    assert train(flags("6"), device, Stop(steps=2, passes=passes)) == 143
-    (saved,) = (run / "checkpoints").glob("step-*/manifest.json")
-    assert json.loads(saved.read_text())["eval_loss"] is None
-    assert train(flags("6 --resume auto"), device) == 0
-    assert list(losses(run)) == [2, 4, 6]
-    check_best(run, 6)
+class Killed(BaseException):
+    """In the place of a kill: nothing in the run handles it."""
+
+
+EVAL_LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5}
+DISTURBED = {  # a stop after so many forward passes after a step, or a kill where a function is called
+    "stop in the evaluation": (4, 2),
+    "stop between evaluation and stories": (4, 10),
+    "stop in a story": (4, 12),
+    "stop in the last evaluation": (8, 2),
+    "stop in the last stories": (8, 12),
+    "kill in the evaluation": ("train_fsdp.evaluate", 4),
+    "kill in the stories": ("harness.opening.tell_stories", 4),
+    "kill before the log line": ("harness.report.Log.write", 4),
+    "kill before the save": ("harness.state.Checkpoints.save", 4),
+    "kill before the last save": ("harness.state.Checkpoints.save", 8),
+    "kill in the last stories": ("harness.opening.tell_stories", 8),
+    "kill before the final line": ("harness.report.Log.finish", 8),
+}
+
+
+QUICK = ("stop in a story", "kill before the final line")
+
+
+@pytest.mark.parametrize(
+    "how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.slow) for how in DISTURBED]
+)
+def test_a_run_that_was_disturbed_names_and_keeps_the_best_of_an_undisturbed_one(flags, run, device, monkeypatch, how):
+    evaluate, evaluate_and_log = train_fsdp.evaluate, train_fsdp.evaluate_and_log
+    step, given = [0], [*flags("8 --sample-prompt a --sample-tokens 4 --no-async-checkpoint"), *words("--resume auto")]
+
+    def note_step(a_run, due, metrics, *rest):
+        step[0] = metrics["step"]
+        evaluate_and_log(a_run, due, metrics, *rest)
+
+    monkeypatch.setattr(train_fsdp, "evaluate_and_log", note_step)
+    monkeypatch.setattr(
+        train_fsdp, "evaluate", lambda *args: (evaluate(*args), ({"eval_loss": EVAL_LOSSES[step[0]]}, 1))[1]
+    )
+    assert train([*given, "--run-name", "whole"], device) == 0
+    first, second = DISTURBED[how]
+    if how.startswith("stop"):
+        assert train(given, device, Stop(steps=first, passes=second)) == 143
+    else:
+        step[0] = 0
+        function = pkgutil.resolve_name(first)
+        with monkeypatch.context() as patches:
+            patches.setattr(first, lambda *args, **options: kill() if step[0] == second else function(*args, **options))
+            with pytest.raises(Killed):
+                train(given, device)
+    assert train(given, device) == 0
+    whole = run.with_name("whole")
+    assert kept(run) == kept(whole) == [4, 8]
+    for key in ("step", "loss", "eval_loss", "best_step", "best_eval_loss", "final"):
+        assert [line.get(key) for line in metrics_of(run)] == [line.get(key) for line in metrics_of(whole)], key
+    assert [len(line.get("samples", [])) for line in metrics_of(run)] == [
+        len(line.get("samples", [])) for line in metrics_of(whole)
+    ]
+    assert metrics_of(run)[-1].keys() == metrics_of(whole)[-1].keys()
+
+
+def kill():
+    raise Killed
 
 
 def test_losses_of_other_held_out_data_do_not_compare(flags, run, device):

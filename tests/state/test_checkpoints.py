@@ -189,13 +189,15 @@ def test_a_stop_within_a_step_or_an_evaluation_saves_the_last_complete_step_and_
     assert names(tmp_path / "r") == checkpoint_names(3)
     assert not any("eval_loss" in line for line in metrics_of(tmp_path / "r"))
     assert run("r", "--resume", "auto", *technique) == 0
-    of_step: dict[str, dict] = {"r": {}, "whole": {}}
-    for name, lines in of_step.items():
-        for line in metrics_of(tmp_path / name):
-            numbers = {key: line[key] for key in (*KEYS, *EVALUATED) if key in line}
-            lines.setdefault(line["step"], {}).update(numbers)  # an evaluation may have a line of its own
-    assert of_step["r"] == of_step["whole"]
-    last = saved.checkpoint_name(max(of_step["whole"]))
+    stopped, whole = (
+        [
+            {key: line[key] for key in (*KEYS, *EVALUATED, "final") if key in line}
+            for line in metrics_of(tmp_path / name)
+        ]
+        for name in ("r", "whole")
+    )
+    assert stopped == whole
+    last = saved.checkpoint_name(whole[-1]["step"])
     went_on, whole = (tensors_of(tmp_path / name / "checkpoints" / last) for name in ("r", "whole"))
     assert all(torch.equal(went_on[name], whole[name]) for name in whole)
 

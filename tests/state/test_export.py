@@ -164,6 +164,22 @@ def test_what_is_no_export_of_this_program_is_never_written_over(run, mistake, s
     assert "is the folder of --model" in mistake("--run-name", "again", *own)
 
 
+@pytest.mark.parametrize("folder", [".", "/", "..", "tests/.."])
+def test_a_folder_that_is_there_is_not_exported_to(mistake, folder):
+    assert mistake("--export", folder).startswith(f"--export: {folder} exists and is no export; choose another folder")
+
+
+def test_a_tokenizer_without_an_end_token_writes_all_tokens(device, arguments, tmp_path, capfd):
+    assert train([*arguments, "--export", tmp_path / "export"], device) == 0
+    path = tmp_path / "export" / "tokenizer_config.json"
+    names = json.loads(path.read_text())
+    path.write_text(json.dumps({key: names[key] for key in names if key not in ("eos_token", "pad_token")}))
+    flags = words("--num-steps 0 --init pretrained --sample-tokens 9 --sample-prompt Once --model")
+    capfd.readouterr()
+    assert train([*flags, tmp_path / "export"], device) == 0
+    assert capfd.readouterr().out.strip().startswith("Once")
+
+
 def test_an_export_is_written_over_by_its_run_and_its_command_alone(device, arguments, run, mistake, tmp_path):
     export = ("--export", tmp_path / "export")
     assert run("one", *export) == 0
