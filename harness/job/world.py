@@ -240,4 +240,4 @@ def wait_for_a_day(*groups: dist.ProcessGroup) -> None:
     # private: no public name gives a group's backend, or sets the timeout of a group that exists
     is_plan = not isinstance(dist.group.WORLD._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
     for group in () if is_plan else groups:
-        dist.distributed_c10d._set_pg_timeout(A_DAY, group)
+        dist.distributed_c10d._set_pg_timeout(A_DAY, group)  # private: see above
