@@ -353,36 +353,36 @@ def why_not_to_save(run: Run, metrics: dict) -> str:
 def evaluate_and_log(run: Run, due: job.Due, metrics: dict, problem: str, stop: job.StopRequest) -> None:
     """An evaluation where one is due, which adds `eval_loss` to `metrics`, and then a log line. Ends a run whose loss
     diverged, by `problem`, which says what of `metrics` is NaN or infinite, or by the evaluation's loss. Of an
-    evaluation that a stop cuts off, in its stories too, nothing counts: the next start makes it."""
-    stories = []
+    evaluation that a stop cuts off, in its samples too, nothing counts: the next start makes it."""
+    samples = []
     if due.evaluate and not problem:
         try:
             with run.state.tracker.excluded(), stop.before_each_forward(run.state.model):
                 losses, _ = evaluate(run.settings, run.state.model, run.data.held_out, run.device)
                 if not due.last:  # after the last step the end of the run writes them
-                    stories = opening.tell_stories(run, run.data, run.state.model, run.device)
+                    samples = opening.generate_samples(run, run.data, run.state.model, run.device)
         except job.Stopped:
             run.log.write(metrics)
             raise
         metrics |= losses
         problem = report.first_not_finite(metrics, [])
         run.checkpoints.note_evaluation(run.state, metrics["eval_loss"])
-    run.log.write(metrics, stories)
+    run.log.write(metrics, samples)
     if problem:
         run.checkpoints.finish()
         raise report.divergence_error(problem, run.folder, run.checkpoint)
 
 
 def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) -> int:
-    """The end of a run that has no step left, whether it took the last one now or before: figures, stories, an export,
+    """The end of a run that has no step left, whether it took the last one now or before: figures, samples, an export,
     gates, what to do next. `planned` is the process that plans this run. Returns the exit code."""
     settings = run.settings
     with stop.before_each_forward(run.state.model):
-        stories = opening.tell_stories(run, run.data, run.state.model, run.device)
+        samples = opening.generate_samples(run, run.data, run.state.model, run.device)
     if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long
         stop.raise_if_asked()  # else a run that took its last step is done
     stop.can_save = False
-    metrics = run.log.finish(stories, plan.predicted_figures(planned) | run.checkpoints.best_figures())
+    metrics = run.log.finish(samples, plan.predicted_figures(planned) | run.checkpoints.best_figures())
     if settings.export:
         opening.export(run, run.state, run.data)
     job.say(report.next_commands(settings, run.folder, run.state.step, metrics))
@@ -433,7 +433,7 @@ def run(given: flags.Settings, device: torch.device, stop: job.StopRequest) -> i
 
 
 def answer_without_training(given: flags.Settings, device: torch.device) -> int:
-    """--num-steps 0: evaluates a checkpoint or pretrained weights, writes stories with them, exports them."""
+    """--num-steps 0: evaluates a checkpoint or pretrained weights, writes samples with them, exports them."""
     with report.json_alone(given) as stdout:
         mesh = build_mesh(given, device)
         opened = opening.open_run(given, plan.choose_batch_size)
@@ -448,7 +448,7 @@ def answer_without_training(given: flags.Settings, device: torch.device) -> int:
         if settings.eval_interval:
             losses, tokens = evaluate(settings, model, dataset.held_out, device)
             report.say_evaluation(settings, dataset, weights if checkpoint else None, losses, tokens, stdout)
-        report.say_stories(opening.tell_stories(opened, dataset, model, device))
+        report.print_samples(opening.generate_samples(opened, dataset, model, device))
         if settings.export:
             opening.export(opened, weights)
     return 0

@@ -83,7 +83,7 @@ def render_prompts(opened: Opened, prompts: list[str | data.Conversation]) -> li
     """The texts that samples continue, rendered by rank 0; every rank calls this."""
     settings, tokenizer = opened.settings, opened.tokenizer
     answers = data.are_chats(opened.corpora, record_of(opened, None))
-    return base.on_main_rank(lambda: [data.story_beginning(settings, answers, tokenizer, prompt) for prompt in prompts])
+    return base.on_main_rank(lambda: [data.render_prompt(settings, answers, tokenizer, prompt) for prompt in prompts])
 
 
 def load_to_evaluate(opened: Opened) -> Any:
@@ -105,7 +105,7 @@ def load_to_evaluate(opened: Opened) -> Any:
     return dataset
 
 
-def tell_stories(
+def generate_samples(
     opened: Opened, dataset: Any, model: transformers.PreTrainedModel, device: torch.device
 ) -> list[dict[str, Any]]:
     """A continuation of each prompt, in a run on conversations an answer to it. `dataset` is the `data.TrainingData`

@@ -19,8 +19,8 @@ from harness.data.sources import (
     end_tokens,
     evaluates_own_data,
     load,
+    render_prompt,
     show_samples,
-    story_beginning,
 )
 from harness.data.windows import PackedDataset, SyntheticDataset, create_collate_fn
 
@@ -52,7 +52,7 @@ __all__ = [
     "read_record",
     "renamed",
     "show_samples",
-    "story_beginning",
+    "render_prompt",
     "training_batches",
     "vocabulary_of",
 ]

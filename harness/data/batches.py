@@ -59,7 +59,7 @@ class TrainingData:
     held_out: dict[str, Any] | None = None  # windows of each source, or apart; None where nothing is evaluated
     held_out_identity: dict[str, str] = field(default_factory=dict)  # what tells each of these from others
     header: dict[str, str] = field(default_factory=dict)  # lines of the header
-    beginning: str = ""  # the first words of the text, for a story
+    beginning: str = ""  # the first words of the text, a prompt for a sample
 
     def __post_init__(self) -> None:
         self.mixture, self.orders = Mixture(self.record.segments, self.seed, self.record.lanes), {}

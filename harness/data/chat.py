@@ -427,7 +427,9 @@ def read_prompt(prompt: str) -> list[str | Conversation]:
     return prompts
 
 
-def render_prompt(tokenizer: "PreTrainedTokenizerBase", template: str | None, prompt: "str | Conversation") -> str:
+def render_user_message(
+    tokenizer: "PreTrainedTokenizerBase", template: str | None, prompt: "str | Conversation"
+) -> str:
     """The text that the answer to a user's message, or to a conversation, follows."""
     if isinstance(prompt, str):
         prompt = Conversation([{"role": "user", "content": prompt}])

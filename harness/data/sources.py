@@ -20,7 +20,7 @@ from harness import base, job
 from harness import flags as flag_rules
 from harness.data import stream, token_files
 from harness.data.batches import TrainingData, describe_step, mix
-from harness.data.chat import describe_examples, ends_of_answers, render_prompt
+from harness.data.chat import describe_examples, ends_of_answers, render_user_message
 from harness.data.contents import read_records
 from harness.data.corpora import (
     DEFAULT_EVAL_SPLIT,
@@ -605,7 +605,7 @@ def describe_tokenizer(train: PackedDataset | Stream) -> str:
     return f"{f'{named}, as the files say' if named else 'not known'} (tokens are read in place)"
 
 
-def story_beginning(
+def render_prompt(
     settings: flag_rules.Resolved, answers: bool, tokenizer: "PreTrainedTokenizerBase", prompt: str | Conversation
 ) -> str:
     """The text that a sample continues: the prompt, or if the model `answers` or a chat template is given, a user's
@@ -616,7 +616,7 @@ def story_beginning(
         raise base.UserError(f"--sample-prompt {prompt.place}: {problem}; give one with --chat-template FILE")
     if isinstance(prompt, str) and not (answers and has_template) and settings.chat_template is None:
         return prompt
-    return render_prompt(tokenizer, base.read_template(settings.chat_template), prompt)
+    return render_user_message(tokenizer, base.read_template(settings.chat_template), prompt)
 
 
 def end_tokens(
@@ -643,7 +643,7 @@ def is_chat(record: DataRecord | None) -> bool:
 
 
 def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """The first words of the first source, as the beginning of a generated story, of conversations those of a user;
+    """The first words of the first source, as a prompt for a sample, of conversations those of a user;
     empty where it has no text."""
     if corpora and corpora[0].is_chat:
         files = corpora[0].listing.of_split(parse_split(corpora[0].split)[0])

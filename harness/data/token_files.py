@@ -61,7 +61,7 @@ def differing_tokenizer(files: list[TokenFile], tokenizer: "PreTrainedTokenizerB
     for file in files:
         if file.tokenizer and tokenizer and last_part(file.tokenizer) != last_part(tokenizer.name_or_path):
             problem = f"{file.name} was tokenized by {file.tokenizer}"
-            return f"--tokenizer {tokenizer.name_or_path}: {problem}; stories are wrong unless both are the same"
+            return f"--tokenizer {tokenizer.name_or_path}: {problem}; samples are wrong unless both are the same"
     return ""
 
 

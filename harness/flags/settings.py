@@ -253,7 +253,7 @@ class Settings:
     num_steps: int = flag(
         1000,
         "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates "
-        "(--eval-interval 1), writes stories (--sample-prompt) and exports (--export) [1000]",
+        "(--eval-interval 1), generates samples (--sample-prompt) and exports (--export) [1000]",
         least=0, group="optimization", on_resume="reported",
     )
     num_tokens: int | None = flag(

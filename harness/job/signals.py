@@ -24,7 +24,7 @@ class Stopped(BaseException):
 
 class StopRequest:
     """On SIGTERM or SIGUSR1 to any rank all ranks stop before the same forward pass, of a microbatch, of a batch of an
-    evaluation or of a token of a story, save the last complete step and leave with 143. A second signal, or one before
+    evaluation or of a token of a sample, save the last complete step and leave with 143. A second signal, or one before
     the first step is done, ends the job at once; so does Ctrl-C at any time, with 130 and what to do next."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

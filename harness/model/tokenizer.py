@@ -49,7 +49,7 @@ def load_tokenizer(settings: flags.Settings, config: PretrainedConfig) -> PreTra
 
 
 def load_files(settings: flags.Settings, needs_tokenizer: bool) -> tuple:
-    """(the model's config, its tokenizer or None where it is not needed, the prompts to write stories from). Rank 0
+    """(the model's config, its tokenizer or None where it is not needed, the prompts to write samples from). Rank 0
     reads first."""
     config = base.on_main_rank(lambda: load_config(settings.model))
     tokenizer = base.on_main_rank(lambda: load_tokenizer(settings, config)) if needs_tokenizer else None

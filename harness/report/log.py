@@ -6,8 +6,8 @@ console and on the page.
             ...                                 # the optimizer step, counted in the state
             log.count(result)
         metrics, problem = log.metrics()        # where a log line or a save is due
-        log.write(metrics, stories)
-        log.finish(stories)
+        log.write(metrics, samples)
+        log.finish(samples)
 
 All ranks call these methods, which gather what all ranks measure; rank 0 alone writes.
 """
@@ -34,7 +34,7 @@ from harness.report.files import MetricsFile, describe_run, write_config
 from harness.report.health import StepResult, count_skipped, first_not_finite, read_results, read_routing, read_terms
 from harness.report.profiling import dump_memory, profiling
 from harness.report.prometheus import Prometheus
-from harness.report.summary import describe_held_out, describe_skipped, say_stories, summarize
+from harness.report.summary import describe_held_out, describe_skipped, print_samples, summarize
 from harness.report.trackers import Tracker
 
 
@@ -193,8 +193,8 @@ class Log(contextlib.AbstractContextManager):
         was_evaluated = "eval_loss" in self.last and self.state.eval_loss is not None
         return self.last.get("step") == self.state.step and not was_evaluated
 
-    def write(self, metrics: dict, stories: list[dict[str, Any]] | None = None) -> None:
-        """A log line: metrics.jsonl, the trackers, the console. `stories` are what the model wrote now. A line of an
+    def write(self, metrics: dict, samples: list[dict[str, Any]] | None = None) -> None:
+        """A log line: metrics.jsonl, the trackers, the console. `samples` are what the model wrote now. A line of an
         evaluation alone adds to the last one."""
         job.enter_phase("log")
         self.last = metrics if "skipped_steps" in metrics else self.last | metrics
@@ -205,15 +205,15 @@ class Log(contextlib.AbstractContextManager):
             gc.collect()
         if self.file is None:
             return
-        self._write_line(self.file, metrics, stories)
+        self._write_line(self.file, metrics, samples)
         self._tell(lambda tracker: tracker.log(metrics))
         self._say_line(metrics)
-        say_stories(stories or [])
+        print_samples(samples or [])
 
-    def _write_line(self, file: MetricsFile, metrics: dict, stories: list | None, **notes: Any) -> None:
+    def _write_line(self, file: MetricsFile, metrics: dict, samples: list | None, **notes: Any) -> None:
         """A line of metrics.jsonl with its notes; that of an evaluation alone takes the place of its step's line."""
-        if stories:
-            notes["samples"] = stories
+        if samples:
+            notes["samples"] = samples
         if self.skipped:
             notes["skipped"] = [{"step": step, "reason": reason} for step, reason in self.skipped.items()]
             self.skipped = {}
@@ -263,7 +263,7 @@ class Log(contextlib.AbstractContextManager):
 
     # ---- The end -----------------------------------------------------------------------------------------------------
 
-    def finish(self, stories: list[dict[str, Any]], planned: dict[str, float] | None = None) -> dict:
+    def finish(self, samples: list[dict[str, Any]], planned: dict[str, float] | None = None) -> dict:
         """The last line and the summary of a run that has taken all its steps; returns the line's figures.
 
         `planned` are figures of the last line alone. A run that had taken all its steps before keeps its last line.
@@ -280,14 +280,14 @@ class Log(contextlib.AbstractContextManager):
         if not self.file:
             return metrics
         if metrics and "final" not in self.last:
-            self._write_line(self.file, metrics, stories, final=True)
+            self._write_line(self.file, metrics, samples, final=True)
             self._tell(lambda tracker: tracker.finish(metrics))
         self.bar.close()
         if took_steps:
             job.say(summarize(metrics, self.file.first, self.state, time.monotonic() - self.began))
         else:
             job.say(f"done       nothing to train: step {self.state.step:,} of {self.settings.num_steps:,}")
-        say_stories(stories)
+        print_samples(samples)
         return metrics
 
     def lacks_lines(self) -> bool:

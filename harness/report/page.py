@@ -14,7 +14,7 @@ from harness.report.files import describe_end, read_metrics
 
 WIDTH, HEIGHT = 1000, 300  # of a chart's drawing, which CSS stretches
 POINTS = 120  # of a line; one of more numbers is drawn as their means and a band from the least to the greatest
-MAX_STORIES, MAX_STORY = 6, 900  # how many stories, of how many characters
+MAX_SAMPLES, MAX_SAMPLE_LENGTH = 6, 900  # how many samples, of how many characters
 
 Line = list[tuple[int, float]]  # (step, number)
 
@@ -108,16 +108,16 @@ def draw_tiles(last: dict) -> str:
 
 
 def draw_stories(lines: list[dict]) -> str:
-    """What the model wrote: at most MAX_STORIES, evenly from the whole run, the last one among them."""
-    written = [(line["step"], story) for line in lines for story in line.get("samples", [])]
+    """What the model wrote: at most MAX_SAMPLES, evenly from the whole run, the last one among them."""
+    written = [(line["step"], sample) for line in lines for sample in line.get("samples", [])]
     if not written:
         return ""
     drawn: list[str] = []
-    for step, story in written[:: -math.ceil(len(written) / MAX_STORIES)]:
-        words = text(story["text"].removeprefix(story["prompt"])[:MAX_STORY])
-        words = f"<p><em>{text(story['prompt'])}</em>{words}</p>"
-        drawn.insert(0, f"<div class=story><small>step {step:,}, {describe_end(story)}</small>{words}</div>")
-    return f"<h2>Stories</h2>\n<div class=card>{''.join(drawn)}</div>"
+    for step, sample in written[:: -math.ceil(len(written) / MAX_SAMPLES)]:
+        words = text(sample["text"].removeprefix(sample["prompt"])[:MAX_SAMPLE_LENGTH])
+        words = f"<p><em>{text(sample['prompt'])}</em>{words}</p>"
+        drawn.insert(0, f"<div class=sample><small>step {step:,}, {describe_end(sample)}</small>{words}</div>")
+    return f"<h2>Samples</h2>\n<div class=card>{''.join(drawn)}</div>"
 
 
 def plan_and_reality(last: dict) -> str:

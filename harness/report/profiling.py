@@ -20,7 +20,7 @@ MAX_MEMORY_EVENTS = 200_000  # allocations and frees in a memory snapshot, the l
 @contextlib.contextmanager
 def profiling(folder: pathlib.Path, state: states.TrainState) -> Iterator[None]:
     """Traces the steps taken inside, on rank 0, and says where their time went; no speed figure counts them. An
-    evaluation, stories or a save among them are in the trace, but no part of the steps' time."""
+    evaluation, samples or a save among them are in the trace, but no part of the steps' time."""
     with state.tracker.excluded():
         profiler = torch.profiler.profile() if dist.get_rank() == 0 else contextlib.nullcontext()
         with profiler as profile:

@@ -18,7 +18,7 @@ from harness import state as states
 from harness.report.files import as_json, describe_end
 from harness.report.health import ADVICE
 
-# ---- Losses and stories ----------------------------------------------------------------------------------------------
+# ---- Losses and samples ----------------------------------------------------------------------------------------------
 
 
 def perplexity(loss: float) -> float:
@@ -43,10 +43,10 @@ def describe_held_out(metrics: dict) -> str:
     return words
 
 
-def say_stories(stories: list[dict[str, Any]]) -> None:
+def print_samples(samples: list[dict[str, Any]]) -> None:
     """Prints what the model wrote, of several blank lines in a row one: early in training most lines can be blank."""
-    if stories:
-        texts = "\n" + "\n\n".join(f"{story['text']} ({describe_end(story)})" for story in stories)
+    if samples:
+        texts = "\n" + "\n\n".join(f"{sample['text']} ({describe_end(sample)})" for sample in samples)
         job.say(re.sub(r"\n(\s*\n)+", "\n\n", texts))
 
 

@@ -93,11 +93,11 @@ DISTURBED = {  # a stop after so many forward passes after a step, or a kill whe
     "stop in the last evaluation": (8, 2),
     "stop in the last stories": (8, 12),
     "kill in the evaluation": ("train_fsdp.evaluate", 4),
-    "kill in the stories": ("harness.opening.tell_stories", 4),
+    "kill in the stories": ("harness.opening.generate_samples", 4),
     "kill before the log line": ("harness.report.Log.write", 4),
     "kill before the save": ("harness.state.Checkpoints.save", 4),
     "kill before the last save": ("harness.state.Checkpoints.save", 8),
-    "kill in the last stories": ("harness.opening.tell_stories", 8),
+    "kill in the last stories": ("harness.opening.generate_samples", 8),
     "kill before the final line": ("harness.report.Log.finish", 8),
 }
 
