@@ -272,8 +272,8 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak_tflops or 0)
     train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
     if checkpoint:
-        train_state.load(checkpoint, of_another_run=not state.goes_on(checkpoint, folder))
-        changed = ", ".join(filter(None, [changed, train_state.describe_jump()]))
+        train_state.load(checkpoint, from_other_run=not state.resumes_same_run(checkpoint, folder))
+        changed = ", ".join(filter(None, [changed, train_state.describe_lr_change()]))
     state.refuse_broken(settings, train_state, checkpoint)
     sizes = train_state.saved_bytes(), state.export_bytes(settings, model)
     has_room = train_state.step == settings.num_steps or job.check_disk(settings, *sizes, folder)

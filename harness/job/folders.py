@@ -35,15 +35,15 @@ def choose_folder(settings: flags.Settings) -> pathlib.Path:
     if resumed and not settings.run_name:
         folder = resumed
     try:
-        goes_on = resumed is not None and folder.resolve() == resumed.resolve()
-        if not goes_on and folder.resolve().parent != outputs.resolve():
+        resumes_same_run = resumed is not None and folder.resolve() == resumed.resolve()
+        if not resumes_same_run and folder.resolve().parent != outputs.resolve():
             refuse(folder, f"{folder} is a link that leads out of {outputs}; remove it")
         is_a_runs = any((folder / mark).exists() for mark in (".lock", "metrics.jsonl"))
         if (folder / "config.json").exists() and not is_a_runs:
             refuse(folder, f"the config.json in {folder} is not a run's; choose another name")
         folder = make_folder(folder, alone=not settings.run_name and settings.resume == "none")
         refuse_links(folder)
-        refuse_run(settings, folder, goes_on)
+        refuse_run(settings, folder, resumes_same_run)
     except OSError as error:
         problem = f"{error.filename} cannot be written ({error.strerror})"
         raise base.UserError(f"--output-dir {settings.output_dir}: {problem}") from error
@@ -128,11 +128,11 @@ def refuse_links(folder: pathlib.Path) -> None:
             refuse(folder, f"{path} is a link that leads out of the run's folder; {advice}")
 
 
-def refuse_run(settings: flags.Settings, folder: pathlib.Path, goes_on: bool) -> None:
-    """Raises a UserError where `folder` holds a run that would be lost. `goes_on` says that it is the run of --resume
+def refuse_run(settings: flags.Settings, folder: pathlib.Path, resumes_same_run: bool) -> None:
+    """Raises a UserError where `folder` holds a run that would be lost. `resumes_same_run` says that it is the run of --resume
     PATH."""
     path, newest = pathlib.Path(settings.resume).expanduser(), base.newest_checkpoint(folder)
-    if goes_on:
+    if resumes_same_run:
         if path != folder and newest and base.step_in_name(newest) > (base.step_in_name(path) or 0):
             problem = f"{folder} holds newer checkpoints, which the run would write over"
             advice = "give another --run-name for a new run, or remove them"

@@ -227,11 +227,11 @@ def interleave(tasks: Iterable[Iterator[None]]) -> None:
     the task before it computes."""
     running: list[Iterator[None]] = []
     for task in tasks:
-        running = [other for other in [task, *running] if goes_on(other)]
+        running = [other for other in [task, *running] if advance(other)]
     while running:
-        running = [other for other in running if goes_on(other)]
+        running = [other for other in running if advance(other)]
 
 
-def goes_on(task: Iterator[None]) -> bool:
+def advance(task: Iterator[None]) -> bool:
     """Runs a generator to its next yield; whether it has one."""
     return next(task, "ended") is None

@@ -5,7 +5,7 @@ shards, everything else is one dataclass of counters in the manifest.
     Checkpoints               saves it: `save` publishes a checkpoint or nothing, `finish` waits for it
     find_checkpoint           the `Checkpoint` to go on from, its path and manifest, checked; None for a fresh start
     find_recorded_data        what a run recorded of its data, for --show-samples
-    goes_on                   whether a checkpoint is of the run in a folder; else that is a new run
+    resumes_same_run                   whether a checkpoint is of the run in a folder; else that is a new run
     describe_identity         what no flag says and a resumed run must have again
     check_resume              what changed and may change, in words; an error names what makes it another run
     check_data, check_same_weights, check_same_corpus    the same for what trains nothing
@@ -18,7 +18,7 @@ A figure that survives a restart is one line of `Counters` in train_state.py.
 """
 
 from harness.state.exports import check_export, export, export_bytes, trained_on
-from harness.state.find import find_checkpoint, find_recorded_data, goes_on, load_to_read, refuse_broken
+from harness.state.find import find_checkpoint, find_recorded_data, load_to_read, refuse_broken, resumes_same_run
 from harness.state.identity import (
     Batch,
     check_data,
@@ -48,7 +48,7 @@ __all__ = [
     "export_bytes",
     "find_checkpoint",
     "find_recorded_data",
-    "goes_on",
+    "resumes_same_run",
     "keep_global_batch",
     "load_to_read",
     "refuse_broken",

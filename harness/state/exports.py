@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from harness import base, data, flags, job
 from harness import model as models
-from harness.state.find import goes_on
+from harness.state.find import resumes_same_run
 from harness.state.shards import size_in_words
 from harness.state.train_state import Checkpoint, TrainState, persistent_tensors, saved_tensors
 from harness.state.transformers4 import old_tokenizer_config, with_old_names
@@ -45,7 +45,7 @@ def check_export(settings: flags.Settings, checkpoint: Checkpoint | None, folder
         UserError: --export could not be written later, or would write over something else than an earlier export of
             this run or of the same command.
     """
-    is_same_run = checkpoint is not None and (folder is None or goes_on(checkpoint, folder))
+    is_same_run = checkpoint is not None and (folder is None or resumes_same_run(checkpoint, folder))
     run_id = checkpoint.manifest["run_id"] if is_same_run else None
     base.on_main_rank(lambda: check_place(settings, run_id))
 

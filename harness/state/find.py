@@ -162,7 +162,7 @@ def find_recorded_data(settings: flags.Settings, checkpoint: Checkpoint | None) 
     return None
 
 
-def goes_on(checkpoint: Checkpoint | None, folder: pathlib.Path) -> bool:
+def resumes_same_run(checkpoint: Checkpoint | None, folder: pathlib.Path) -> bool:
     """Whether the run in `folder` goes on from a checkpoint of its own; the run of any other folder is a new one. Every
     rank calls this."""
     return base.on_main_rank(

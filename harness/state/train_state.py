@@ -63,12 +63,12 @@ class Counters:
     productive_before: float = of_the_run(default=0.0)  # seconds of steps of the processes before this one
     totals: dict[str, float] = of_the_run(default_factory=dict)  # noqa: RUF009 - a field; of the tracker
 
-    def take(self, manifest: dict, of_another_run: bool) -> None:
+    def take(self, manifest: dict, from_other_run: bool) -> None:
         """Takes the counters of a manifest; of another run's only what belongs to the weights and the data. One that
         the manifest lacks stays as it is."""
         for field in dataclasses.fields(Counters):
-            begins_anew = of_another_run and "of_the_run" in field.metadata
-            if field.name in manifest and not begins_anew:
+            begins_at_zero = from_other_run and "of_the_run" in field.metadata
+            if field.name in manifest and not begins_at_zero:
                 setattr(self, field.name, manifest[field.name])
         for source, of_source in self.positions.items():  # JSON has neither integers as keys nor tuples
             self.positions[source] = {int(stream): tuple(place) for stream, place in of_source.items()}
@@ -216,7 +216,7 @@ class TrainState(Counters):
             for key, state in self.optimizer.state.get(parameter, {}).items():
                 yield f"optimizer.{name}.{key}", state, local_part(state)
 
-    def load(self, checkpoint: Checkpoint, of_another_run: bool = False) -> None:
+    def load(self, checkpoint: Checkpoint, from_other_run: bool = False) -> None:
         """Restores a checkpoint that was saved on any number of ranks, in any stage. Of another run's, the id and the
         clock stay this one's own.
 
@@ -224,8 +224,8 @@ class TrainState(Counters):
             UserError: the shards cannot be read.
         """
         self.load_tensors(checkpoint.path)
-        self.take(checkpoint.manifest, of_another_run)
-        if not of_another_run:  # by clocks that may have been set, or be another machine's
+        self.take(checkpoint.manifest, from_other_run)
+        if not from_other_run:  # by clocks that may have been set, or be another machine's
             self.elapsed_before = max(PROCESS_STARTED - self.started, self.elapsed_before)
             # a speed is that of so many ranks
             if self.tracker and checkpoint.manifest["world_size"] == dist.get_world_size():
@@ -234,7 +234,7 @@ class TrainState(Counters):
             self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step
             self.scheduler.step()
 
-    def describe_jump(self) -> str:
+    def describe_lr_change(self) -> str:
         """How the learning rate of the next step is another by these flags than by those of the checkpoint that was
         loaded, in words; empty where it is the same."""
         before, now = self.learning_rate, self.scheduler.get_last_lr()[0]
