@@ -89,7 +89,7 @@ def build_model(
     if not settings.cpu_offload:
         models.check_room(model, device, mesh["shard"].size())
     if settings.init == "pretrained" and (read_weights or models.has_frozen(model)):
-        weights = base.with_all_ranks(  # on one node alone a file may be missing
+        weights = base.call_on_all_ranks(  # on one node alone a file may be missing
             lambda: models.PretrainedWeights(model, layers, models.find_source(settings.model), dtype)
         )
     if settings.precision == "fp8":
@@ -307,7 +307,7 @@ def train(run: Run, stop: job.StopRequest) -> None:
     stop.resumed_step = run.state.step
     # the step that this start goes on from: a stop may have come before its evaluation
     due = job.due(settings, run.state.step, log.first_step, ends_epoch=run.data.ends_epoch)
-    if due.evaluate and base.on_main_rank(log.lacks_evaluation):
+    if due.evaluate and base.broadcast_from_rank_0(log.lacks_evaluation):
         evaluation = {"step": run.state.step, "tokens_seen": run.state.tokens}
         evaluate_and_log(run, due, evaluation, "", stop)
     tracker.open_window()  # until here a run is set up, which is no part of a step
@@ -388,7 +388,7 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
     job.say(report.next_commands(settings, run.folder, run.state.step, metrics))
     run.checkpoints.check_saved()
     run.log.check_written()
-    base.on_main_rank(lambda: report.check_gates(settings, metrics))
+    base.broadcast_from_rank_0(lambda: report.check_gates(settings, metrics))
     return 0
 
 
@@ -396,7 +396,7 @@ def save_and_leave(run: Run, stop: job.StopRequest) -> int:
     """Answers a stop: saves the last complete step, if that is not done, and then says so. Returns the exit code."""
     log, checkpoints = run.log, run.checkpoints
     checkpoints.finish()
-    newest = base.on_main_rank(lambda: base.newest_checkpoint(run.folder))
+    newest = base.broadcast_from_rank_0(lambda: base.newest_checkpoint(run.folder))
     if not newest or base.step_in_name(newest) != run.state.step:
         metrics, problem = log.metrics() if log.results else (log.last, "")
         problem = problem or why_not_to_save(run, metrics)

@@ -44,10 +44,10 @@ def open_run(
     """
     corpora = data.find(given) if given.num_steps or given.eval_interval or given.show_samples else []
     config, tokenizer, prompts = models.load_files(given, data.needs_tokenizer(given, corpora))
-    prompts = base.on_main_rank(lambda: [found for prompt in prompts for found in data.read_prompt(prompt)])
+    prompts = base.broadcast_from_rank_0(lambda: [found for prompt in prompts for found in data.read_prompt(prompt)])
     checkpoint = state.find_checkpoint(given.resume, folder)
     begins_at_random = given.trains() and given.init == "random" and not checkpoint
-    unread = base.on_main_rank(lambda: models.describe_unread(given.model)) if begins_at_random else ""
+    unread = base.broadcast_from_rank_0(lambda: models.describe_unread(given.model)) if begins_at_random else ""
     if unread:
         job.warn(unread)
     if given.export:
@@ -83,7 +83,9 @@ def render_prompts(opened: Opened, prompts: list[str | data.Conversation]) -> li
     """The texts that samples continue, rendered by rank 0; every rank calls this."""
     settings, tokenizer = opened.settings, opened.tokenizer
     answers = data.are_chats(opened.corpora, record_of(opened, None))
-    return base.on_main_rank(lambda: [data.render_prompt(settings, answers, tokenizer, prompt) for prompt in prompts])
+    return base.broadcast_from_rank_0(
+        lambda: [data.render_prompt(settings, answers, tokenizer, prompt) for prompt in prompts]
+    )
 
 
 def load_to_evaluate(opened: Opened) -> Any:
@@ -96,7 +98,7 @@ def load_to_evaluate(opened: Opened) -> Any:
     """
     settings, manifest = opened.settings, opened.manifest
     of_run = (opened.corpora, opened.tokenizer, opened.config)
-    if manifest is None or not base.on_main_rank(lambda: data.evaluates_own_data(settings, manifest)):
+    if manifest is None or not base.broadcast_from_rank_0(lambda: data.evaluates_own_data(settings, manifest)):
         trained_on = state.trained_on(settings, record_of(opened, None))
         return data.load(settings, *of_run, trained_on=trained_on)
     dataset = data.load(settings, *of_run, manifest)
@@ -115,7 +117,7 @@ def generate_samples(
     if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.beginning:
         prompts = [dataset.beginning]  # the demo's prompt is for the demo's stories
     record = record_of(opened, dataset)
-    ends = base.on_main_rank(lambda: data.end_tokens(settings, record, opened.tokenizer))
+    ends = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, record, opened.tokenizer))
     texts = render_prompts(opened, prompts)
     return [models.sample(settings, text, ends, model, opened.tokenizer, device) for text in texts]
 
@@ -124,7 +126,7 @@ def export(opened: Opened, weights: state.TrainState, dataset: Any = None) -> No
     """Writes the folder of --export. `dataset` is the `data.TrainingData` that the weights were trained on in this run,
     None where they were only loaded. Every rank calls this."""
     settings, record = opened.settings, record_of(opened, dataset)
-    ends = base.on_main_rank(lambda: data.end_tokens(settings, record, opened.tokenizer))
+    ends = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, record, opened.tokenizer))
     state.export(settings, weights, opened.tokenizer, ends, state.trained_on(settings, record))
 
 

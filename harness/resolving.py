@@ -50,7 +50,7 @@ def resolve(
     )
     models.check_float8(known)
     find_size = functools.partial(choose_batch_size, known)
-    size = asked.batch_size if isinstance(asked.batch_size, int) else base.on_main_rank(find_size)
+    size = asked.batch_size if isinstance(asked.batch_size, int) else base.broadcast_from_rank_0(find_size)
     batch = state.Batch(size, asked.gradient_accumulation_steps, asked.given)
     if manifest:
         batch = state.keep_global_batch(batch, manifest)

@@ -283,7 +283,7 @@ class Stop(StopRequest):
     def can_save(self, value: bool) -> None:  # the loop sets it after each step
         self.done += value
 
-    def agreed_by_all_ranks(self) -> bool:
+    def any_rank_wants_to_stop(self) -> bool:
         if self.done == self.steps:
             self.passes -= 1
         return self.passes < 0

@@ -26,7 +26,7 @@ import train_fsdp
 import utils
 from harness import data, job, plan, resolving
 from harness import model as models
-from harness.base import from_main_process, of_all_ranks
+from harness.base import broadcast_from_node_main, of_all_ranks
 from harness.data import encode
 from harness.flags import parse_args
 from harness.job import heartbeats, start_processes, stop_processes, world
@@ -266,7 +266,7 @@ def asking_on_two_nodes() -> None:
     """Three ranks, the first two the main ones of their nodes: prints of which rank each has the answer."""
     start_processes(timeout_minutes=1)
     rank = dist.get_rank()
-    answers = of_all_ranks(from_main_process(lambda: rank, is_main=rank < 2))
+    answers = of_all_ranks(broadcast_from_node_main(lambda: rank, is_main=rank < 2))
     if rank == 0:
         print(answers, flush=True)
     stop_processes()
@@ -278,7 +278,7 @@ def stopping_for_one() -> None:
     stop, answers = StopRequest(), []
     stop.can_save = True
     for step in range(3):
-        answers.append(stop.agreed_by_all_ranks())
+        answers.append(stop.any_rank_wants_to_stop())
         if dist.get_rank() == 1 and step == 0:
             stop.request("SIGUSR1")
     answers = of_all_ranks(answers)

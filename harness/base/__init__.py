@@ -9,11 +9,11 @@ from harness.base.hub import answer_from_cache_without_network
 from harness.base.labels import IGNORE_INDEX
 from harness.base.ranks import (
     WORK,
+    all_gather_objects,
+    broadcast_from_node_main,
+    broadcast_from_rank_0,
+    call_on_all_ranks,
     count_compiling_as_work,
-    from_main_process,
-    of_all_ranks,
-    on_main_rank,
-    with_all_ranks,
     working,
 )
 from harness.base.saved import (
@@ -80,7 +80,7 @@ __all__ = [
     "counted",
     "find_gpu",
     "first_line",
-    "from_main_process",
+    "broadcast_from_node_main",
     "give_back_freed_memory",
     "installed",
     "is_url",
@@ -89,8 +89,8 @@ __all__ = [
     "named_checkpoints",
     "never_fail",
     "newest_checkpoint",
-    "of_all_ranks",
-    "on_main_rank",
+    "all_gather_objects",
+    "broadcast_from_rank_0",
     "one_line",
     "one_or_more",
     "package_versions",
@@ -111,6 +111,6 @@ __all__ = [
     "unlisted",
     "version_parts",
     "wait_for_device",
-    "with_all_ranks",
+    "call_on_all_ranks",
     "working",
 ]

@@ -40,7 +40,7 @@ def count_compiling_as_work() -> None:
     callback.on_compile_end(lambda _: WORK.remove(describe))
 
 
-def with_all_ranks(make: Callable[[], T]) -> T:
+def call_on_all_ranks(make: Callable[[], T]) -> T:
     """What `make` returns on this rank. What it raises on any rank is raised on every rank, so that no rank waits for
     one that has given up; every rank calls this."""
     import torch.distributed as dist
@@ -48,7 +48,7 @@ def with_all_ranks(make: Callable[[], T]) -> T:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
     result, error = attempt(make)
-    for error_of_rank in of_all_ranks(error):
+    for error_of_rank in all_gather_objects(error):
         if error_of_rank is not None:
             raise error_of_rank
     return result
@@ -65,7 +65,7 @@ def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, RuntimeError(traceback.format_exc())
 
 
-def from_main_process(make: Callable[[], T], is_main: bool) -> T:
+def broadcast_from_node_main(make: Callable[[], T], is_main: bool) -> T:
     """Calls `make` where `is_main`, one process of each node or of the world, and gives the others its result, pickled.
 
     Every rank calls this. What `make` raises is raised on every rank, so that no rank waits for one that has given up.
@@ -75,7 +75,7 @@ def from_main_process(make: Callable[[], T], is_main: bool) -> T:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
     result, error = attempt(make) if is_main else (None, None)
-    outcomes = of_all_ranks((is_main, error))
+    outcomes = all_gather_objects((is_main, error))
     for _, error_of_rank in outcomes:
         if error_of_rank is not None:
             raise error_of_rank
@@ -89,14 +89,14 @@ def from_main_process(make: Callable[[], T], is_main: bool) -> T:
     return answer
 
 
-def on_main_rank(make: Callable[[], T]) -> T:
+def broadcast_from_rank_0(make: Callable[[], T]) -> T:
     """What `make` returns on rank 0, on every rank; what it raises, too."""
     import torch.distributed as dist
 
-    return from_main_process(make, not dist.is_initialized() or dist.get_rank() == 0)
+    return broadcast_from_node_main(make, not dist.is_initialized() or dist.get_rank() == 0)
 
 
-def of_all_ranks(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """`mine` of each rank, pickled, in the order of the ranks."""
     import torch.distributed as dist
 

@@ -73,7 +73,7 @@ def find(settings: flags.Settings) -> list[Corpus]:
     --eval-split that is a place of its own, which alone is read where nothing is trained. Every rank calls this."""
     chat_flags = {"chat_template": "--chat-template", "chat_loss": "--chat-loss"}
     idle = [flag for name, flag in chat_flags.items() if name in settings.given and settings.trains()]
-    corpora = base.on_main_rank(lambda: find_all(settings))
+    corpora = base.broadcast_from_rank_0(lambda: find_all(settings))
     refuse_idle(idle, corpora)
     return corpora
 
@@ -261,17 +261,19 @@ class Reading:
         name, bounds = parse_split(split)
         of_split = corpus.listing.of_split(name)
         if corpus.is_mapped and are_mapped(of_split):
-            opened = base.with_all_ranks(  # on one node alone a file may be missing
+            opened = base.call_on_all_ranks(  # on one node alone a file may be missing
                 lambda: [contents.open_token_file(file, self.vocab_size) for file in of_split]
             )
             line = token_files.describe(opened)
         else:
             rows = None
             if corpus.listing.is_hub and bounds:
-                rows = base.on_main_rank(functools.partial(rows_of_slice, of_split, bounds))
+                rows = base.broadcast_from_rank_0(functools.partial(rows_of_slice, of_split, bounds))
             if rows:
                 bounds = []
-            found = base.from_main_process(functools.partial(self._tokenize, corpus, of_split, rows), self.is_main)
+            found = base.broadcast_from_node_main(
+                functools.partial(self._tokenize, corpus, of_split, rows), self.is_main
+            )
             opened, line = [cache.open_cache(found[0], self.vocab_size)], cache.describe(*found)
             for warning in cache.warnings_in(found[1]) if warn else ():
                 job.warn(warning)
@@ -318,7 +320,7 @@ class Reading:
             raise base.UserError(
                 f"--dataset {tokens.files[0].name}: it does not say where its documents end, and {problem}"
             )
-        found = base.from_main_process(lambda: tokens.whole_ends, self.is_main)
+        found = base.broadcast_from_node_main(lambda: tokens.whole_ends, self.is_main)
         return dataclasses.replace(tokens, found_ends=found)
 
     def windows(self, tokens: Tokens, place: str) -> PackedDataset:
@@ -414,7 +416,7 @@ def open_windows(
         raise base.UserError("shuffle=False: a mixture has the order that its shares and its seed give; leave it out")
     sources = flags.sources_of(dataset if isinstance(dataset, str) else tuple(dataset))
     look = functools.partial(look_into, split=split, text_field=text_field, subset=subset)
-    corpora = base.from_main_process(lambda: [look(source) for source in sources], reading.is_main)
+    corpora = base.broadcast_from_node_main(lambda: [look(source) for source in sources], reading.is_main)
     refuse_idle(["--chat-template"] if reading.chat_template else [], corpora)
     windows = {}
     for source, corpus in zip(sources, corpora, strict=True):

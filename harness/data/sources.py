@@ -141,7 +141,7 @@ def load(
     data.header = describe(settings, data, opened, corpora, per_step, tokenizer)
     if apart:
         data.header["held out"] = describe_held_out(held_out[apart.name])
-    data.beginning = base.on_main_rank(lambda: first_words(corpora, data.held_out or data.sources, tokenizer))
+    data.beginning = base.broadcast_from_rank_0(lambda: first_words(corpora, data.held_out or data.sources, tokenizer))
     return data
 
 
@@ -222,7 +222,7 @@ def open_apart(
         windows = reading.windows(tokens, f"{place}, split {corpus.split!r}")
     job.say("data      ", f"{place}: {line}")
     if corpus.is_chat:
-        lines = base.on_main_rank(lambda: reading.chat_format(corpus).describe())
+        lines = base.broadcast_from_rank_0(lambda: reading.chat_format(corpus).describe())
         job.say("format    ", f"{place}: {lines['format']}")
     documents = f", {base.counted(len(tokens.ends), 'document')}" if tokens.knows_ends else ""
     split = f", {corpus.split}" if len(corpus.listing.splits) > 1 else ""
@@ -279,7 +279,7 @@ def choose_held_out(
     was_divided = bool(rules and rules["held_out"])
     split, is_apart = settings.eval_split, flag_rules.is_place(settings.eval_split)
     is_unknown = bool(split) and not is_apart and parse_split(split)[0] not in corpus.listing.splits
-    if is_unknown and base.on_main_rank(lambda: os.path.exists(split)):
+    if is_unknown and base.broadcast_from_rank_0(lambda: os.path.exists(split)):
         problem = f"{corpus.source.dataset} has no split of that name"
         raise base.UserError(f"--eval-split {split}: {problem}; for the file or folder of that name give ./{split}")
     if split is None and not was_divided and DEFAULT_EVAL_SPLIT in corpus.listing.splits:
@@ -386,7 +386,7 @@ def open_stream(
         )
 
     train = stream_of(corpus.split)
-    fingerprint = base.on_main_rank(train.fingerprint)
+    fingerprint = base.broadcast_from_rank_0(train.fingerprint)
     if trained_on:
         rules = next((rules for rules in trained_on if rules.get("corpus") == fingerprint["corpus"]), None)
     whole = trained_on is not None and not rules
@@ -487,7 +487,7 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reading: Reading, wit
     """The lines about documents that are packed whole, and about what is trained on of conversations and rows."""
     lines: dict[str, str] = {}
     if corpus.is_chat:
-        lines |= base.on_main_rank(lambda: reading.chat_format(corpus).describe())
+        lines |= base.broadcast_from_rank_0(lambda: reading.chat_format(corpus).describe())
     if isinstance(train, PaddedDataset):
         lines["packing"] = train.describe()
     if train.has_mask:
@@ -498,7 +498,7 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reading: Reading, wit
         documents = base.counted(len(train.tokens.ends), document)
         lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
     if train.has_mask and with_example:
-        examples = base.on_main_rank(lambda: find_examples(corpus, reading))
+        examples = base.broadcast_from_rank_0(lambda: find_examples(corpus, reading))
         lines["examples"] = f"([[ ]] is around what is trained on)\n{examples}"
     return lines
 

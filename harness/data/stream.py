@@ -141,8 +141,8 @@ class Stream:
         for first in range(0, len(self.chunks), world):
             chunk = self.chunks[first + rank : first + rank + 1]
             wanted = (most - len(found)) * self.seq_len + 1 - len(tokens)
-            mine = base.with_all_ranks(functools.partial(self.head, wanted, chunk))
-            for encoded in base.of_all_ranks(mine):
+            mine = base.call_on_all_ranks(functools.partial(self.head, wanted, chunk))
+            for encoded in base.all_gather_objects(mine):
                 ends = np.concatenate([ends, len(tokens) + np.cumsum(encoded.lengths)])
                 tokens = np.concatenate([tokens, encoded.tokens])
                 while len(tokens) > self.seq_len and len(found) < most:

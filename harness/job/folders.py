@@ -21,7 +21,7 @@ def take_folder(settings: flags.Settings) -> pathlib.Path:
         UserError: it cannot be written, another process is in it, it holds what is not to be lost, or a link leads out
             of it; on every rank.
     """
-    folder = base.on_main_rank(lambda: choose_folder(settings))
+    folder = base.broadcast_from_rank_0(lambda: choose_folder(settings))
     heartbeats.PROGRESS.folder = folder
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.resolve() / "nccl_trace_rank_"))
     return folder

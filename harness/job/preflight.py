@@ -29,9 +29,9 @@ def check_machine(settings: flags.Resolved, mesh: DeviceMesh, device: torch.devi
     Raises:
         UserError: the run cannot succeed; on every rank.
     """
-    base.from_main_process(lambda: check_shared_memory(settings), os.environ.get("LOCAL_RANK", "0") == "0")
+    base.broadcast_from_node_main(lambda: check_shared_memory(settings), os.environ.get("LOCAL_RANK", "0") == "0")
     taken = describe_taken(holders_of_gpu()) if device.type == "cuda" else ""
-    for line in base.of_all_ranks(taken):
+    for line in base.all_gather_objects(taken):
         if line:
             terminal.warn(line)
     if spread := describe_spread(settings, mesh["shard"].size(), host.ranks_here()):
@@ -128,7 +128,7 @@ def check_disk(settings: flags.Resolved, checkpoint: int, weights: int, folder: 
     Raises:
         UserError: a flag asks for checkpoints and not even one has room, or the export has none; on every rank.
     """
-    warning, has_room = base.on_main_rank(lambda: find_room(settings, checkpoint, weights, folder))
+    warning, has_room = base.broadcast_from_rank_0(lambda: find_room(settings, checkpoint, weights, folder))
     if warning:
         terminal.warn(warning)
     return has_room

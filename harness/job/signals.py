@@ -116,7 +116,7 @@ class StopRequest:
             terminal.print_error(terminal.describe_stop(name, heartbeats.PROGRESS.folder))
         endings.end(self.EXIT_CODE, patience=3)
 
-    def agreed_by_all_ranks(self) -> bool:
+    def any_rank_wants_to_stop(self) -> bool:
         """Whether any rank had a request when this was last called; every rank calls it before every forward pass.
 
         The answer is one pass old, so that no rank waits for it: a small all-reduce on the host during the next pass.
@@ -139,7 +139,7 @@ class StopRequest:
         so there they can agree."""
 
         def check(*_: object) -> None:
-            if self.agreed_by_all_ranks():
+            if self.any_rank_wants_to_stop():
                 raise Stopped
 
         hook = model.register_forward_pre_hook(check, prepend=True)  # before FSDP2 gathers parameters
@@ -150,7 +150,7 @@ class StopRequest:
 
     def raise_if_asked(self) -> None:
         """Raises Stopped where a rank has a request at this moment. Every rank calls this, and waits for the others."""
-        if self.agreed_by_all_ranks() or self.agreed_by_all_ranks():  # the first answer is older
+        if self.any_rank_wants_to_stop() or self.any_rank_wants_to_stop():  # the first answer is older
             raise Stopped
 
 

@@ -26,7 +26,7 @@ NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "t
 def begin(settings: flags.Settings) -> None:
     """Listens to signals, and prepares the threads and the environment, by which torch is loaded."""
     if not settings.plan:  # a plan is of a world of its own
-        refuse_half_a_world(settings)
+        check_launcher_env(settings)
     signals.listen(settings)
     if not settings.json:  # a plan as JSON is all that stdout has
         terminal.say(f"train_fsdp {settings.model}; loading torch")
@@ -39,7 +39,7 @@ def begin(settings: flags.Settings) -> None:
     gc.disable()  # until `World`: imports make no garbage, and looking for it takes a fifth of their time
 
 
-def refuse_half_a_world(settings: flags.Settings) -> None:
+def check_launcher_env(settings: flags.Settings) -> None:
     """Ends the process with one line where its environment is that of one rank of several, but does not say which, or
     where the others are: the ranks would wait for each other in vain, or each train alone."""
     env, told = os.environ, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -203,7 +203,7 @@ def adapter_injector(settings: flags.Resolved, model: Any) -> Callable[[nn.Modul
     place = functools.partial(lora_config, r=settings.lora_rank, lora_alpha=settings.lora_alpha, use_rslora=use_rslora)
     model.peft_config = {"default": place(target_modules=target_modules(model, targets))}
     shapes = adapter_shapes(model, targets, settings.lora_rank)
-    read = base.with_all_ranks(lambda: open_adapters(settings, folder, shapes)) if folder else None
+    read = base.call_on_all_ranks(lambda: open_adapters(settings, folder, shapes)) if folder else None
     names = {model.get_submodule(name): name for name in targets}
 
     def inject(layer: nn.Module) -> None:

@@ -51,6 +51,6 @@ def load_tokenizer(settings: flags.Settings, config: PretrainedConfig) -> PreTra
 def load_files(settings: flags.Settings, needs_tokenizer: bool) -> tuple:
     """(the model's config, its tokenizer or None where it is not needed, the prompts to write samples from). Rank 0
     reads first."""
-    config = base.on_main_rank(lambda: load_config(settings.model))
-    tokenizer = base.on_main_rank(lambda: load_tokenizer(settings, config)) if needs_tokenizer else None
+    config = base.broadcast_from_rank_0(lambda: load_config(settings.model))
+    tokenizer = base.broadcast_from_rank_0(lambda: load_tokenizer(settings, config)) if needs_tokenizer else None
     return config, tokenizer, list(settings.sample_prompt or ())

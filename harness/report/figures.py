@@ -87,7 +87,7 @@ WORST = ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved", "dat
 FLOPS = {"flops_per_token", "actual_tflops_per_sec", "mfu_percent"}  # means over ranks, whose documents differ
 
 
-def of_all_ranks(speed: dict[str, float], state: states.TrainState, device: torch.device) -> dict[str, float]:
+def gather_metrics(speed: dict[str, float], state: states.TrainState, device: torch.device) -> dict[str, float]:
     """The figures of a log line that all ranks measure. `speed` is what this rank's tracker measured; nothing in
     warmup, and then there is memory alone. Every rank calls this."""
     own = speed if "peak_memory_reserved" in speed else speed | base.memory_figures()

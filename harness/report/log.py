@@ -29,7 +29,7 @@ from tqdm import tqdm
 from harness import base, flags, job
 from harness import state as states
 from harness.report import page
-from harness.report.figures import NOTES, of_all_ranks, with_run_times
+from harness.report.figures import NOTES, gather_metrics, with_run_times
 from harness.report.files import MetricsFile, describe_run, write_config
 from harness.report.health import StepResult, count_skipped, first_not_finite, read_results, read_routing, read_terms
 from harness.report.profiling import dump_memory, profiling
@@ -60,7 +60,7 @@ def open_trackers(settings: flags.Settings, folder: pathlib.Path) -> list[Tracke
                 advice = f"pip install {error.name}, or leave the flag out"
                 raise base.UserError(f"{flag}: needs the package {error.name}; {advice}") from error
 
-    base.on_main_rank(open_each)
+    base.broadcast_from_rank_0(open_each)
     return opened
 
 
@@ -184,7 +184,7 @@ class Log(contextlib.AbstractContextManager):
         problem = first_not_finite(metrics, steps)
         if too_many and not problem:
             problem = state.broken_by_update() or too_many
-        figures = of_all_ranks(self.speed, state, self.device)
+        figures = gather_metrics(self.speed, state, self.device)
         return metrics | figures | self.data.figures(state.samples, state.tokens), problem
 
     def lacks_evaluation(self) -> bool:
@@ -271,7 +271,7 @@ class Log(contextlib.AbstractContextManager):
         metrics, speed = self.last, self.state.tracker.summary()
         took_steps = self.state.step >= self.first_step
         if took_steps:
-            metrics = metrics | of_all_ranks(speed, self.state, self.device) | (planned or {})
+            metrics = metrics | gather_metrics(speed, self.state, self.device) | (planned or {})
             if self.settings.memory_snapshot:
                 dump_memory(self.folder)
         elif metrics and "final" not in metrics:  # it was killed behind its last checkpoint

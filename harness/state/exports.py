@@ -47,7 +47,7 @@ def check_export(settings: flags.Settings, checkpoint: Checkpoint | None, folder
     """
     is_same_run = checkpoint is not None and (folder is None or resumes_same_run(checkpoint, folder))
     run_id = checkpoint.manifest["run_id"] if is_same_run else None
-    base.on_main_rank(lambda: check_place(settings, run_id))
+    base.broadcast_from_rank_0(lambda: check_place(settings, run_id))
 
 
 def check_place(settings: flags.Settings, run_id: str | None) -> None:
@@ -91,7 +91,7 @@ def trained_on(settings: flags.Resolved, record: data.DataRecord | None) -> list
     that whose export they began with. Every rank calls this."""
     sources = [*record.removed.values(), *record.sources.values()] if record else []
     if settings.init == "pretrained":
-        header = base.on_main_rank(lambda: header_of_export(pathlib.Path(settings.model).expanduser()))
+        header = base.broadcast_from_rank_0(lambda: header_of_export(pathlib.Path(settings.model).expanduser()))
         sources += json.loads(header.get("trained_on", "[]"))
     return sources
 
@@ -133,7 +133,7 @@ def export(
                 raise base.UserError(problem, exit_code=1) from error
 
         job.enter_phase("export")
-        base.on_main_rank(write_or_clean_up)
+        base.broadcast_from_rank_0(write_or_clean_up)
 
     problem = state.what_is_broken()
     if problem:

@@ -24,14 +24,14 @@ def find_checkpoint(resume: str, folder: pathlib.Path | None) -> Checkpoint | No
         return None
     if resume == "auto":
         return find_own(folder) if folder else None
-    absent = base.on_main_rank(lambda: flags.no_checkpoint(resume))
+    absent = base.broadcast_from_rank_0(lambda: flags.no_checkpoint(resume))
     if absent:
         raise base.UserError(f"--resume {resume}: {absent}")
-    path = base.on_main_rank(lambda: flags.checkpoint_folder(resume))
+    path = base.broadcast_from_rank_0(lambda: flags.checkpoint_folder(resume))
     manifest, problem = verify_checkpoint(path)
     if not problem:
         return Checkpoint(path, manifest)
-    if base.on_main_rank(lambda: not path.exists()):  # removed by a run that goes on: take the next one
+    if base.broadcast_from_rank_0(lambda: not path.exists()):  # removed by a run that goes on: take the next one
         return find_checkpoint(resume, folder)
     raise base.UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
 
@@ -49,7 +49,7 @@ def load_to_read(
     try:
         state.load(checkpoint)
     except base.UserError:
-        if base.on_main_rank(checkpoint.path.exists):
+        if base.broadcast_from_rank_0(checkpoint.path.exists):
             raise
         return load_to_read(settings, state, config, find_checkpoint(settings.resume, None))
     job.say(f"loaded     {checkpoint.path}, step {state.step:,}")
@@ -71,7 +71,7 @@ def load_mean(settings: flags.Resolved, state: TrainState, config: PretrainedCon
         UserError: there are fewer, one is damaged, or is another run's or of another model.
     """
     count, flag = settings.average_checkpoints, f"--average-checkpoints {settings.average_checkpoints}"
-    of_run = base.on_main_rank(lambda: base.complete_checkpoints(newest.parent.parent))
+    of_run = base.broadcast_from_rank_0(lambda: base.complete_checkpoints(newest.parent.parent))
     paths = of_run[: of_run.index(newest) + 1][-count:] if newest in of_run else []
     if len(paths) < count:
         has = f"{newest.parent.parent} has {base.counted(len(paths), 'complete checkpoint')}"
@@ -103,7 +103,7 @@ def weights_of(state: TrainState) -> dict[str, torch.Tensor]:
 
 def find_own(folder: pathlib.Path) -> Checkpoint | None:
     """The newest checkpoint of the run in `folder` that is not damaged; None where it has saved none."""
-    paths = base.on_main_rank(lambda: base.named_checkpoints(folder))
+    paths = base.broadcast_from_rank_0(lambda: base.named_checkpoints(folder))
     for path in reversed(paths):
         manifest, problem = verify_checkpoint(path)
         if not problem:
@@ -112,7 +112,7 @@ def find_own(folder: pathlib.Path) -> Checkpoint | None:
     if paths:
         advice = "repair or copy back one of them, or choose another --run-name to start fresh"
         raise base.UserError(f"--resume auto: every checkpoint in {folder / 'checkpoints'} is damaged; {advice}", 1)
-    before = base.on_main_rank(lambda: base.read_config(folder).get("flags", {}).get("resume"))
+    before = base.broadcast_from_rank_0(lambda: base.read_config(folder).get("flags", {}).get("resume"))
     if before not in (None, "none", "auto"):
         again = f"remove that folder and give --resume {before} again"
         raise base.UserError(f"--resume auto: {folder} began with --resume {before} and has saved nothing; {again}")
@@ -130,7 +130,7 @@ def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
         problem = f"{pathlib.Path(error.filename or path).name}: {error.strerror}"  # an unreadable sector has no name
     except ValueError as error:
         problem = str(error)
-    for problem_of_rank in base.of_all_ranks(problem):
+    for problem_of_rank in base.all_gather_objects(problem):
         if problem_of_rank:
             return manifest, problem_of_rank
     return manifest, ""
@@ -156,7 +156,7 @@ def find_recorded_data(settings: flags.Settings, checkpoint: Checkpoint | None) 
     folder = pathlib.Path(settings.config or "").expanduser().parent
     if settings.run_name:
         folder = pathlib.Path(settings.output_dir).expanduser() / settings.run_name
-    config = base.on_main_rank(lambda: base.read_config(folder))
+    config = base.broadcast_from_rank_0(lambda: base.read_config(folder))
     if "data" in config:
         return {"data": config["data"], "flags": config["flags"], "step": 0, "samples": 0}
     return None
@@ -165,7 +165,7 @@ def find_recorded_data(settings: flags.Settings, checkpoint: Checkpoint | None) 
 def resumes_same_run(checkpoint: Checkpoint | None, folder: pathlib.Path) -> bool:
     """Whether the run in `folder` goes on from a checkpoint of its own; the run of any other folder is a new one. Every
     rank calls this."""
-    return base.on_main_rank(
+    return base.broadcast_from_rank_0(
         lambda: checkpoint is not None and folder.resolve() in checkpoint.path.resolve().parents[:2]
     )
 

@@ -68,7 +68,7 @@ class Checkpoints:
             job.enter_phase("save")
             if wait or self._is_best(state):
                 self.finish()
-            if any(base.of_all_ranks(self.thread is not None and self.thread.is_alive())):
+            if any(base.all_gather_objects(self.thread is not None and self.thread.is_alive())):
                 job.say(f"skipped    checkpoint at step {state.step}: the one before is still being written")
                 return
             manifest, tensors = state.counters() | self.of_run, state.tensors()
@@ -96,19 +96,19 @@ class Checkpoints:
             return
         state.eval_loss = loss
         if self.settings.keep_best:
-            base.on_main_rank(lambda: add_eval_loss(self.folder / base.checkpoint_name(state.step), state))
+            base.broadcast_from_rank_0(lambda: add_eval_loss(self.folder / base.checkpoint_name(state.step), state))
 
     def best_figures(self) -> dict[str, float]:
         """The step and the held-out loss of the checkpoint that --keep-best keeps; none without one. Every rank calls
         this."""
-        best = base.on_main_rank(self._find_best) if self.settings.keep_best else None
+        best = base.broadcast_from_rank_0(self._find_best) if self.settings.keep_best else None
         return {"best_step": base.step_in_name(best[0]), "best_eval_loss": best[1]} if best else {}
 
     def _is_best(self, state: TrainState) -> bool:
         """Whether no checkpoint has a lower held-out loss than `state`, which then waits for the save before it."""
         if not self.settings.keep_best or state.eval_loss is None:
             return False
-        best = base.on_main_rank(self._find_best)
+        best = base.broadcast_from_rank_0(self._find_best)
         return best is None or state.eval_loss < best[1]
 
     def _find_best(self) -> tuple[pathlib.Path, float] | None:
@@ -157,7 +157,7 @@ class Checkpoints:
         except (Exception, dcp.CheckpointException) as exception:
             error = checkpoint_error(exception)
         job.end_part()
-        results, errors = zip(*base.of_all_ranks((result, error), self.group), strict=True)
+        results, errors = zip(*base.all_gather_objects((result, error), self.group), strict=True)
         for error in errors:
             if error:
                 raise OSError(error)

@@ -138,7 +138,7 @@ class TrainState(Counters):
         """The positions of all ranks; every rank calls this. Of a stream that several ranks read the earliest one
         counts: a rank may still need what follows it."""
         latest: dict[tuple[str, int], tuple] = {}
-        for moved in base.of_all_ranks(self.moved):
+        for moved in base.all_gather_objects(self.moved):
             for key, position in moved.items():
                 latest[key] = min(position, latest.get(key, position))
         shared = {source: dict(of_source) for source, of_source in self.positions.items()}
@@ -244,7 +244,9 @@ class TrainState(Counters):
 
     def load_tensors(self, path: pathlib.Path) -> None:
         """Loads the shards into the tensors of this state."""
-        index = base.on_main_rank(lambda: read_index(path))  # a rank where DCP's own look failed would load alone
+        index = base.broadcast_from_rank_0(
+            lambda: read_index(path)
+        )  # a rank where DCP's own look failed would load alone
         tensors = self.tensors()
         for name in list(tensors):
             if OF_ONE_LAYOUT.search(name) and name not in index.state_dict_metadata:
