@@ -277,7 +277,7 @@ def prepare(given: flags.Settings, device: torch.device) -> Run:
     state.refuse_broken(settings, train_state, checkpoint)
     sizes = train_state.saved_bytes(), state.export_bytes(settings, model)
     has_room = train_state.step == settings.num_steps or job.check_disk(settings, *sizes, folder)
-    job.say(
+    job.print0(
         report.describe_setup(
             settings, train_state, mesh, dataset, flops_text, peak_tflops, verified, checkpoint, changed
         )
@@ -385,7 +385,7 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
     metrics = run.log.finish(samples, plan.predicted_figures(planned) | run.checkpoints.best_figures())
     if settings.export:
         opening.export(run, run.state, run.data)
-    job.say(report.next_commands(settings, run.folder, run.state.step, metrics))
+    job.print0(report.next_commands(settings, run.folder, run.state.step, metrics))
     run.checkpoints.check_saved()
     run.log.check_written()
     base.broadcast_from_rank_0(lambda: report.check_gates(settings, metrics))
@@ -404,7 +404,7 @@ def save_and_leave(run: Run, stop: job.StopRequest) -> int:
             raise report.divergence_error(problem, run.folder, run.checkpoint)
         checkpoints.save(run.state, wait=True)
     saved_in = None if checkpoints.failures else checkpoints.folder
-    job.say(report.describe_stop(run.settings, run.folder, run.state.step, stop.name, saved_in))
+    job.print0(report.describe_stop(run.settings, run.folder, run.state.step, stop.name, saved_in))
     return 1 if checkpoints.failures or log.lacks_lines() else job.STOPPED
 
 
@@ -447,7 +447,7 @@ def answer_without_training(given: flags.Settings, device: torch.device) -> int:
         state.refuse_broken(settings, weights, opened.checkpoint)
         if settings.eval_interval:
             losses, tokens = evaluate(settings, model, dataset.held_out, device)
-            report.say_evaluation(settings, dataset, weights if checkpoint else None, losses, tokens, stdout)
+            report.print_evaluation(settings, dataset, weights if checkpoint else None, losses, tokens, stdout)
         report.print_samples(opening.generate_samples(opened, dataset, model, device))
         if settings.export:
             opening.export(opened, weights)

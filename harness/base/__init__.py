@@ -1,7 +1,7 @@
 """Base: what every wing stands on: errors, ranks, text, GPUs, versions, and a stdout that never fails. Most of it
 imports no torch, and none of it knows a wing."""
 
-from harness.base.console import leave, never_fail, record_error, send, tell_json
+from harness.base.console import leave, never_fail, print_json, record_error, send
 from harness.base.devices import CLOCK_STOPPED, GIB, give_back_freed_memory, memory_figures, wait_for_device
 from harness.base.errors import NoSplitError, UserError
 from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, Gpu, choose_kind, find_gpu, unlisted
@@ -106,7 +106,7 @@ __all__ = [
     "shortened",
     "step_in_name",
     "sync_to_disk",
-    "tell_json",
+    "print_json",
     "unfinished_checkpoints",
     "unlisted",
     "version_parts",

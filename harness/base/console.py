@@ -91,12 +91,12 @@ def leave(line: str, as_json: bool = False) -> NoReturn:
         sys.exit(2)
     record_error(line)
     if as_json:
-        tell_json(line)
+        print_json(line)
     sys.stderr.write(line + "\n")
     sys.exit(2)
 
 
-def tell_json(message: str) -> None:
+def print_json(message: str) -> None:
     """Prints an error as the JSON object that --json promises on stdout."""
     print(json.dumps({"error": message.removeprefix("train_fsdp.py: error: ").rstrip()}), flush=True)
 

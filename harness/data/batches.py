@@ -300,7 +300,7 @@ def join_rows(
             bad += item["bad_records"]
             state.move_positions(item["positions"])
         if bad >= max(1, 10 * reported):
-            job.say("data      ", f"left out so far: bad records {bad:,}")
+            job.print0("data      ", f"left out so far: bad records {bad:,}")
             reported = bad
         rows = [windows[row] for row in sorted(windows)]
         batch = {name: tensor.pin_memory() if pins else tensor for name, tensor in collate(rows).items()}

@@ -136,5 +136,5 @@ def with_progress(batches: Iterator[Encoded], counts: Counter) -> Iterator[Encod
         seconds = time.monotonic() - start
         if seconds >= next_line:
             speed = f"{counts['tokens'] / seconds:,.0f} tokens/s"
-            job.say("data      ", f"tokenizing, once: {counts['documents']:,} documents, {speed}")
+            job.print0("data      ", f"tokenizing, once: {counts['documents']:,} documents, {speed}")
             next_line = seconds + LOG_SECONDS

@@ -187,7 +187,7 @@ def count_epoch(
             _, rule = choose_held_out(settings, corpus, rules, HELD_OUT, whole=False)
             tokens, line = reading.open(corpus, corpus.split, warn=False)
             if line.startswith("tokenized"):  # `load` finds it in the cache then
-                job.say("data      ", line)
+                job.print0("data      ", line)
             if rule:
                 tokens, _ = reading.with_ends(tokens).divide()
             windows += len(reading.windows(tokens, f"{corpus.source.dataset}, split {corpus.split!r}"))
@@ -220,10 +220,10 @@ def open_apart(
         if rules_of_training(trained_on, tokens, reading):
             raise base.UserError(f"--eval-split {place}: its tokens were trained on; give what was not")
         windows = reading.windows(tokens, f"{place}, split {corpus.split!r}")
-    job.say("data      ", f"{place}: {line}")
+    job.print0("data      ", f"{place}: {line}")
     if corpus.is_chat:
         lines = base.broadcast_from_rank_0(lambda: reading.chat_format(corpus).describe())
-        job.say("format    ", f"{place}: {lines['format']}")
+        job.print0("format    ", f"{place}: {lines['format']}")
     documents = f", {base.counted(len(tokens.ends), 'document')}" if tokens.knows_ends else ""
     split = f", {corpus.split}" if len(corpus.listing.splits) > 1 else ""
     return HeldOut(windows, f"{place}{split}, all of it{documents}")
@@ -314,7 +314,7 @@ def open_cached(
     place = f"{corpus.source.dataset}, split {corpus.split!r}"
     tokens, line = opened or reading.open(corpus, corpus.split)
     of_source = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
-    job.say("data      ", of_source + line)
+    job.print0("data      ", of_source + line)
     warning = token_files.differing_tokenizer(tokens.files, reading.tokenizer)
     if warning:
         job.warn(warning)
@@ -333,14 +333,14 @@ def open_cached(
         of_split = tokens
         if split != corpus.split:
             of_split, line = reading.open(corpus, split)
-            job.say("data      ", of_source + line)
+            job.print0("data      ", of_source + line)
         held_out = HeldOut(reading.windows(of_split, f"{corpus.source.dataset}, split {split!r}"), split)
         if of_split is tokens and tokens.knows_ends:  # elsewhere all tokens would be read to count them
             held_out.name = f"all of it, {base.counted(len(tokens.ends), 'document')}"
     train = reading.windows(tokens, place)
     trains = settings.num_steps > 0 and not settings.show_samples
     for word, line in describe_packing(corpus, train, reading, with_example=trains).items():
-        job.say(f"{word:10}", of_source + line)
+        job.print0(f"{word:10}", of_source + line)
     recorded: dict[str, Any] = {"held_out": rule, "dataset": tokens.fingerprint()}
     if corpus.is_chat:
         recorded["chat"] = True
@@ -678,7 +678,7 @@ def show_samples(
     record = recorded_data(settings, recorded)
     if record:
         data = dataclasses.replace(data, record=record)
-    job.say(describe_step(data, tokenizer, settings.show_samples))
+    job.print0(describe_step(data, tokenizer, settings.show_samples))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

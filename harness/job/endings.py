@@ -34,11 +34,11 @@ def announce(exit_code: int, patience: float | None) -> None:
     if ENDING[0] is not own:
         return
 
-    def tell(listener: Callable[[int], object]) -> None:
+    def notify(listener: Callable[[int], object]) -> None:
         with contextlib.suppress(Exception):
             listener(exit_code)
 
-    threads = [threading.Thread(target=tell, args=(listener,), daemon=True) for listener in LISTENERS]
+    threads = [threading.Thread(target=notify, args=(listener,), daemon=True) for listener in LISTENERS]
     for thread in threads:
         thread.start()
     began = time.monotonic()

@@ -35,7 +35,7 @@ def check_machine(settings: flags.Resolved, mesh: DeviceMesh, device: torch.devi
         if line:
             terminal.warn(line)
     if spread := describe_spread(settings, mesh["shard"].size(), host.ranks_here()):
-        terminal.say(spread)
+        terminal.print0(spread)
 
 
 # ---- Nodes and GPUs --------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def begin(settings: flags.Settings) -> None:
         check_launcher_env(settings)
     signals.listen(settings)
     if not settings.json:  # a plan as JSON is all that stdout has
-        terminal.say(f"train_fsdp {settings.model}; loading torch")
+        terminal.print0(f"train_fsdp {settings.model}; loading torch")
     host.set_threads(settings)
     if not sys.warnoptions:  # `python -W default train_fsdp.py` shows all warnings
         silence_libraries()

@@ -26,7 +26,7 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(*message: object) -> None:
+def print0(*message: object) -> None:
     """Prints on rank 0, above a progress bar if there is one."""
     if is_first_rank():
         tqdm.write(" ".join(map(str, message)))

@@ -95,7 +95,7 @@ class World:
             base.record_error(message, happened)
             terminal.print_error(message)
             if self.settings.json:
-                base.tell_json(message)
+                base.print_json(message)
         endings.end(exit_code, patience=5)
 
 

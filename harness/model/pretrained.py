@@ -233,7 +233,7 @@ class PretrainedWeights:
         if left_out:
             shown = base.shortened(left_out, 3)
             count = base.counted(len(left_out), "tensor")
-            job.say(f"weights    {count} of {self.source} left out, as the model has no place for them: {shown}")
+            job.print0(f"weights    {count} of {self.source} left out, as the model has no place for them: {shown}")
 
     @base.working()
     def load(self, layer: int | None, modules: list[nn.Module], device: torch.device) -> None:

@@ -83,7 +83,7 @@ def choose_batch_size(settings: flags.Settings) -> int:
     if not result["largest_batch_size"]:
         advice = "the same flags with --plan say what does"
         raise base.UserError(f"--batch-size auto: not one sequence fits on {result['gpu']} by the plan; {advice}")
-    job.say(f"planned    --batch-size {result['largest_batch_size']}, the largest that fits by --plan")
+    job.print0(f"planned    --batch-size {result['largest_batch_size']}, the largest that fits by --plan")
     return result["largest_batch_size"]
 
 
@@ -110,10 +110,10 @@ def predicted_figures(process: subprocess.Popen | None) -> dict[str, float]:
     if process is None:
         return {}
     if process.poll() is None:
-        job.say(f"planned    waiting for this run's plan, {PATIENCE} s at most; --no-own-plan leaves it out")
+        job.print0(f"planned    waiting for this run's plan, {PATIENCE} s at most; --no-own-plan leaves it out")
     predicted, problem = read_plan(process, PATIENCE)
     if not predicted:
-        job.say(f"planned    nothing: {problem}")
+        job.print0(f"planned    nothing: {problem}")
         return {}
     return {
         "predicted_peak_memory_alloc": predicted["memory_gib"]["total"],

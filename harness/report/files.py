@@ -68,7 +68,7 @@ class MetricsFile:
             except OSError as error:
                 if not were_waiting:
                     problem = f"metrics.jsonl, from step {line['step']} on: {error.strerror}"
-                    job.say(f"failed     {problem}; its lines wait in memory, the run goes on")
+                    job.print0(f"failed     {problem}; its lines wait in memory, the run goes on")
 
     def replace_last(self, line: dict) -> None:
         """Writes the last line of an earlier start again, with `line` in it; a disk that refuses that gets one more."""

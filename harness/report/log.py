@@ -118,14 +118,14 @@ class Log(contextlib.AbstractContextManager):
                 raise base.UserError(f"{what}; --log-with none leaves it out", 1) from error
         if self.settings.profile:
             places["profile"] = str(self.folder / "profile" / "rank-0.json")
-        job.say(job.columns(places) + "\n")
+        job.print0(job.columns(places) + "\n")
         job.at_exit(self.end)
 
     def __enter__(self) -> "Log":
         keep_objects()
         gc.disable()
         if self.settings.compile:
-            job.say("compile    the layers, within the first step; of a large model that takes minutes")
+            job.print0("compile    the layers, within the first step; of a large model that takes minutes")
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -175,7 +175,7 @@ class Log(contextlib.AbstractContextManager):
         skipped, too_many = count_skipped(state, steps, self.settings.max_skipped)
         self.skipped |= skipped
         if skipped:
-            job.say(describe_skipped(skipped, self.data.record, self.folder))
+            job.print0(describe_skipped(skipped, self.data.record, self.folder))
         metrics: dict[str, Any] = {"step": state.step}
         if not steps[-1].skipped:
             metrics |= {"loss": steps[-1].loss, "grad_norm": steps[-1].grad_norm} | of_last  # of this step alone
@@ -206,8 +206,8 @@ class Log(contextlib.AbstractContextManager):
         if self.file is None:
             return
         self._write_line(self.file, metrics, samples)
-        self._tell(lambda tracker: tracker.log(metrics))
-        self._say_line(metrics)
+        self._notify(lambda tracker: tracker.log(metrics))
+        self._print_line(metrics)
         print_samples(samples or [])
 
     def _write_line(self, file: MetricsFile, metrics: dict, samples: list | None, **notes: Any) -> None:
@@ -222,7 +222,7 @@ class Log(contextlib.AbstractContextManager):
         else:
             file.replace_last(metrics | notes)
 
-    def _tell(self, call: Callable[[Tracker], None]) -> None:
+    def _notify(self, call: Callable[[Tracker], None]) -> None:
         """Calls each tracker; one that fails is left out from now on."""
         for tracker in list(self.trackers):
             try:
@@ -231,9 +231,9 @@ class Log(contextlib.AbstractContextManager):
             except Exception as error:  # whatever it is, the run has its own files
                 self.trackers.remove(tracker)
                 where = f"{tracker.name}, from step {self.state.step} on"
-                job.say(f"failed     {where}: {base.first_line(error)}; the run goes on without it")
+                job.print0(f"failed     {where}: {base.first_line(error)}; the run goes on without it")
 
-    def _say_line(self, metrics: dict) -> None:
+    def _print_line(self, metrics: dict) -> None:
         """The line of the console, and the figures in the bar."""
         step, num_steps = metrics["step"], self.settings.num_steps
         parts = []
@@ -251,7 +251,7 @@ class Log(contextlib.AbstractContextManager):
         if held_out := describe_held_out(metrics):
             parts.append(held_out)
         name = f"step {step:>{len(str(num_steps))}}/{num_steps}"
-        job.say("  ".join([name, *parts]))
+        job.print0("  ".join([name, *parts]))
 
     def sync(self) -> None:
         """Makes all lines so far durable, on rank 0, before a checkpoint is published.
@@ -281,12 +281,12 @@ class Log(contextlib.AbstractContextManager):
             return metrics
         if metrics and "final" not in self.last:
             self._write_line(self.file, metrics, samples, final=True)
-            self._tell(lambda tracker: tracker.finish(metrics))
+            self._notify(lambda tracker: tracker.finish(metrics))
         self.bar.close()
         if took_steps:
-            job.say(summarize(metrics, self.file.first, self.state, time.monotonic() - self.began))
+            job.print0(summarize(metrics, self.file.first, self.state, time.monotonic() - self.began))
         else:
-            job.say(f"done       nothing to train: step {self.state.step:,} of {self.settings.num_steps:,}")
+            job.print0(f"done       nothing to train: step {self.state.step:,} of {self.settings.num_steps:,}")
         print_samples(samples)
         return metrics
 
@@ -312,7 +312,7 @@ class Log(contextlib.AbstractContextManager):
         try:
             page.write_report(self.folder)
         except Exception as error:  # the run has its result
-            job.say(f"report     not written: {base.first_line(error)}")
+            job.print0(f"report     not written: {base.first_line(error)}")
         for tracker in self.trackers:
             with contextlib.suppress(Exception):
                 tracker.close(exit_code)

@@ -48,7 +48,7 @@ def say_profile(events: list[FunctionEvent], steps: int, seconds: float) -> None
     seconds -= covered(excluded_spans(events)) / 1e6
     shares = time_shares(events, seconds)
     table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
-    job.say(job.columns({"profile": f"{steps} steps of {1000 * seconds / steps:,.1f} ms: {table}"}))
+    job.print0(job.columns({"profile": f"{steps} steps of {1000 * seconds / steps:,.1f} ms: {table}"}))
 
 
 def record_memory(folder: pathlib.Path) -> None:

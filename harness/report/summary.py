@@ -47,7 +47,7 @@ def print_samples(samples: list[dict[str, Any]]) -> None:
     """Prints what the model wrote, of several blank lines in a row one: early in training most lines can be blank."""
     if samples:
         texts = "\n" + "\n\n".join(f"{sample['text']} ({describe_end(sample)})" for sample in samples)
-        job.say(re.sub(r"\n(\s*\n)+", "\n\n", texts))
+        job.print0(re.sub(r"\n(\s*\n)+", "\n\n", texts))
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def json_alone(settings: flags.Settings) -> Iterator[TextIO]:
         yield stdout
 
 
-def say_evaluation(
+def print_evaluation(
     settings: flags.Resolved,
     data: Any,
     state: states.TrainState | None,
@@ -94,7 +94,7 @@ def say_evaluation(
     lines = {"evaluated": f"{weights} on {dataset}: {describe_held_out(losses)}, {size}"}
     if "held out" in data.header:
         lines["held out"] = data.header["held out"]
-    job.say(job.columns(lines))
+    job.print0(job.columns(lines))
     if settings.json and dist.get_rank() == 0:
         figures = {"model": settings.model, "step": step, "dataset": dataset, "tokens": tokens} | losses
         if state and state.averaged_steps:

@@ -147,7 +147,7 @@ def export(
         parts.append("adapters alone, for peft" if exports_adapters(settings) else "the adapters merged into the model")
     if tokenizer is None:
         parts.append("without a tokenizer")
-    job.say(f"exported   {', '.join(parts)}")
+    job.print0(f"exported   {', '.join(parts)}")
 
 
 def make_folder(folder: pathlib.Path) -> None:
@@ -305,7 +305,7 @@ def generation_config(
             config = source
         except Exception as error:  # the file may hold anything
             problem = f"generation config of {settings.model}, which cannot be read ({base.first_line(error)})"
-            job.say(f"export     without the {problem}")
+            job.print0(f"export     without the {problem}")
         before = config.get("eos_token_id")
         if tokenizer:
             all_ends = [*(before if isinstance(before, list) else [before]), *ends]

@@ -52,10 +52,10 @@ def load_to_read(
         if base.broadcast_from_rank_0(checkpoint.path.exists):
             raise
         return load_to_read(settings, state, config, find_checkpoint(settings.resume, None))
-    job.say(f"loaded     {checkpoint.path}, step {state.step:,}")
+    job.print0(f"loaded     {checkpoint.path}, step {state.step:,}")
     if settings.average_checkpoints:
         load_mean(settings, state, config, checkpoint.path)
-        job.say(f"averaged   {state.describe_steps()}")
+        job.print0(f"averaged   {state.describe_steps()}")
     return checkpoint
 
 
@@ -108,7 +108,7 @@ def find_own(folder: pathlib.Path) -> Checkpoint | None:
         manifest, problem = verify_checkpoint(path)
         if not problem:
             return Checkpoint(path, manifest)
-        job.say(f"skipped    {path.name} is damaged: {problem}")
+        job.print0(f"skipped    {path.name} is damaged: {problem}")
     if paths:
         advice = "repair or copy back one of them, or choose another --run-name to start fresh"
         raise base.UserError(f"--resume auto: every checkpoint in {folder / 'checkpoints'} is damaged; {advice}", 1)

@@ -69,7 +69,7 @@ class Checkpoints:
             if wait or self._is_best(state):
                 self.finish()
             if any(base.all_gather_objects(self.thread is not None and self.thread.is_alive())):
-                job.say(f"skipped    checkpoint at step {state.step}: the one before is still being written")
+                job.print0(f"skipped    checkpoint at step {state.step}: the one before is still being written")
                 return
             manifest, tensors = state.counters() | self.of_run, state.tensors()
             # what is waited for does not change while it is written, and needs no memory for a copy
@@ -137,7 +137,7 @@ class Checkpoints:
         try:
             copies: Any = self.stager.stage({name: local_part(tensor) for name, tensor in tensors.items()})
         except RuntimeError as error:
-            job.say(f"waits      for each checkpoint: no host memory for copies of it ({base.first_line(error)})")
+            job.print0(f"waits      for each checkpoint: no host memory for copies of it ({base.first_line(error)})")
             self.stager = None
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self.device)  # CUDA reports an error again at the next launch: not at the run's
@@ -206,13 +206,13 @@ class Checkpoints:
             self.failures += 1
             if dist.get_rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            job.say(
+            job.print0(
                 f"failed     checkpoint {final.name}: {base.first_line(error)}; the run goes on, older checkpoints stay"
             )
             return
         megabytes = sum(size for size, _ in files.values()) / 1e6
         paused = "" if pause is None else f", training paused for {pause:.3f} s"
-        job.say(f"saved      {final.name}, {megabytes:,.1f} MB in {time.perf_counter() - start:.1f} s{paused}")
+        job.print0(f"saved      {final.name}, {megabytes:,.1f} MB in {time.perf_counter() - start:.1f} s{paused}")
 
     def _rotate(self, latest: pathlib.Path) -> None:
         """Removes the oldest checkpoints up to `latest`, but for as many as are to be kept, and the best."""
@@ -238,13 +238,13 @@ def add_eval_loss(checkpoint: pathlib.Path, state: TrainState) -> None:
     except FileNotFoundError:  # it is saved later
         pass
     except (OSError, ValueError) as error:
-        job.say(f"failed     {checkpoint.name}: its held-out loss is not recorded ({base.first_line(error)})")
+        job.print0(f"failed     {checkpoint.name}: its held-out loss is not recorded ({base.first_line(error)})")
 
 
 def make_stager(device: torch.device) -> DefaultStager | None:
     """Torch's own, for copies that are waited for; None, with a line, where this torch's works once."""
     if torch.__version__ < STAGER_SINCE:
-        job.say(f"waits      for each checkpoint: --async-checkpoint needs torch 2.13, this is {torch.__version__}")
+        job.print0(f"waits      for each checkpoint: --async-checkpoint needs torch 2.13, this is {torch.__version__}")
         return None
     on_gpu = device.type == "cuda"
     options = StagingOptions(

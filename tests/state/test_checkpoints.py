@@ -390,7 +390,7 @@ def test_a_save_is_in_no_figure_of_speed(run, tmp_path, monkeypatch):
 
 @needs_stager
 def test_a_save_under_way_keeps_its_values_and_the_next_one_is_skipped(run, finished, tmp_path, monkeypatch, capsys):
-    save, say, skipped = store.dcp.save, job.say, threading.Event()
+    save, say, skipped = store.dcp.save, job.print0, threading.Event()
     monkeypatch.setattr(store.dcp, "save", lambda *args, **to: skipped.wait(300) and save(*args, **to))
     monkeypatch.setattr(job, "say", lambda *text: skipped.set() if text[0].startswith("skipped") else say(*text))
     run("r", "--checkpoint-interval", 2, "--keep-checkpoints", 9)
