@@ -382,7 +382,7 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
     if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long
         stop.raise_if_asked()  # else a run that took its last step is done
     stop.can_save = False
-    metrics = run.log.finish(samples, plan.predicted_figures(planned) | run.checkpoints.best_figures())
+    metrics = run.log.finish(samples, plan.predicted_metrics(planned) | run.checkpoints.best_metrics())
     if settings.export:
         opening.export(run, run.state, run.data)
     job.print0(report.next_commands(settings, run.folder, run.state.step, metrics))

@@ -291,7 +291,7 @@ class PerformanceTracker:
         self.windows.append((self.window["steps"], self.window["seconds"]))
         metrics = self._metrics(self.window)
         self.open_window()
-        return metrics | base.memory_figures()
+        return metrics | base.memory_metrics()
 
     def summary(self) -> dict[str, float]:
         """Averages over every step after warmup; `{}` when there was none."""

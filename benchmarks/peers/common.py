@@ -148,7 +148,7 @@ class Clock:
         if self.steps == 1 and main:
             print(f"step 1/{self.args.num_steps}  loss {loss.item():.4f}", flush=True)
         if last:
-            figures = self.tracker.summary() | base.memory_figures() | told
+            figures = self.tracker.summary() | base.memory_metrics() | told
             if self.world > 1:
                 loss = loss.clone()
                 dist.all_reduce(loss)

@@ -2,7 +2,7 @@
 imports no torch, and none of it knows a wing."""
 
 from harness.base.console import leave, never_fail, print_json, record_error, send
-from harness.base.devices import CLOCK_STOPPED, GIB, give_back_freed_memory, memory_figures, wait_for_device
+from harness.base.devices import CLOCK_STOPPED, GIB, give_back_freed_memory, memory_metrics, wait_for_device
 from harness.base.errors import NoSplitError, UserError
 from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, Gpu, choose_kind, find_gpu, unlisted
 from harness.base.hub import answer_from_cache_without_network
@@ -85,7 +85,7 @@ __all__ = [
     "installed",
     "is_url",
     "leave",
-    "memory_figures",
+    "memory_metrics",
     "named_checkpoints",
     "never_fail",
     "newest_checkpoint",

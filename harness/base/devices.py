@@ -17,7 +17,7 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def memory_figures() -> dict[str, float]:
+def memory_metrics() -> dict[str, float]:
     """The peaks of this process on its GPU since the last reset in GiB, by torch's caching allocator; `{}` without one.
 
     `peak_memory_active` counts blocks in use or still awaited by a stream, `peak_memory_alloc` what tensors were given,

@@ -132,7 +132,7 @@ class TrainingData:
         samples = self.record.samples_of_step(step)
         return samples.stop // windows > samples.start // windows
 
-    def figures(self, samples: int, tokens: int) -> dict[str, float]:
+    def metrics(self, samples: int, tokens: int) -> dict[str, float]:
         """The figures of a log line after so many samples and tokens: of each source of a mixture its share now and how
         often it was read; the share of padding so far."""
         figures = {}

@@ -2,7 +2,7 @@
 cost, and what fits or is faster. `print_plan` is --plan; `choose_batch_size` and `planning_in_background` plan a run
 that trains."""
 
-from harness.plan.own_plan import choose_batch_size, planning_in_background, predicted_figures
+from harness.plan.own_plan import choose_batch_size, planning_in_background, predicted_metrics
 from harness.plan.planning import make_plan, print_plan
 from harness.plan.recipe import Recipe
 from harness.plan.search import memory_advice
@@ -13,6 +13,6 @@ __all__ = [
     "make_plan",
     "memory_advice",
     "planning_in_background",
-    "predicted_figures",
+    "predicted_metrics",
     "print_plan",
 ]

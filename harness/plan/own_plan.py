@@ -105,7 +105,7 @@ def planning_in_background(
 
 
 @base.working()
-def predicted_figures(process: subprocess.Popen | None) -> dict[str, float]:
+def predicted_metrics(process: subprocess.Popen | None) -> dict[str, float]:
     """The figures that a run's own plan adds to the last line of its metrics; none where there is no plan."""
     if process is None:
         return {}

@@ -29,9 +29,9 @@ from tqdm import tqdm
 from harness import base, flags, job
 from harness import state as states
 from harness.report import page
-from harness.report.figures import NOTES, gather_metrics, with_run_times
 from harness.report.files import MetricsFile, describe_run, write_config
 from harness.report.health import StepResult, count_skipped, first_not_finite, read_results, read_routing, read_terms
+from harness.report.metrics import NOTES, gather_metrics, with_run_times
 from harness.report.profiling import dump_memory, profiling
 from harness.report.prometheus import Prometheus
 from harness.report.summary import describe_held_out, describe_skipped, print_samples, summarize
@@ -185,7 +185,7 @@ class Log(contextlib.AbstractContextManager):
         if too_many and not problem:
             problem = state.broken_by_update() or too_many
         figures = gather_metrics(self.speed, state, self.device)
-        return metrics | figures | self.data.figures(state.samples, state.tokens), problem
+        return metrics | figures | self.data.metrics(state.samples, state.tokens), problem
 
     def lacks_evaluation(self) -> bool:
         """On rank 0: whether the last step that an earlier start logged and saved was not evaluated, or its checkpoint

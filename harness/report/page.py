@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from harness import base, job
 from harness import flags as flag_rules
-from harness.report.figures import FIGURES, find
 from harness.report.files import describe_end, read_metrics
+from harness.report.metrics import METRICS, find
 
 WIDTH, HEIGHT = 1000, 300  # of a chart's drawing, which CSS stretches
 POINTS = 120  # of a line; one of more numbers is drawn as their means and a band from the least to the greatest
@@ -99,7 +99,7 @@ def in_words(key: str) -> str:
 def draw_tiles(last: dict) -> str:
     """The last figures, in large."""
     tiles = []
-    for key, figure in FIGURES.items():
+    for key, figure in METRICS.items():
         if figure.tile and is_number(last.get(key)):
             value = short(last[key]) if last[key] >= 1e6 else format(last[key], figure.tile)
             unit = figure.unit if figure.unit in ("%", "GiB", "ms") else ""
@@ -126,7 +126,7 @@ def plan_and_reality(last: dict) -> str:
     for key in ("peak_memory_alloc", "peak_memory_reserved", "step_time_ms"):
         planned, measured = last.get(f"predicted_{key}"), last.get(key)
         if is_number(planned) and is_number(measured) and planned > 0:
-            unit, change = FIGURES[key].unit, 100 * (measured / planned - 1)
+            unit, change = METRICS[key].unit, 100 * (measured / planned - 1)
             cells = (f"{planned:,.2f} {unit}", f"{measured:,.2f} {unit}", f"{change:+.1f} %")
             rows.append(f"<tr><th>{in_words(key)}</th><td>{'</td><td>'.join(cells)}</td></tr>")
     if not rows:
@@ -158,7 +158,7 @@ class Axis(NamedTuple):
 
 def draw_charts(lines: list[dict], resumed: list[int]) -> str:
     """A chart for each title in the table of figures for which there are numbers, marked at the steps `resumed`."""
-    charts: dict[str, dict[str, Line]] = {figure.chart: {} for figure in FIGURES.values() if figure.chart}
+    charts: dict[str, dict[str, Line]] = {figure.chart: {} for figure in METRICS.values() if figure.chart}
     for key in dict.fromkeys(key for line in lines for key in line):
         figure = find(key)
         numbers = [(line["step"], line[key]) for line in lines if is_number(line.get(key))]
@@ -181,7 +181,7 @@ def points_of(line: Line) -> list[tuple[float, float, float, float]]:
 
 def draw_chart(title: str, named: dict[str, Line], resumed: list[int]) -> str:
     """A chart of lines, by their names, over steps, with a mark at each step that the run was `resumed` from."""
-    figure = next(figure for figure in FIGURES.values() if figure.chart == title)
+    figure = next(figure for figure in METRICS.values() if figure.chart == title)
     lines = {name: points_of(line) for name, line in named.items()}
     steps, least, _, greatest = map(sorted, zip(*(point for line in lines.values() for point in line), strict=True))
     # the start of a long run, and its spikes, lie far above the rest: they leave the picture

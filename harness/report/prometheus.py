@@ -9,7 +9,7 @@ import torch
 
 from harness import base, flags, job
 from harness import state as states
-from harness.report.figures import find
+from harness.report.metrics import find
 from harness.report.trackers import Tracker
 
 STATES = ("running", "done", "stopped", "failed")

@@ -98,7 +98,7 @@ class Checkpoints:
         if self.settings.keep_best:
             base.broadcast_from_rank_0(lambda: add_eval_loss(self.folder / base.checkpoint_name(state.step), state))
 
-    def best_figures(self) -> dict[str, float]:
+    def best_metrics(self) -> dict[str, float]:
         """The step and the held-out loss of the checkpoint that --keep-best keeps; none without one. Every rank calls
         this."""
         best = base.broadcast_from_rank_0(self._find_best) if self.settings.keep_best else None

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import train_fsdp
 import utils
 from harness.flags.settings import FLAGS
-from harness.report.figures import NOTES, find
+from harness.report.metrics import NOTES, find
 
 PROMPT = "Once upon a time"
 

@@ -81,5 +81,5 @@ def sleeping(seconds: int) -> subprocess.Popen:
 def test_a_run_does_not_wait_for_its_plan_for_ever(device, monkeypatch):
     monkeypatch.setattr(own_plan, "PATIENCE", 0.1)
     process = sleeping(60)
-    assert own_plan.predicted_figures(process) == {}
+    assert own_plan.predicted_metrics(process) == {}
     assert process.poll() < 0

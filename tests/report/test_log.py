@@ -16,8 +16,8 @@ from harness import report
 from harness.base.errors import UserError
 from harness.flags.settings import PROFILED_STEPS
 from harness.job import endings
-from harness.report.figures import FIGURES, check_gates
 from harness.report.log import Log
+from harness.report.metrics import METRICS, check_gates
 from harness.report.profiling import dump_memory, record_memory, time_shares
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2"
@@ -70,8 +70,8 @@ theoretical_tflops_total peak_memory_active peak_memory_alloc peak_memory_reserv
 
 
 def test_every_promised_key_has_its_row_and_a_name_of_its_own():
-    assert {*SPEC.split()} <= FIGURES.keys()
-    assert len({figure.name for figure in FIGURES.values()}) == len(FIGURES)
+    assert {*SPEC.split()} <= METRICS.keys()
+    assert len({figure.name for figure in METRICS.values()}) == len(METRICS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pathlib
 
 from harness import flags
 from harness import state as states
-from harness.report.figures import find, named
+from harness.report.metrics import find, named
 
 
 class Tracker:

@@ -60,13 +60,13 @@ class Figure(NamedTuple):
     words: str
 
 
-FIGURES = {figure.key: figure for figure in (Figure(*row.split("|")) for row in TABLE.strip().splitlines())}
+METRICS = {figure.key: figure for figure in (Figure(*row.split("|")) for row in TABLE.strip().splitlines())}
 
 
 def find(key: str) -> Figure | None:
     """The row of a key of metrics.jsonl, of any source of the data too; None where it has none."""
     key, _, source = key.partition("/")
-    return FIGURES.get(f"{key}/SOURCE" if source else key)
+    return METRICS.get(f"{key}/SOURCE" if source else key)
 
 
 def named(metrics: dict) -> dict[str, float]:
@@ -90,7 +90,7 @@ FLOPS = {"flops_per_token", "actual_tflops_per_sec", "mfu_percent"}  # means ove
 def gather_metrics(speed: dict[str, float], state: states.TrainState, device: torch.device) -> dict[str, float]:
     """The figures of a log line that all ranks measure. `speed` is what this rank's tracker measured; nothing in
     warmup, and then there is memory alone. Every rank calls this."""
-    own = speed if "peak_memory_reserved" in speed else speed | base.memory_figures()
+    own = speed if "peak_memory_reserved" in speed else speed | base.memory_metrics()
     row = torch.tensor([own.get(name, 0.0) for name in WORST], dtype=torch.float64, device=device)
     dist.all_reduce(row, dist.ReduceOp.MAX)
     worst = {name: value for name, value in zip(WORST, row.tolist(), strict=True) if name in own}
