@@ -307,7 +307,7 @@ def train(run: Run, stop: job.StopRequest) -> None:
     stop.resumed_step = run.state.step
     # the step that this start goes on from: a stop may have come before its evaluation
     due = job.due(settings, run.state.step, log.first_step, ends_epoch=run.data.ends_epoch)
-    if due.evaluate and base.broadcast_from_rank_0(log.lacks_evaluation):
+    if due.evaluate and base.broadcast_from_rank_0(log.needs_evaluation):
         evaluation = {"step": run.state.step, "tokens_seen": run.state.tokens}
         evaluate_and_log(run, due, evaluation, "", stop)
     tracker.open_window()  # until here a run is set up, which is no part of a step
@@ -323,7 +323,7 @@ def train(run: Run, stop: job.StopRequest) -> None:
         if due.log or due.save:
             metrics, problem = log.metrics()
             if (due.save or due.last) and not problem:
-                problem = why_not_to_save(run, metrics)
+                problem = find_non_finite(run, metrics)
             if due.log or problem:
                 evaluate_and_log(run, due, metrics, problem, stop)
         if due.save:
@@ -333,7 +333,7 @@ def train(run: Run, stop: job.StopRequest) -> None:
     run.checkpoints.finish()
 
 
-def why_not_to_save(run: Run, metrics: dict) -> str:
+def find_non_finite(run: Run, metrics: dict) -> str:
     """Why the state after the last step, whose figures are `metrics`, is neither saved nor called done; empty where it
     may be. Weights or optimizer states are NaN or infinite, or what one more forward and backward pass gives is: the
     loss in `metrics` is of before the update."""
@@ -366,7 +366,7 @@ def evaluate_and_log(run: Run, due: job.Due, metrics: dict, problem: str, stop: 
             raise
         metrics |= losses
         problem = report.first_not_finite(metrics, [])
-        run.checkpoints.note_evaluation(run.state, metrics["eval_loss"])
+        run.checkpoints.record_eval_loss(run.state, metrics["eval_loss"])
     run.log.write(metrics, samples)
     if problem:
         run.checkpoints.finish()
@@ -399,7 +399,7 @@ def save_and_leave(run: Run, stop: job.StopRequest) -> int:
     newest = base.broadcast_from_rank_0(lambda: base.newest_checkpoint(run.folder))
     if not newest or base.step_in_name(newest) != run.state.step:
         metrics, problem = log.metrics() if log.results else (log.last, "")
-        problem = problem or why_not_to_save(run, metrics)
+        problem = problem or find_non_finite(run, metrics)
         if problem:
             raise report.divergence_error(problem, run.folder, run.checkpoint)
         checkpoints.save(run.state, wait=True)
@@ -443,7 +443,7 @@ def answer_without_training(given: flags.Settings, device: torch.device) -> int:
         model = build_model(settings, opened.config, mesh, read_weights=not checkpoint)
         weights = state.TrainState(model)
         if checkpoint:
-            opened.checkpoint = state.load_to_read(settings, weights, opened.config, checkpoint)
+            opened.checkpoint = state.load_for_inference(settings, weights, opened.config, checkpoint)
         state.refuse_broken(settings, weights, opened.checkpoint)
         if settings.eval_interval:
             losses, tokens = evaluate(settings, model, dataset.held_out, device)

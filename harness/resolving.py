@@ -43,7 +43,7 @@ def resolve(
         document_mask=data.masks_documents(asked, corpora),
         num_workers=choose_num_workers(asked),
         lr=choose_lr(asked, manifest),
-        final_checkpoint=asked.keeps_last(),
+        final_checkpoint=asked.saves_final_checkpoint(),
     )
     known = dataclasses.replace(
         known, attention=models.choose_attention(known, config), fused_loss=models.choose_loss(known.fused_loss, config)

@@ -16,7 +16,9 @@ def write_checkpoint(run: pathlib.Path, step: int, **manifest) -> pathlib.Path:
     """A complete checkpoint in a run's folder, but without shards."""
     folder = run / "checkpoints" / saved.checkpoint_name(step)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / saved.MANIFEST).write_text(saved.seal({"format": saved.FORMAT, "step": step, "files": {}} | manifest))
+    (folder / saved.MANIFEST).write_text(
+        saved.dump_with_checksum({"format": saved.FORMAT, "step": step, "files": {}} | manifest)
+    )
     return folder
 
 
@@ -24,7 +26,7 @@ def reseal(checkpoint: pathlib.Path, **changes) -> None:
     """Changes what a manifest says; its checksum fits again."""
     manifest = json.loads((checkpoint / saved.MANIFEST).read_text()) | changes
     del manifest["sha256"]
-    (checkpoint / saved.MANIFEST).write_text(saved.seal(manifest))
+    (checkpoint / saved.MANIFEST).write_text(saved.dump_with_checksum(manifest))
 
 
 def forge(checkpoint: pathlib.Path) -> None:

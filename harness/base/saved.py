@@ -96,7 +96,7 @@ def unfinished_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
 # ---- Manifests -------------------------------------------------------------------------------------------------------
 
 
-def seal(manifest: dict) -> str:
+def dump_with_checksum(manifest: dict) -> str:
     """The text of a manifest with its checksum."""
     return json.dumps(manifest | {"sha256": manifest_checksum(manifest)}, indent=1)
 

@@ -119,7 +119,7 @@ def load(
     record = record_of_run(
         settings,
         {name: source.rules for name, source in opened.items()},
-        weights_of(settings, opened),
+        local_weights(settings, opened),
         {name: tokens_of_a_sample(source.train, settings) for name, source in opened.items()},
         per_step,
         lanes,
@@ -421,7 +421,7 @@ def choose_lanes(settings: flag_rules.Resolved, corpora: list[Corpus], before: D
     return min(lanes, *map(stream.most_lanes, of_sources))
 
 
-def weights_of(settings: flag_rules.Resolved, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
+def local_weights(settings: flag_rules.Resolved, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
     """The weight of each source: as given, or its number of tokens."""
     weights = {}
     for source in settings.sources():

@@ -136,7 +136,7 @@ def without_effect(s: Settings) -> Iterator[str]:
         if conditions and not any(is_met(s, condition) for condition in conditions):
             needed = " or ".join(map(as_words_of_condition, conditions))
             yield f"{as_flag(name)}: only with {needed}; give that too, or leave it out"
-    if not s.saves_on_the_way() and not s.keeps_last():
+    if not s.saves_during_training() and not s.saves_final_checkpoint():
         yield from idle("keep_checkpoints", "no save is due without --checkpoint-interval and --final-checkpoint")
     if s.dataset == "synthetic":
         fields = "dataset_split eval_split skip_bad_records text_field dataset_config packing"

@@ -469,19 +469,19 @@ class Settings:
         """Whether this process is to train, and does not plan, print samples or only evaluate."""
         return not (self.plan or self.show_samples) and self.num_steps > 0
 
-    def keeps_last(self) -> bool:
+    def saves_final_checkpoint(self) -> bool:
         """Whether the state after the last step is to be saved."""
         if self.final_checkpoint is not None:
             return self.final_checkpoint
-        return self.saves_on_the_way() or self.dataset != "synthetic"
+        return self.saves_during_training() or self.dataset != "synthetic"
 
-    def saves_on_the_way(self) -> bool:
+    def saves_during_training(self) -> bool:
         """Whether checkpoints are due before the last step."""
         return self.checkpoint_interval > 0 or (self.keep_best and bool(self.eval_interval))
 
-    def saves_beside(self) -> bool:
+    def saves_async(self) -> bool:
         """Whether checkpoints are written in the background, from copies, while the training goes on."""
-        return self.saves_on_the_way() and self.async_checkpoint
+        return self.saves_during_training() and self.async_checkpoint
 
     def tokens_per_step(self, world: int) -> int:
         """Tokens of one optimizer step: every rank, every microbatch."""

@@ -143,9 +143,9 @@ def find_room(settings: flags.Resolved, checkpoint: int, weights: int, folder: p
     missing = max(0, kept + 1 - len(base.complete_checkpoints(folder)))
     have = f"a checkpoint takes {amount(checkpoint)}, {folder} has {amount(free)} free"
     has_room = checkpoint <= free
-    if not has_room and (settings.saves_on_the_way() or settings.given.get("final_checkpoint")):
+    if not has_room and (settings.saves_during_training() or settings.given.get("final_checkpoint")):
         raise base.UserError(f"--output-dir: {have}; name another disk, or make room", 1)
-    if settings.saves_on_the_way() and missing * checkpoint > free:
+    if settings.saves_during_training() and missing * checkpoint > free:
         what = f"{kept} that are kept and the next one take {amount(missing * checkpoint)}"
         warning = f"--output-dir: {have}: {what}; make room, or give a smaller --keep-checkpoints"
     elif not has_room and settings.final_checkpoint:

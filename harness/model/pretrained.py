@@ -26,7 +26,7 @@ from harness.model import configs
 if TYPE_CHECKING:
     from transformers.quantizers import HfQuantizer
 
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS_NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAMPLES, SAMPLE_BYTES = 4, 256  # of a tensor, for `digest_of_weights`
 PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose values are the weights themselves
 
@@ -45,7 +45,7 @@ def find_files(folder: pathlib.Path, named: str | None) -> list[pathlib.Path]:
             f"merge it with peft's merge_and_unload, or take {base.ADAPTER_CONFIG} away to train the weights without it"
         )
         raise base.UserError(f"--init pretrained: {problem}; {advice}")
-    first = named or (ONE_FILE if (folder / ONE_FILE).is_file() else INDEX)
+    first = named or (WEIGHTS_NAME if (folder / WEIGHTS_NAME).is_file() else INDEX)
     if not (folder / first).is_file():
         raise base.UserError(f"--init pretrained: no weights from {folder}: {why_none(folder)}")
     names = [first]
@@ -108,11 +108,11 @@ def why_none(folder: pathlib.Path) -> str:
     """Why a folder's weights are not read, and how they can be."""
     if shards := sorted(path.name for path in folder.glob("*.safetensors")):
         advice = "fetch it from where they come from, or write one as docs/TROUBLESHOOTING.md has it"
-        return f"it has {shards[0]}, but neither {ONE_FILE} nor {INDEX}; {advice}"
+        return f"it has {shards[0]}, but neither {WEIGHTS_NAME} nor {INDEX}; {advice}"
     gguf = sorted(path.name for path in folder.glob("*.gguf"))
     options = f", gguf_file='{gguf[0]}'" if gguf else ""
     command = f"AutoModelForCausalLM.from_pretrained('{folder}'{options}).save_pretrained(DIR)"
-    return f"it has no {ONE_FILE}; {command} of transformers writes what it has as safetensors into a new folder"
+    return f"it has no {WEIGHTS_NAME}; {command} of transformers writes what it has as safetensors into a new folder"
 
 
 def dequantizer(config: transformers.PretrainedConfig) -> "HfQuantizer | None":

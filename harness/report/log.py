@@ -187,7 +187,7 @@ class Log(contextlib.AbstractContextManager):
         figures = gather_metrics(self.speed, state, self.device)
         return metrics | figures | self.data.metrics(state.samples, state.tokens), problem
 
-    def lacks_evaluation(self) -> bool:
+    def needs_evaluation(self) -> bool:
         """On rank 0: whether the last step that an earlier start logged and saved was not evaluated, or its checkpoint
         does not say so."""
         was_evaluated = "eval_loss" in self.last and self.state.eval_loss is not None

@@ -9,7 +9,7 @@ shards, everything else is one dataclass of counters in the manifest.
     describe_identity         what no flag says and a resumed run must have again
     check_resume              what changed and may change, in words; an error names what makes it another run
     check_data, check_same_weights, check_same_corpus    the same for what trains nothing
-    load_to_read              loads a checkpoint for that, or the mean of a run's newest ones
+    load_for_inference              loads a checkpoint for that, or the mean of a run's newest ones
     keep_global_batch         the batch of a run that goes on with other ranks
     check_export, export      whether --export can be written, and writing it; export_bytes is its size
     trained_on                what weights were trained on, by their run's record and by the export they began with
@@ -18,7 +18,7 @@ A figure that survives a restart is one line of `Counters` in train_state.py.
 """
 
 from harness.state.exports import check_export, export, export_bytes, trained_on
-from harness.state.find import find_checkpoint, find_recorded_data, load_to_read, refuse_broken, resumes_same_run
+from harness.state.find import find_checkpoint, find_recorded_data, load_for_inference, refuse_broken, resumes_same_run
 from harness.state.identity import (
     Batch,
     check_data,
@@ -50,7 +50,7 @@ __all__ = [
     "find_recorded_data",
     "resumes_same_run",
     "keep_global_batch",
-    "load_to_read",
+    "load_for_inference",
     "refuse_broken",
     "trained_on",
 ]

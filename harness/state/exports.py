@@ -25,9 +25,9 @@ from harness.state.shards import size_in_words
 from harness.state.train_state import Checkpoint, TrainState, persistent_tensors, saved_tensors
 from harness.state.transformers4 import old_tokenizer_config, with_old_names
 
-ONE_FILE = 5e9  # bytes up to which weights are one file, the limit of older transformers' save_pretrained
+MAX_SINGLE_FILE_BYTES = 5e9  # bytes up to which weights are one file, the limit of older transformers' save_pretrained
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-FOREIGN_CODE = ("auto_map", "_auto_class")  # name Python code of the source, which was not run and is not exported
+REMOTE_CODE_KEYS = ("auto_map", "_auto_class")  # name Python code of the source, which was not run and is not exported
 OTHER_WEIGHTS = ("quantization_config", "transformers_weights")  # say how the source's files are, not an export's
 
 
@@ -120,7 +120,7 @@ def export(
     final = folder_of(settings)
     temporary = final.with_name(f".{final.name}.writing")
 
-    def on_disk(write: Callable[[], None]) -> None:
+    def on_rank_0(write: Callable[[], None]) -> None:
         """Has rank 0 write; where that fails, every rank raises the error."""
 
         def write_or_clean_up() -> None:
@@ -138,10 +138,10 @@ def export(
     problem = state.what_is_broken()
     if problem:
         raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
-    on_disk(lambda: make_folder(temporary))
-    write_weights(temporary, settings, state, trained_on, on_disk)
-    on_disk(lambda: write_configs(temporary, settings, state.model, tokenizer, ends))
-    on_disk(lambda: replace_folder(final, temporary))
+    on_rank_0(lambda: make_folder(temporary))
+    write_weights(temporary, settings, state, trained_on, on_rank_0)
+    on_rank_0(lambda: write_configs(temporary, settings, state.model, tokenizer, ends))
+    on_rank_0(lambda: replace_folder(final, temporary))
     parts = [os.path.expanduser(settings.export), state.describe_steps()]
     if settings.lora_rank:
         parts.append("adapters alone, for peft" if exports_adapters(settings) else "the adapters merged into the model")
@@ -188,9 +188,9 @@ def write_weights(
     settings: flags.Resolved,
     state: TrainState,
     trained_on: list[dict[str, Any]],
-    on_disk: Callable[[Callable[[], None]], None],
+    on_rank_0: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Writes the weights under the names that they have on the hub, into one file where they take at most ONE_FILE,
+    """Writes the weights under the names that they have on the hub, into one file where they take at most MAX_SINGLE_FILE_BYTES,
     else into a file for each decoder layer and one for what is in none: so no rank ever holds the model. A file's
     header has the run's id, the step, and checksums of the command and of what was trained on. Adapters alone are one
     file, by peft's names. Every rank calls this."""
@@ -199,7 +199,7 @@ def write_weights(
     adapters_alone = exports_adapters(settings)
     tensors = exported_tensors(settings, state.model)
     parts = [tensors]
-    if sum(tensor.nbytes for tensor in tensors.values()) > ONE_FILE and not adapters_alone:
+    if sum(tensor.nbytes for tensor in tensors.values()) > MAX_SINGLE_FILE_BYTES and not adapters_alone:
         parts = by_layer(tensors)
     command = checksum_of_command(settings)
     step = state.describe_steps() if state.averaged_steps else str(state.step)
@@ -222,9 +222,9 @@ def write_weights(
         name = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         if adapters_alone:
             name = "adapter_model.safetensors"
-        on_disk(functools.partial(write, name, gather(part)))
+        on_rank_0(functools.partial(write, name, gather(part)))
     if len(parts) > 1:
-        on_disk(lambda: write_json(folder / "model.safetensors.index.json", index))
+        on_rank_0(lambda: write_json(folder / "model.safetensors.index.json", index))
 
 
 def by_layer(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -263,7 +263,7 @@ def write_configs(
         write_json(folder / "config.json", model_config(model, tokenizer, settings.init == "pretrained"))
     write_json(folder / "generation_config.json", generation_config(settings, model, tokenizer, ends))
     if tokenizer:
-        for name in FOREIGN_CODE:
+        for name in REMOTE_CODE_KEYS:
             vars(tokenizer).pop(name, None)
             tokenizer.init_kwargs.pop(name, None)
         tokenizer.save_pretrained(folder)
@@ -285,7 +285,7 @@ def model_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
         config.get_text_config().eos_token_id = tokenizer.eos_token_id
     # fields of generation, as old models have them there: save_pretrained would refuse the config
     misplaced = GenerationConfig().to_dict().keys() - type(config)().to_dict().keys()
-    unwanted = {*misplaced, *FOREIGN_CODE, *OTHER_WEIGHTS}
+    unwanted = {*misplaced, *REMOTE_CODE_KEYS, *OTHER_WEIGHTS}
     content = {key: value for key, value in config.to_diff_dict().items() if key not in unwanted}
     return with_old_names(content)
 
@@ -314,7 +314,7 @@ def generation_config(
         config |= {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
         if len(ends) > 1:
             config["eos_token_id"] = ends
-    unwanted = {"use_cache", "_from_model_config", *FOREIGN_CODE}
+    unwanted = {"use_cache", "_from_model_config", *REMOTE_CODE_KEYS}
     return {key: value for key, value in config.items() if key not in unwanted and value is not None}
 
 

@@ -36,7 +36,7 @@ def find_checkpoint(resume: str, folder: pathlib.Path | None) -> Checkpoint | No
     raise base.UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
 
 
-def load_to_read(
+def load_for_inference(
     settings: flags.Resolved, state: TrainState, config: PretrainedConfig, checkpoint: Checkpoint
 ) -> Checkpoint:
     """Loads a checkpoint for what trains nothing, or with --average-checkpoints the mean of the newest ones up to it;
@@ -51,7 +51,7 @@ def load_to_read(
     except base.UserError:
         if base.broadcast_from_rank_0(checkpoint.path.exists):
             raise
-        return load_to_read(settings, state, config, find_checkpoint(settings.resume, None))
+        return load_for_inference(settings, state, config, find_checkpoint(settings.resume, None))
     job.print0(f"loaded     {checkpoint.path}, step {state.step:,}")
     if settings.average_checkpoints:
         load_mean(settings, state, config, checkpoint.path)
@@ -71,8 +71,8 @@ def load_mean(settings: flags.Resolved, state: TrainState, config: PretrainedCon
         UserError: there are fewer, one is damaged, or is another run's or of another model.
     """
     count, flag = settings.average_checkpoints, f"--average-checkpoints {settings.average_checkpoints}"
-    of_run = base.broadcast_from_rank_0(lambda: base.complete_checkpoints(newest.parent.parent))
-    paths = of_run[: of_run.index(newest) + 1][-count:] if newest in of_run else []
+    run_checkpoints = base.broadcast_from_rank_0(lambda: base.complete_checkpoints(newest.parent.parent))
+    paths = run_checkpoints[: run_checkpoints.index(newest) + 1][-count:] if newest in run_checkpoints else []
     if len(paths) < count:
         has = f"{newest.parent.parent} has {base.counted(len(paths), 'complete checkpoint')}"
         raise base.UserError(f"{flag}: {has} up to {newest.name}; give at most so many, or --keep-checkpoints more")
@@ -85,17 +85,17 @@ def load_mean(settings: flags.Resolved, state: TrainState, config: PretrainedCon
         check_same_model(config, manifest)
         run_ids.add(manifest["run_id"])
         state.load_tensors(path)
-        for name, tensor in weights_of(state).items():
+        for name, tensor in local_weights(state).items():
             total[name] = total[name] + tensor.float() if name in total else tensor.float().clone()
     if len(run_ids) > 1:
         raise base.UserError(f"{flag}: the checkpoints in {newest.parent} are of {len(run_ids)} runs, not of one")
     with torch.no_grad():
-        for name, tensor in weights_of(state).items():
+        for name, tensor in local_weights(state).items():
             tensor.copy_(total[name] / count)
     state.averaged_steps = [int(path.name.removeprefix("step-")) for path in paths]
 
 
-def weights_of(state: TrainState) -> dict[str, torch.Tensor]:
+def local_weights(state: TrainState) -> dict[str, torch.Tensor]:
     """This rank's parts of what checkpoints hold of the model, but for whole numbers."""
     parts = {name: local_part(tensor) for name, tensor in saved_tensors(state.model).items()}
     return {name: part for name, part in parts.items() if part.is_floating_point()}

@@ -42,11 +42,11 @@ class Checkpoints:
     ):
         self.settings, self.folder, self.device, self.sync_log = settings, folder / "checkpoints", device, sync_log
         # the part of every manifest that does not change during the run
-        self.of_run = (
+        self.run_fields = (
             identity | flags.record_flags(settings) | {"format": base.FORMAT, "world_size": dist.get_world_size()}
         )
         self.group = job.new_gloo_group()  # the writing threads' own
-        self.stager = make_stager(device) if settings.saves_beside() else None  # without one every save is waited for
+        self.stager = make_stager(device) if settings.saves_async() else None  # without one every save is waited for
         self.thread: threading.Thread | None = None
         self.failures = 0
         if dist.get_rank() == 0:
@@ -71,7 +71,7 @@ class Checkpoints:
             if any(base.all_gather_objects(self.thread is not None and self.thread.is_alive())):
                 job.print0(f"skipped    checkpoint at step {state.step}: the one before is still being written")
                 return
-            manifest, tensors = state.counters() | self.of_run, state.tensors()
+            manifest, tensors = state.counters() | self.run_fields, state.tensors()
             # what is waited for does not change while it is written, and needs no memory for a copy
             copies = None if wait else self._stage(tensors)
             base.wait_for_device()
@@ -89,7 +89,7 @@ class Checkpoints:
                 flag = "--checkpoint-interval"
             raise base.UserError(f"{flag}: {self.failures} checkpoints could not be saved, see above", 1)
 
-    def note_evaluation(self, state: TrainState, loss: float) -> None:
+    def record_eval_loss(self, state: TrainState, loss: float) -> None:
         """Takes the held-out loss of `state`, which a save records. The checkpoint that a run goes on from gets it too
         where a stop came before it was evaluated. Every rank calls this."""
         if not math.isfinite(loss):  # it ends the run
@@ -118,7 +118,7 @@ class Checkpoints:
             with contextlib.suppress(OSError, ValueError):  # it is removed meanwhile
                 manifest = base.read_manifest(path)
                 loss = manifest.get("eval_loss")
-                is_comparable = loss is not None and held_out_of(manifest) == held_out_of(self.of_run)
+                is_comparable = loss is not None and held_out_of(manifest) == held_out_of(self.run_fields)
                 if is_comparable and (best is None or loss < best[1]):
                     best = path, loss
         return best
@@ -188,7 +188,7 @@ class Checkpoints:
                 if not (temporary / name).exists() or (temporary / name).stat().st_size != size:
                     raise OSError(f"rank 0 does not see {name}; --output-dir must be a disk that all nodes share")
             self.sync_log()  # otherwise the log of a resumed run might lack the steps before it
-            (temporary / base.MANIFEST).write_text(base.seal(manifest | {"files": files}))
+            (temporary / base.MANIFEST).write_text(base.dump_with_checksum(manifest | {"files": files}))
             base.sync_to_disk(temporary / base.MANIFEST)
             shutil.rmtree(final, ignore_errors=True)  # damaged if it exists, or the run would have resumed from it
             base.sync_to_disk(temporary)
@@ -234,7 +234,9 @@ def add_eval_loss(checkpoint: pathlib.Path, state: TrainState) -> None:
     try:
         manifest = base.read_manifest(checkpoint)
         if manifest.get("eval_loss") is None and manifest["run_id"] == state.run_id:
-            job.replace_file(checkpoint / base.MANIFEST, base.seal(manifest | {"eval_loss": state.eval_loss}))
+            job.replace_file(
+                checkpoint / base.MANIFEST, base.dump_with_checksum(manifest | {"eval_loss": state.eval_loss})
+            )
     except FileNotFoundError:  # it is saved later
         pass
     except (OSError, ValueError) as error:

@@ -36,9 +36,9 @@ class Checkpoint(NamedTuple):
     manifest: dict  # what it records of the run, `Counters` among it
 
 
-def of_the_run(**options: Any) -> Any:
+def run_counter(**options: Any) -> Any:
     """A counter that a run which goes on from another run's checkpoint begins anew."""
-    return dataclasses.field(metadata={"of_the_run": True}, **options)
+    return dataclasses.field(metadata={"run_counter": True}, **options)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -57,17 +57,17 @@ class Counters:
     eval_loss: float | None = None  # held-out loss after `step`, where it was evaluated
     skipped_steps: int = 0
     skipped_in_a_row: int = 0  # the last steps
-    run_id: str = of_the_run(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
-    started: float = of_the_run(default=PROCESS_STARTED)  # the run's first process, seconds since the epoch
-    elapsed_before: float = of_the_run(default=0.0)  # seconds from there to the start of this process
-    productive_before: float = of_the_run(default=0.0)  # seconds of steps of the processes before this one
-    totals: dict[str, float] = of_the_run(default_factory=dict)  # noqa: RUF009 - a field; of the tracker
+    run_id: str = run_counter(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
+    started: float = run_counter(default=PROCESS_STARTED)  # the run's first process, seconds since the epoch
+    elapsed_before: float = run_counter(default=0.0)  # seconds from there to the start of this process
+    productive_before: float = run_counter(default=0.0)  # seconds of steps of the processes before this one
+    totals: dict[str, float] = run_counter(default_factory=dict)  # noqa: RUF009 - a field; of the tracker
 
-    def take(self, manifest: dict, from_other_run: bool) -> None:
+    def restore(self, manifest: dict, from_other_run: bool) -> None:
         """Takes the counters of a manifest; of another run's only what belongs to the weights and the data. One that
         the manifest lacks stays as it is."""
         for field in dataclasses.fields(Counters):
-            begins_at_zero = from_other_run and "of_the_run" in field.metadata
+            begins_at_zero = from_other_run and "run_counter" in field.metadata
             if field.name in manifest and not begins_at_zero:
                 setattr(self, field.name, manifest[field.name])
         for source, of_source in self.positions.items():  # JSON has neither integers as keys nor tuples
@@ -191,7 +191,7 @@ class TrainState(Counters):
             if hasattr(local, "codes"):
                 mesh = state.device_mesh
                 shard = f"{mesh.get_local_rank('shard')}of{mesh['shard'].size()}"
-                tensors[name] = like(state, local.dequantize())
+                tensors[name] = dtensor_like(state, local.dequantize())
                 tensors[f"{name}.codes.{shard}"] = local.codes
                 tensors[f"{name}.scale.{shard}"] = local.scale
         rng = f"rng.{dist.get_rank()}of{dist.get_world_size()}"
@@ -224,7 +224,7 @@ class TrainState(Counters):
             UserError: the shards cannot be read.
         """
         self.load_tensors(checkpoint.path)
-        self.take(checkpoint.manifest, from_other_run)
+        self.restore(checkpoint.manifest, from_other_run)
         if not from_other_run:  # by clocks that may have been set, or be another machine's
             self.elapsed_before = max(PROCESS_STARTED - self.started, self.elapsed_before)
             # a speed is that of so many ranks
@@ -310,7 +310,7 @@ def local_part(tensor: torch.Tensor) -> Any:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
-def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor with the layout of `tensor` and another local part, which may be on the host though the mesh is one of
     GPUs."""
     # private: public `DTensor.from_local` would move the local part to the device of the mesh
@@ -321,7 +321,7 @@ def unwrapped(tensor: Any) -> torch.Tensor:
     """The master weight that a float8 weight wraps; any other tensor as it is."""
     local = local_part(tensor)
     weight = getattr(local, "_tensor", local)  # private: torchao's public way is to cast it, at a copy
-    return tensor if weight is local else like(tensor, weight)
+    return tensor if weight is local else dtensor_like(tensor, weight)
 
 
 def persistent_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

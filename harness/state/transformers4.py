@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 # The fields of 4 for the base frequency of each kind of layer, where a family's layers differ in it.
-BASES_BY_LAYER = {
+ROPE_THETA_BY_LAYER_TYPE = {
     "gemma3_text": {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
     "gemma3n_text": {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
     "olmo3": {"full_attention": "rope_theta"},
@@ -43,7 +43,7 @@ def old_rope(content: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     if "rope_type" in rope:
         bases = {"rope_theta": rope["rope_theta"]}
     else:
-        fields = BASES_BY_LAYER.get(content["model_type"], {})
+        fields = ROPE_THETA_BY_LAYER_TYPE.get(content["model_type"], {})
         bases = {field: rope[layers]["rope_theta"] for layers, field in fields.items()}
         if not bases:
             return {}

@@ -92,7 +92,7 @@ def test_an_export_is_the_trained_model(run, tmp_path, monkeypatch, name, size):
     trained, build_model = [], train_fsdp.build_model
     keep = lambda *args, **options: trained.append(build_model(*args, **options)) or trained[-1]  # noqa: E731
     monkeypatch.setattr(train_fsdp, "build_model", keep)
-    monkeypatch.setattr(exports, "ONE_FILE", size)
+    monkeypatch.setattr(exports, "MAX_SINGLE_FILE_BYTES", size)
     model = write_model(tmp_path / "model", MODELS[name][0], **MODELS[name][1])
     assert run("r", "--model", model, "--num-steps", 2, "--export", tmp_path / "export") == 0
     files = sorted(path.name for path in (tmp_path / "export").glob("*.safetensors"))
@@ -131,7 +131,7 @@ def test_a_checkpoint_is_exported_without_training_and_leaves_the_run_as_it_was(
     assert {path: path.read_bytes() for path in (tmp_path / "out" / "r").rglob("*") if path.is_file()} == before
 
 
-def weights_of(export) -> dict[str, torch.Tensor]:
+def local_weights(export) -> dict[str, torch.Tensor]:
     weights = {}
     for file in export.glob("*.safetensors"):
         weights |= load_file(file)
@@ -139,17 +139,17 @@ def weights_of(export) -> dict[str, torch.Tensor]:
 
 
 def test_the_same_command_again_exports_again(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(exports, "ONE_FILE", 2e4)
+    monkeypatch.setattr(exports, "MAX_SINGLE_FILE_BYTES", 2e4)
     export, same = tmp_path / "export", ("r", "--resume", "auto", "--export", tmp_path / "export")
     assert run(*same) == 0
-    names, weights = {path.name for path in export.iterdir()}, weights_of(export)
+    names, weights = {path.name for path in export.iterdir()}, local_weights(export)
     (export / "config.json").unlink()
     assert run(*same) == 0
     assert {path.name for path in export.iterdir()} == names
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(export).items())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in local_weights(export).items())
     assert run(*same, "--num-steps", 3) == 0  # a step more, in the place of the first
     assert {path.name for path in export.iterdir()} == names
-    assert not all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(export).items())
+    assert not all(torch.equal(tensor, weights[name]) for name, tensor in local_weights(export).items())
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
