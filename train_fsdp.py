@@ -64,7 +64,7 @@ def build_mesh(settings: flags.Settings, device: torch.device) -> DeviceMesh:
     return mesh
 
 
-def reshards_early(settings: flags.Resolved) -> bool:
+def reshard_after_forward(settings: flags.Resolved) -> bool:
     """Whether parameters are resharded after each forward and backward pass: at stage 3. In a shard group of one rank
     that would save nothing and cost a cast and a copy, unless the shard is on the host."""
     alone = dist.get_world_size() == settings.dp_replicate_size
@@ -114,7 +114,7 @@ def build_model(
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
-    models.avoid_copies_of_one_rank(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
+    models.alias_unsharded_params(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
     models.make_replicas_equal(model, mesh)  # another kind of GPU draws other numbers of the same seed
     base.give_back_freed_memory()  # whole layers
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
@@ -139,7 +139,7 @@ def transform_layer(
     models.checkpoint_activations(layer, settings.activation_checkpointing)
     if settings.compile:
         layer.forward = torch.compile(layer.forward)
-    shard(layer, reshard_after_forward=reshards_early(settings))
+    shard(layer, reshard_after_forward=reshard_after_forward(settings))
 
 
 def sharding_policies(settings: flags.Resolved, device: torch.device) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def train_step(
         model.set_requires_all_reduce(last)
         # Below stage 3 the parameters stay gathered from the first microbatch to the last: one all-gather a step. After
         # the last they are always resharded: the optimizer updates the shards, and a gathered copy would be stale.
-        model.set_reshard_after_backward(last or reshards_early(settings))
+        model.set_reshard_after_backward(last or reshard_after_forward(settings))
         job.enter_phase("data")
         with tracker.data_wait():
             batch = next(batches)
@@ -416,7 +416,7 @@ def run(given: flags.Settings, device: torch.device, stop: job.StopRequest) -> i
     if given.show_samples:
         return opening.show_samples(given, plan.choose_batch_size)
     if given.num_steps == 0:
-        return answer_without_training(given, device)
+        return evaluate_only(given, device)
     ready = prepare(given, device)
     steps_left = ready.settings.num_steps - ready.state.step
     with (
@@ -432,7 +432,7 @@ def run(given: flags.Settings, device: torch.device, stop: job.StopRequest) -> i
             return save_and_leave(ready, stop)
 
 
-def answer_without_training(given: flags.Settings, device: torch.device) -> int:
+def evaluate_only(given: flags.Settings, device: torch.device) -> int:
     """--num-steps 0: evaluates a checkpoint or pretrained weights, writes samples with them, exports them."""
     with report.json_alone(given) as stdout:
         mesh = build_mesh(given, device)

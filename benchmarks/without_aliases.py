@@ -13,5 +13,5 @@ import train_fsdp
 from harness import flags
 from harness import model as models
 
-models.avoid_copies_of_one_rank = lambda model, mesh, accumulates: None
+models.alias_unsharded_params = lambda model, mesh, accumulates: None
 train_fsdp.main(flags.parse_args())

@@ -12,7 +12,7 @@ A flag is one field of `Settings` in settings.py, which says all of it; what it 
 """
 
 from harness.flags.checkpoints import checkpoint_folder, folder_of_adapters, no_checkpoint, read_adapter_config
-from harness.flags.commands import as_flags, as_words, flags_of_run, to_paste
+from harness.flags.commands import as_flags, as_words, run_flags, shell_command
 from harness.flags.migration import TRAINERS
 from harness.flags.parser import complete, make_parser, parse_args
 from harness.flags.rules import contradiction, may_be_on_the_hub, misfits_float8, not_a_folder_name
@@ -63,7 +63,7 @@ __all__ = [
     "contradiction",
     "default_lr",
     "default_warmup",
-    "flags_of_run",
+    "run_flags",
     "flags_where",
     "folder_of_adapters",
     "is_pattern",
@@ -80,5 +80,5 @@ __all__ = [
     "sources_of",
     "splits_overlap",
     "stages_of",
-    "to_paste",
+    "shell_command",
 ]

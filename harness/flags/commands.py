@@ -30,12 +30,12 @@ def as_flags(values: Mapping[str, object]) -> str:
     return shlex.join(as_words(values))
 
 
-def to_paste(launcher: str, given: Mapping[str, object] | None = None, **changes: object) -> str:
+def shell_command(launcher: str, given: Mapping[str, object] | None = None, **changes: object) -> str:
     """A command for the shell: the launcher with its script, quoted already, then flags by their fields and values."""
     return f"{launcher} {as_flags({**(given or {}), **changes})}".rstrip()
 
 
-def flags_of_run(settings: Settings, *given_anew: str) -> dict[str, object]:
+def run_flags(settings: Settings, *given_anew: str) -> dict[str, object]:
     """The flags that were given to a run, for a command that goes on with it, without the fields in `given_anew` and
     those that say which run it is."""
     left_out = {*given_anew, "resume", "run_name"}

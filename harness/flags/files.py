@@ -32,7 +32,7 @@ def read_flags(file: str, actions: Mapping[str, argparse.Action]) -> list[str]:
         if not isinstance(content, dict):
             problem = "it is not the config.json of a run: it has no flags that were given"
             raise ValueError(f"{problem} (a model's config.json goes to --model)")
-        content = {name: value for name, value in content.items() if name not in flags_where("of_one_run", True)}
+        content = {name: value for name, value in content.items() if name not in flags_where("not_inherited", True)}
     words: dict[str, list[str]] = {}
     for key, value in values_in(content):
         flag = as_flag(key)

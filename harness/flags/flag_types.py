@@ -21,23 +21,23 @@ MAX_SEQUENCES = 1_000_000  # of a microbatch
 
 
 def number(
-    kind: type[Number], least: float | None = None, below: float = math.inf, other: str = ""
+    kind: type[Number], min: float | None = None, max_exclusive: float = math.inf, other: str = ""
 ) -> Callable[[str], Number]:
-    """An argparse type: a number in [least, below), by default a positive one; an integer fits 32 bits by default.
+    """An argparse type: a number in [min, max_exclusive), by default a positive one; an integer fits 32 bits by default.
     `other` is what the flag takes besides, for the error."""
-    if kind is int and below == math.inf:
-        below = 2**31
-    wanted = "a whole number" if kind is int else "a number" if below < math.inf else "a finite number"
-    wanted += " above 0" if least is None else f" of at least {least}"
-    if below < math.inf:
-        wanted += f" and below {below}"
+    if kind is int and max_exclusive == math.inf:
+        max_exclusive = 2**31
+    wanted = "a whole number" if kind is int else "a number" if max_exclusive < math.inf else "a finite number"
+    wanted += " above 0" if min is None else f" of at min {min}"
+    if max_exclusive < math.inf:
+        wanted += f" and below {max_exclusive}"
     if other:
         wanted += f", or {other}"
 
     def parse(text: str) -> Number:
         try:
             value = kind(text)
-            fits = (value > 0 if least is None else value >= least) and value < below
+            fits = (value > 0 if min is None else value >= min) and value < max_exclusive
         except ValueError:
             fits = False
         if not fits:
@@ -49,7 +49,7 @@ def number(
 
 
 def percent(text: str) -> float:
-    """An argparse type: a percentage of at least 1; below it a share is meant, most likely."""
+    """An argparse type: a percentage of at min 1; max_exclusive it a share is meant, most likely."""
     try:
         return number(float, 1, 100)(text)
     except argparse.ArgumentTypeError as error:
@@ -72,7 +72,7 @@ def token_count(text: str) -> int:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text} is no number of tokens, such as 20e9, 20B, 1.5T or 500M") from None
     if value.denominator != 1 or not 0 < value < 10**18:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of tokens below 1e18")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of tokens max_exclusive 1e18")
     return int(value)
 
 

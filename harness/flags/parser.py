@@ -70,7 +70,7 @@ def argument(field: dataclasses.Field, hint: typing.Any) -> dict:
     if choices := typing.get_args(hint):
         return options | {"choices": choices, "type": choice(choices)}
     if hint in (int, float):
-        return metavar | options | {"type": number(hint, field.metadata["least"], field.metadata["below"])}
+        return metavar | options | {"type": number(hint, field.metadata["min"], field.metadata["max_exclusive"])}
     return metavar | options | {"type": text}
 
 

@@ -194,11 +194,11 @@ def wrong_adapters(s: Settings) -> Iterator[str]:
 def misfits_float8(s: Settings) -> str:
     """Why float8 does not take the number of tokens of a microbatch, as an error; empty where it does, or where that
     number is not known yet."""
-    if s.sequence_length is None or s.batch_size == "auto" or s.batch_size % s.batch_step() == 0:
+    if s.sequence_length is None or s.batch_size == "auto" or s.batch_size % s.batch_size_multiple() == 0:
         return ""
     unit = 16 // math.gcd(16, s.batch_size)
     length = max(unit, round(s.sequence_length / unit) * unit)
-    batch = -(-s.batch_size // s.batch_step()) * s.batch_step()
+    batch = -(-s.batch_size // s.batch_size_multiple()) * s.batch_size_multiple()
     what = f"--precision fp8 ({s.fp8_recipe}) takes batch x sequence in multiples of 16"
     advice = f"give {length}, or --batch-size {batch}, or --fp8-recipe rowwise_with_gw_hp"
     return f"--sequence-length {s.sequence_length}: {what}, {s.batch_size} x {s.sequence_length} is none; {advice}"

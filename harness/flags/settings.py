@@ -55,30 +55,30 @@ def flag(
     help: str,
     *,
     group: str = "",
-    least: float | None = None,
-    below: float = math.inf,
+    min: float | None = None,
+    max_exclusive: float = math.inf,
     only_with: str = "",
     on_resume: Literal["same", "reported", "free"] = "free",
     from_checkpoint: Literal["", "model", "data"] = "",
-    of_one_run: bool = False,
+    not_inherited: bool = False,
     **options: Any,
 ) -> Default:
     """A field that is a flag.
 
     Args:
         group: opens a group of --help with this flag.
-        least, below: bounds of a number, which is positive where neither is given.
+        min, max_exclusive: bounds of a number, which is positive where neither is given.
         only_with: fields of the settings, one of which must be set for this flag to have an effect; `field=value` asks
             for that value.
         on_resume: what a resumed run may do with it: nothing (`same`), change it and report that, or change it freely.
         from_checkpoint: when a run of no step (--num-steps 0, --show-samples) takes it from its checkpoint, see
             `checkpoints.flags_of_checkpoint`; empty is never.
-        of_one_run: whether the config.json of a run does not give it to another run.
+        not_inherited: whether the config.json of a run does not give it to another run.
         options: argparse's own.
     """
     options["help"] = help
-    about = {"group": group, "least": least, "below": below, "only_with": only_with, "on_resume": on_resume}
-    about |= {"from_checkpoint": from_checkpoint, "of_one_run": of_one_run, "options": options}
+    about = {"group": group, "min": min, "max_exclusive": max_exclusive, "only_with": only_with, "on_resume": on_resume}
+    about |= {"from_checkpoint": from_checkpoint, "not_inherited": not_inherited, "options": options}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -108,7 +108,7 @@ class Settings:
         0,
         "LoRA by peft: adapters of this rank are trained, the model's own weights are frozen, in bf16 but with "
         "--precision fp32; 0 trains the model itself [0; that of a folder of adapters as --model]",
-        least=0, on_resume="same", from_checkpoint="model",
+        min=0, on_resume="same", from_checkpoint="model",
     )
     lora_alpha: int | None = flag(
         None, "what adapters add is multiplied by this / --lora-rank [2 x rank]",
@@ -201,7 +201,7 @@ class Settings:
         None,
         "lanes that --streaming cuts a corpus into, which ranks and workers divide [the smallest multiple of a step's "
         "sequences that gives each file one]",
-        below=2**20, only_with="streaming",
+        max_exclusive=2**20, only_with="streaming",
     )
     skip_bad_records: bool = flag(
         False,
@@ -211,7 +211,7 @@ class Settings:
     )
     num_workers: int | None = flag(
         None, "data loading processes per rank [1; 0 where the CPU computes and the tokens are cached]",
-        least=0, below=1025,
+        min=0, max_exclusive=1025,
     )
     cache_dir: str | None = flag(None, "where tokenized data is kept [~/.cache/train_fsdp]", type=path)
 
@@ -254,7 +254,7 @@ class Settings:
         1000,
         "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates "
         "(--eval-interval 1), generates samples (--sample-prompt) and exports (--export) [1000]",
-        least=0, group="optimization", on_resume="reported",
+        min=0, group="optimization", on_resume="reported",
     )
     num_tokens: int | None = flag(
         None, "instead of --num-steps: tokens of the whole run, such as 20e9, 20B, 500M or 1.5T [--num-steps]",
@@ -262,7 +262,7 @@ class Settings:
     )
     num_epochs: float | None = flag(
         None, "instead of --num-steps: how often the whole run reads its data, such as 3 or 0.5 [--num-steps]",
-        below=1_000_000,
+        max_exclusive=1_000_000,
     )
     optimizer: Literal[*OPTIMIZERS] = flag(  # type: ignore[valid-type]  # the rows of a table
         "adamw", f"{OPTIMIZERS_HELP} [adamw]",
@@ -282,30 +282,30 @@ class Settings:
     )
     warmup_steps: int | None = flag(
         None, "learning rate warmup [5 %% of the steps; 0 with constant]",
-        least=0, on_resume="reported",
+        min=0, on_resume="reported",
     )
     decay_steps: int | None = flag(
         None,
         "last steps of warmup_stable_decay, in which the learning rate falls to 0; 0 ends in the stable phase, to be "
         "decayed from a checkpoint [a fifth of --num-steps]",
-        least=0, only_with="lr_scheduler=warmup_stable_decay", on_resume="reported",
+        min=0, only_with="lr_scheduler=warmup_stable_decay", on_resume="reported",
     )
     decay_shape: Literal["cosine", "linear", "1-sqrt"] = flag(
         "cosine", "of warmup_stable_decay's decay [cosine]",
         only_with="lr_scheduler=warmup_stable_decay", on_resume="reported",
     )
-    weight_decay: float = flag(0.1, "on matrices, not on norms and biases [0.1]", least=0, on_resume="reported")
+    weight_decay: float = flag(0.1, "on matrices, not on norms and biases [0.1]", min=0, on_resume="reported")
     betas: tuple[float, float] = flag(
         (0.9, 0.95), "of AdamW; another optimizer says what it takes of them [0.9 0.95]",
         type=number(float, 0, 1), nargs=2, metavar=("B1", "B2"), on_resume="reported",
     )
     max_grad_norm: float = flag(
         1.0, "clip the global gradient norm; 0 never clips [1.0]",
-        least=0, on_resume="reported",
+        min=0, on_resume="reported",
     )
     seed: int = flag(
         42, "of weights and data order [42]",
-        least=0, below=2**63, on_resume="same", from_checkpoint="data",
+        min=0, max_exclusive=2**63, on_resume="same", from_checkpoint="data",
     )
 
     eval_interval: int | Literal["epoch"] = flag(
@@ -316,7 +316,7 @@ class Settings:
         0,
         "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole "
         "split, of a stream without one 256 windows [0]",
-        least=0, only_with="eval_interval", from_checkpoint="data",
+        min=0, only_with="eval_interval", from_checkpoint="data",
     )
     show_samples: int | None = flag(
         None, "no training: prints the documents that this optimizer step of a run trains on [none]",
@@ -338,7 +338,7 @@ class Settings:
 
     checkpoint_interval: int = flag(
         0, "steps between checkpoints; 0 saves at the end, and on SIGTERM and SIGUSR1 [0]",
-        least=0, group="checkpoints",
+        min=0, group="checkpoints",
     )
     keep_checkpoints: int = flag(2, "how many complete ones to keep, the newest [2]")
     keep_best: bool = flag(
@@ -357,33 +357,33 @@ class Settings:
     )
     resume: str = flag(
         "none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]",
-        metavar="{none,auto,PATH}", type=path, of_one_run=True,
+        metavar="{none,auto,PATH}", type=path, not_inherited=True,
     )
     export: str | None = flag(
         None, "at the end, a folder that from_pretrained loads, of adapters one that peft loads",
-        metavar="DIR", type=path, of_one_run=True,
+        metavar="DIR", type=path, not_inherited=True,
     )
     export_weights: Literal["adapters", "merged"] | None = flag(
         None, "with --lora-rank: merged exports the model with its adapters added [adapters]",
-        only_with="export", of_one_run=True,
+        only_with="export", not_inherited=True,
     )
 
     timeout_minutes: float = flag(
         10.0,
         "how long ranks wait for each other while none works; then the job ends with a line that names the one that "
         "did not come [10]",
-        least=0.001, below=1e7, group="failures",
+        min=0.001, max_exclusive=1e7, group="failures",
     )
 
     max_skipped: int = flag(
         5, "a step whose gradient norm is NaN or infinite is skipped; more of them in a row end the run [5]",
-        least=0,
+        min=0,
     )
 
     output_dir: str = flag("outputs", "a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]", group="output", type=path)
     run_name: str | None = flag(
         None, "[model and start time; with --resume auto the model; with --resume PATH that run's]",
-        of_one_run=True,
+        not_inherited=True,
     )
     log_with: Literal["none", *TRACKERS, "all"] = flag(  # type: ignore[valid-type]  # the rows of a table
         "none", f"a tracker beside metrics.jsonl. {TRACKERS_HELP} [none]",
@@ -393,12 +393,12 @@ class Settings:
         only_with="log_with=wandb log_with=all",
     )
     log_interval: int = flag(10, "steps between log lines [10]")
-    metrics_port: int | None = flag(None, "Prometheus endpoint of rank 0 [none]", least=1, below=65536)
+    metrics_port: int | None = flag(None, "Prometheus endpoint of rank 0 [none]", min=1, max_exclusive=65536)
     metrics_host: str = flag("127.0.0.1", "address that the endpoint listens on [127.0.0.1]", only_with="metrics_port")
 
     perf_warmup_steps: int = flag(
         10, "steps at the start that the speed figures leave out; not --warmup-steps, the learning rate's [10]",
-        least=0, group="figures and gates",
+        min=0, group="figures and gates",
     )
     peak_tflops: float | None = flag(None, "dense bf16 peak of one GPU, for one that is not in the table")
     min_mfu: float | None = flag(
@@ -437,11 +437,11 @@ class Settings:
     gpus_per_node: int = flag(8, "GPUs between which a plan has the fast links of one node [8]")
     plan_seconds: float = flag(
         30.0, "how long planning takes, to within one configuration; 0 plans only what is asked for [30]",
-        least=0, only_with="plan",
+        min=0, only_with="plan",
     )
     gpu_hour_usd: float | None = flag(
         None, "price of one GPU for an hour; the plan says what a billion tokens cost, and with --num-steps the run",
-        below=1_000_000, only_with="plan",
+        max_exclusive=1_000_000, only_with="plan",
     )
     json: bool = flag(False, "the plan, or with --num-steps 0 the evaluation, as one JSON object on stdout")
     plan_details: bool = flag(
@@ -497,7 +497,7 @@ class Settings:
             return ""
         return f"{self.num_epochs:g} epoch{'' if self.num_epochs == 1 else 's'}"
 
-    def batch_step(self) -> int:
+    def batch_size_multiple(self) -> int:
         """The number of which the batch size has to be a multiple. In float8 the matmul of the weights' gradient takes
         multiples of 16 tokens of a microbatch; rowwise_with_gw_hp computes it in bf16."""
         if self.fp8_recipe not in ("tensorwise", "rowwise"):

@@ -89,10 +89,10 @@ def launcher() -> str:
 
 def command(settings: flag_rules.Settings, folder: pathlib.Path) -> str:
     """The command, for the shell, that goes on with this run from its newest checkpoint."""
-    flags = flag_rules.flags_of_run(settings)
+    flags = flag_rules.run_flags(settings)
     if folder.parent == pathlib.Path(settings.output_dir).expanduser():
-        return flag_rules.to_paste(launcher(), flags, resume="auto", run_name=folder.name)
-    return flag_rules.to_paste(launcher(), flags, resume=folder)
+        return flag_rules.shell_command(launcher(), flags, resume="auto", run_name=folder.name)
+    return flag_rules.shell_command(launcher(), flags, resume=folder)
 
 
 def last_lines(lines: dict[str, str]) -> str:

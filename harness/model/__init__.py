@@ -6,7 +6,7 @@ Elsewhere: `from harness import model as models`, as a model is called `model` t
 
 from harness.model.activations import checkpoint_activations
 from harness.model.attention import choose_attention, describe_attention
-from harness.model.collectives import avoid_copies_of_one_rank, fsdp_group, make_replicas_equal, sharded_modules
+from harness.model.collectives import alias_unsharded_params, fsdp_group, make_replicas_equal, sharded_modules
 from harness.model.configs import choose_sequence_length, find_source, load_config, read_generation_config
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
@@ -48,7 +48,7 @@ __all__ = [
     "adapt_forward",
     "adapter_injector",
     "as_in_checkpoint",
-    "avoid_copies_of_one_rank",
+    "alias_unsharded_params",
     "build_optimizer",
     "build_scheduler",
     "check_float8",

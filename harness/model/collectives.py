@@ -94,7 +94,7 @@ class WholeParameter(FSDPParam):
             super().free_unsharded_param()
 
 
-def avoid_copies_of_one_rank(model: nn.Module, mesh: DeviceMesh, accumulates: bool) -> None:
+def alias_unsharded_params(model: nn.Module, mesh: DeviceMesh, accumulates: bool) -> None:
     """Where each rank holds all of every parameter, neither parameters nor reduced gradients are copied. Everywhere
     else FSDP2 does as it does by itself, and so it does with parameters on the host and with float8 weights.
     `accumulates`: a step has several microbatches."""

@@ -46,7 +46,7 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
     worlds = asked.plan_gpus or (asked.gpus_per_node,)
     check_nodes(worlds, asked.gpus_per_node)
     config = models.load_config(asked.model)
-    settings = resolving.resolve(asked, config, flags.Settings.batch_step)
+    settings = resolving.resolve(asked, config, flags.Settings.batch_size_multiple)
 
     @functools.cache
     def flops_of(rank: int) -> tuple[int, str]:

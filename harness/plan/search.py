@@ -52,7 +52,9 @@ class Search:
         self.plan = plan
         self.capacity, self.ends = capacity, ends  # GiB, seconds
         self.is_auto = settings.given.get("batch_size") == "auto"
-        self.asked: dict = {"batch_size": settings.batch_step()} if self.is_auto else {}  # what "as asked" changes
+        self.asked: dict = (
+            {"batch_size": settings.batch_size_multiple()} if self.is_auto else {}
+        )  # what "as asked" changes
         self.is_complete = True
         self.is_timed = True  # False while `ends` does not count
         self.rows: dict[tuple, dict] = {}  # by world and changes, in the order in which they were planned
@@ -111,7 +113,7 @@ class Search:
     def plan_asked(self) -> None:
         """As it was asked for, on each number of GPUs; where these are several also with one shard group a node."""
         if self.is_auto:
-            self.asked = {"batch_size": self.largest_batch({}) or self.settings.batch_step()}
+            self.asked = {"batch_size": self.largest_batch({}) or self.settings.batch_size_multiple()}
         if self.settings.plan_seconds and not self.row()["fits"]:
             self.plan_most_savers()
         for world in self.worlds:
@@ -196,7 +198,7 @@ class Search:
         """Plans the fastest so far in fewer, larger microbatches."""
         best = self.fastest()
         least, samples = best["batch_size"], best["batch_size"] * best["gradient_accumulation_steps"]
-        sizes = [size for size in range(least, samples + 1, self.settings.batch_step()) if samples % size == 0]
+        sizes = [size for size in range(least, samples + 1, self.settings.batch_size_multiple()) if samples % size == 0]
         options = [{"batch_size": size, "gradient_accumulation_steps": samples // size} for size in sizes]
         self.largest(best["changes"], options)
 
@@ -211,7 +213,7 @@ class Search:
     def largest_batch(self, changes: dict) -> int:
         """The largest --batch-size with these changes that fits and is not tight; the smallest where that is tight, 0
         where it does not fit either."""
-        step = self.settings.batch_step()
+        step = self.settings.batch_size_multiple()
         options = [{"batch_size": size} for size in range(step, MAX_BATCH_SIZE + 1, step)]
         row = self.largest(changes, options)
         if not row:
@@ -303,7 +305,7 @@ def is_same_training(row: dict) -> bool:
 def memory_savers(settings: flags.Settings) -> list[dict]:
     """Changes of settings that lower memory, the one that costs least speed first; without those that are made
     already. The tokens of a step stay."""
-    level, batch, least = settings.activation_checkpointing, settings.batch_size, settings.batch_step()
+    level, batch, least = settings.activation_checkpointing, settings.batch_size, settings.batch_size_multiple()
     fewer_sequences: dict[str, Any] = {}
     if isinstance(batch, int) and batch != least:
         fewer_sequences = {
@@ -336,7 +338,7 @@ def command(settings: flags.Resolved, world: int, changes: dict) -> str:
         per_node = settings.gpus_per_node
         rendezvous = "--rdzv_backend=c10d --rdzv_endpoint=$HEAD_NODE:29500"
         launcher = f"torchrun --nnodes={world // per_node} --nproc_per_node={per_node} {rendezvous}"
-    return flags.to_paste(f"{launcher} train_fsdp.py", given, **changes)
+    return flags.shell_command(f"{launcher} train_fsdp.py", given, **changes)
 
 
 def memory_advice(settings: flags.Settings) -> str:

@@ -114,7 +114,7 @@ def describe_run(
     if changed:
         start["changed"] = changed
     run: dict[str, Any] = flags.record_flags(settings) | {"versions": base.package_versions(), "commit": base.commit()}
-    run["command"] = flags.to_paste(job.launcher(), settings.given)
+    run["command"] = flags.shell_command(job.launcher(), settings.given)
     run["parameters"] = sum(parameter.numel() for parameter in state.model.parameters())
     run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     run |= {"world_size": dist.get_world_size(), "run_id": state.run_id, "folder": str(folder.resolve())}

@@ -113,7 +113,7 @@ def describe_skipped(reasons: dict[int, str], data: corpora.DataRecord, folder: 
     steps = base.shortened([f"{step:,}" for step in reasons])
     words = base.shortened(list(dict.fromkeys(reasons.values())), 3)
     samples = data.samples_of_step(first)
-    command = flags.to_paste(job.launcher(), config=folder / "config.json", show_samples=first)
+    command = flags.shell_command(job.launcher(), config=folder / "config.json", show_samples=first)
     where = f"step {first:,} had samples {samples.start:,} to {samples.stop - 1:,}"
     return job.columns({"skipped": f"step {steps}: {words}; {where}, shown by: {command}"})
 
@@ -167,18 +167,18 @@ def next_commands(settings: flags.Resolved, folder: pathlib.Path, step: int, met
     if "best_step" in metrics:
         best = folder / "checkpoints" / base.checkpoint_name(metrics["best_step"])
         as_asked = {"export_weights": settings.export_weights} if settings.export_weights else None
-        export = flags.to_paste(launcher, as_asked, num_steps=0, resume=best, export=f"{folder}-best")
+        export = flags.shell_command(launcher, as_asked, num_steps=0, resume=best, export=f"{folder}-best")
         lines["best"] = f"{best.name}, held-out loss {metrics['best_eval_loss']:.4f}, exported by: {export}"
         lines["from best"] = f"a new run goes on with --resume {best} --run-name NAME"
     if newest:
         if newest.name != base.checkpoint_name(step):
             lines["kept"] = f"{newest.name}, which these commands take: step {step:,} was not saved"
         if not settings.export:
-            lines["export"] = flags.to_paste(launcher, num_steps=0, resume=folder, export=f"{folder}-export")
-        given = flags.flags_of_run(settings, *flags.LENGTHS, "output_dir", "export", "export_weights")
+            lines["export"] = flags.shell_command(launcher, num_steps=0, resume=folder, export=f"{folder}-export")
+        given = flags.run_flags(settings, *flags.LENGTHS, "output_dir", "export", "export_weights")
         length = next(name for name in ("num_tokens", "num_epochs", "num_steps") if getattr(settings, name))
         given[length] = 2 * getattr(settings, length)
-        lines["go on"] = flags.to_paste(launcher, given, resume=folder)
+        lines["go on"] = flags.shell_command(launcher, given, resume=folder)
     return "\n" + job.columns(lines | {"report": str(folder / "report.html")})
 
 

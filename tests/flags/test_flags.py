@@ -100,7 +100,7 @@ def test_what_was_given_is_a_command_line_again():
     every_kind += " --document-mask --betas 0.8 0.9 --lr 1e-3 --num-tokens 20e9 --sample-prompt=-a --sample-prompt b"
     settings = parse(words(every_kind + " --plan-gpus 8,64 --plan --run-name=-r"))
     assert parse(flags.as_words(settings.given)) == settings
-    again = flags.to_paste("python x.py", settings.given, lr=1, compile=True)
+    again = flags.shell_command("python x.py", settings.given, lr=1, compile=True)
     assert again.startswith("python x.py --dataset a=x.jsonl") and "--compile" in again.split()
 
 

@@ -114,7 +114,7 @@ def test_three_starts_on_any_ranks_keep_the_batch_that_was_given(batch, tmp_path
         if style == "a file":
             return common | {"config": tmp_path / "run.toml"}
         if style == "what the start before printed":
-            return common | flags.flags_of_run(before)
+            return common | flags.run_flags(before)
         return common if style == "no batch flags" else common | batch
 
     for worlds, second, third in itertools.product(CHAINS, STYLES, STYLES):

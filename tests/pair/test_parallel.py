@@ -125,7 +125,7 @@ def train_alone(device, flags: str) -> list[torch.Tensor]:
 def test_leaving_out_the_copies_of_one_rank_changes_no_bit(device, monkeypatch, name):
     ours = train_alone(device, ALONE[name])
     left_out = []
-    monkeypatch.setattr(models, "avoid_copies_of_one_rank", lambda *_, **__: left_out.append(1))
+    monkeypatch.setattr(models, "alias_unsharded_params", lambda *_, **__: left_out.append(1))
     torchs = train_alone(device, ALONE[name])
     assert left_out
     assert all(torch.equal(*pair) for pair in zip(ours, torchs, strict=True))

@@ -27,7 +27,7 @@ RUNS = [
 def resolved(flags: str) -> Resolved:
     """As a run on one rank has it; of auto batches the second smallest fits."""
     settings = parse(words(flags))
-    return resolve(settings, load_config(settings.model), lambda known: 2 * known.batch_step())
+    return resolve(settings, load_config(settings.model), lambda known: 2 * known.batch_size_multiple())
 
 
 @pytest.mark.parametrize("flags", RUNS)
@@ -36,7 +36,7 @@ def test_nothing_of_what_is_resolved_waits_to_be_decided(flags, device):
     decided = {name: getattr(settings, name) for name in Resolved.__annotations__}
     assert [name for name, value in decided.items() if value is None] == []
     assert [name for name, value in vars(settings).items() if value == "auto" and name != "resume"] == []
-    assert settings.batch_size % settings.batch_step() == 0
+    assert settings.batch_size % settings.batch_size_multiple() == 0
 
 
 def test_a_plan_resolves_as_the_run_does(device):
