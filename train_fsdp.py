@@ -350,7 +350,7 @@ def find_non_finite(run: Run, metrics: dict) -> str:
     return ""
 
 
-def evaluate_and_log(run: Run, due: job.Due, metrics: dict, problem: str, stop: job.StopRequest) -> None:
+def evaluate_and_log(run: Run, due: job.Actions, metrics: dict, problem: str, stop: job.StopRequest) -> None:
     """An evaluation where one is due, which adds `eval_loss` to `metrics`, and then a log line. Ends a run whose loss
     diverged, by `problem`, which says what of `metrics` is NaN or infinite, or by the evaluation's loss. Of an
     evaluation that a stop cuts off, in its samples too, nothing counts: the next start makes it."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def begin() -> flags.Settings:
     """The settings of the command line. A mistake in them ends the process at once, with no package installed too."""
-    base.never_fail()  # a closed stdout ends no run
+    base.ignore_closed_pipes()  # a closed stdout ends no run
     base.refuse_old_python()  # an older one cannot read the next import
     from harness import flags
 

@@ -165,7 +165,7 @@ def program(*argv: str) -> None:
 def impatient(environment: dict, *argv: str) -> None:
     """The program as a rank of another world, which says at once that it waits for the store of its job."""
     os.environ |= environment
-    world.STORE_PATIENCE = 0.1
+    world.STORE_TIMEOUT = 0.1
     program(*argv)
 
 

@@ -23,7 +23,7 @@ def between_markers(page: str, command: str, table: str) -> str:
 
 def main(command: str, table: str) -> None:
     """The command line of a module that makes a table."""
-    base.never_fail()
+    base.ignore_closed_pipes()
     parser = argparse.ArgumentParser(prog=f"python -m {command}")
     help = "put the table between its markers in this file [print it]"
     parser.add_argument("page", nargs="?", metavar="FILE", type=pathlib.Path, help=help)

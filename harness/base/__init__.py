@@ -1,7 +1,7 @@
 """Base: what every wing stands on: errors, ranks, text, GPUs, versions, and a stdout that never fails. Most of it
 imports no torch, and none of it knows a wing."""
 
-from harness.base.console import leave, never_fail, print_json, record_error, send
+from harness.base.console import exit_with_error, ignore_closed_pipes, print_json, record_error, send
 from harness.base.devices import CLOCK_STOPPED, GIB, give_back_freed_memory, memory_metrics, wait_for_device
 from harness.base.errors import NoSplitError, UserError
 from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, Gpu, choose_kind, find_gpu, unlisted
@@ -84,10 +84,10 @@ __all__ = [
     "give_back_freed_memory",
     "installed",
     "is_url",
-    "leave",
+    "exit_with_error",
     "memory_metrics",
     "named_checkpoints",
-    "never_fail",
+    "ignore_closed_pipes",
     "newest_checkpoint",
     "all_gather_objects",
     "broadcast_from_rank_0",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ENXIO, errno.ECONNRESET)  # any other may have room again later
 
 
-def lead_nowhere(descriptor: int) -> None:
+def redirect_to_devnull(descriptor: int) -> None:
     """Opens /dev/null in the place of a descriptor, for libraries and children of this process too."""
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_RDWR)
@@ -41,7 +41,7 @@ def send(descriptor: int, data: bytes | bytearray | memoryview) -> None:
             select.select([], [descriptor], [])
         except OSError as error:
             if error.errno in GONE:
-                lead_nowhere(descriptor)
+                redirect_to_devnull(descriptor)
             return
 
 
@@ -66,14 +66,14 @@ class Output(io.RawIOBase):
         return content.nbytes
 
 
-def never_fail() -> None:
+def ignore_closed_pipes() -> None:
     """Replaces this process's stdout and stderr by streams that never fail. A closed descriptor is opened: otherwise a
     file of the run would get its number, and with it what libraries write to that number."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            lead_nowhere(descriptor)
+            redirect_to_devnull(descriptor)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, name)  # None where the descriptor was closed
         encoding = old.encoding if old else "utf-8"
@@ -82,7 +82,7 @@ def never_fail() -> None:
         setattr(sys, name, io.TextIOWrapper(buffer, encoding, "replace", line_buffering=by_line))
 
 
-def leave(line: str, as_json: bool = False) -> NoReturn:
+def exit_with_error(line: str, as_json: bool = False) -> NoReturn:
     """Ends the process with 2. Rank 0 prints the line, with `as_json` on stdout too, as an object; the launcher ends
     the others when it leaves."""
     rank = os.environ.get("RANK", "0")

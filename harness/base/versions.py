@@ -65,21 +65,21 @@ class ShowVersion(argparse.Action):
 def refuse_old_python() -> None:
     """Ends the process with 2 where this interpreter is too old."""
     if sys.version_info < OLDEST_PYTHON:
-        leave("Python {}; {}.{} or newer is needed".format(sys.version.split()[0], *OLDEST_PYTHON))
+        exit_with_error("Python {}; {}.{} or newer is needed".format(sys.version.split()[0], *OLDEST_PYTHON))
 
 
 def refuse_missing_packages() -> None:
     """Ends the process with 2 where this interpreter lacks a package that the program imports, or has too old a one."""
     missing = [name for name in IMPORTED if not find_spec(name)]
     if missing:
-        leave(f"which lacks {', '.join(missing)}")
+        exit_with_error(f"which lacks {', '.join(missing)}")
     for name, oldest in OLDEST.items():
         number = installed(name)
         if number and version_parts(number) < oldest:
-            leave(f"which has {name} {number}; {'.'.join(map(str, oldest))} or newer is needed")
+            exit_with_error(f"which has {name} {number}; {'.'.join(map(str, oldest))} or newer is needed")
 
 
-def leave(problem: str) -> NoReturn:
+def exit_with_error(problem: str) -> NoReturn:
     """Ends the process with 2, as it is of the wrong interpreter."""
     advice = f"run ./setup.sh, then start it with {ROOT / '.venv' / 'bin' / 'python'}"
-    console.leave(f"train_fsdp.py: error: this is {os.path.abspath(sys.executable)}, {problem}; {advice}")
+    console.exit_with_error(f"train_fsdp.py: error: this is {os.path.abspath(sys.executable)}, {problem}; {advice}")

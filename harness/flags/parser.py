@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         message = message.removeprefix("argument ")
         message = message.replace("ignored explicit argument", "a switch, which takes no value; leave out")
         line = base.one_line(f"{self.prog}: error: {self.origin}{message}")
-        base.leave(line, self.as_json)
+        base.exit_with_error(line, self.as_json)
 
     def given(self, words: list[str]) -> dict[str, typing.Any]:
         """The fields of the settings whose flags stand in a command line, with their values. The last one counts."""

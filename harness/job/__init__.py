@@ -16,7 +16,7 @@ from harness.job.endings import STOPPED, at_exit, state_of
 from harness.job.folders import replace_file, take_folder
 from harness.job.heartbeats import PROGRESS, end_part, enter_phase
 from harness.job.preflight import check_disk, check_machine
-from harness.job.schedule import Due, count_steps, due
+from harness.job.schedule import Actions, count_steps, due
 from harness.job.signals import Stopped, StopRequest, ignore_signals
 from harness.job.startup import begin
 from harness.job.terminal import (
@@ -37,7 +37,7 @@ from harness.job.world import World, new_gloo_group, start_processes, stop_proce
 __all__ = [
     "PROGRESS",
     "STOPPED",
-    "Due",
+    "Actions",
     "StopRequest",
     "Stopped",
     "World",

@@ -25,8 +25,8 @@ def state_of(exit_code: int) -> str:
     return "failed" if exit_code else "done"
 
 
-def announce(exit_code: int, patience: float | None) -> None:
-    """Calls every listener with the exit code and waits for them, for `patience` seconds at most. What listeners
+def announce(exit_code: int, timeout: float | None) -> None:
+    """Calls every listener with the exit code and waits for them, for `timeout` seconds at most. What listeners
     raise is ignored. Only the first thread that calls this returns, so that the process ends with its exit code."""
     own = exit_code, threading.current_thread()
     ENDING.append(own)
@@ -43,7 +43,7 @@ def announce(exit_code: int, patience: float | None) -> None:
         thread.start()
     began = time.monotonic()
     for thread in threads:
-        thread.join(None if patience is None else max(0.0, began + patience - time.monotonic()))
+        thread.join(None if timeout is None else max(0.0, began + timeout - time.monotonic()))
 
 
 def block_if_ending() -> None:
@@ -52,10 +52,10 @@ def block_if_ending() -> None:
         threading.Event().wait()
 
 
-def end(exit_code: int, patience: float | None = None) -> NoReturn:
+def end(exit_code: int, timeout: float | None = None) -> NoReturn:
     """Ends this process from any thread, after its listeners (`announce`) and without the interpreter's clean-up, in
     which the thread of a library can abort the process or wait for ranks that answer no more."""
-    announce(exit_code, patience)
+    announce(exit_code, timeout)
     if threading.current_thread() is threading.main_thread():  # in another thread a flush may wait for the main one
         sys.stdout.flush()
         sys.stderr.flush()

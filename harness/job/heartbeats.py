@@ -27,10 +27,10 @@ T = TypeVar("T")
 BEAT = 2.0  # seconds between two beats
 SILENT_BEATS = 3  # missing beats after which a rank is gone, where a collective broke
 SILENCE = 0.75  # of the timeout, without a beat: a call into C that holds the interpreter's lock can last long
-STORE_PATIENCE = 10.0  # seconds until the store must have answered
-EXIT_PATIENCE = 9.0  # seconds after which a rank that ends a stalled job is gone, whatever blocks it
+STORE_TIMEOUT = 10.0  # seconds until the store must have answered
+EXIT_TIMEOUT = 9.0  # seconds after which a rank that ends a stalled job is gone, whatever blocks it
 
-NOWHERE = ("", 0)
+UNKNOWN = ("", 0)
 
 
 def here() -> tuple[str, int]:
@@ -38,7 +38,7 @@ def here() -> tuple[str, int]:
     return socket.gethostname(), os.getpid()
 
 
-# `here` of each rank, NOWHERE of one that has not come yet; before the first beat of this rank alone
+# `here` of each rank, UNKNOWN of one that has not come yet; before the first beat of this rank alone
 RANKS: list[tuple[str, int]] = [here()]
 
 
@@ -99,7 +99,7 @@ def silent_ranks(before: list[dict | None], now: list[dict | None]) -> list[int]
     return ranks
 
 
-def judge(before: list[dict | None], now: list[dict | None], seconds: float) -> tuple[list[int], str]:
+def find_stalled_ranks(before: list[dict | None], now: list[dict | None], seconds: float) -> tuple[list[int], str]:
     """Find the ranks for which all others wait, from two readings of all beats, SILENCE of `seconds` apart. Return them
     and where they are, in words; ([], "") if a rank has worked or entered a phase within `seconds`.
 
@@ -149,11 +149,11 @@ class Heartbeats(threading.Thread):
         self.waited = 0.0  # seconds without work or a new phase
         self.beats = 0
         self.reported: set[str] = set()  # phases that took long
-        RANKS[:] = [NOWHERE] * self.world
+        RANKS[:] = [UNKNOWN] * self.world
         RANKS[self.rank] = here()
         # a connection of its own, as a call on the other one may block
         self.store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
-        self.store.set_timeout(timedelta(seconds=STORE_PATIENCE))
+        self.store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
         self.calls = concurrent.futures.ThreadPoolExecutor(max_workers=1)
         with contextlib.suppress(RuntimeError):  # no answer: the thread tries again
             self.beat()
@@ -166,7 +166,7 @@ class Heartbeats(threading.Thread):
             RuntimeError: the store does not answer in time.
         """
         try:
-            return self.calls.submit(operation, *args).result(timeout=STORE_PATIENCE + 1)
+            return self.calls.submit(operation, *args).result(timeout=STORE_TIMEOUT + 1)
         except (RuntimeError, TimeoutError):
             address = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', 0)}"
             cause = "rank 0, the launcher beside it, their node, or the way to it is gone"
@@ -202,7 +202,7 @@ class Heartbeats(threading.Thread):
             return [beats.get(key) for key in keys]
 
         beats = self.ask(newest)
-        RANKS[:] = [tuple(beat["place"]) if beat else NOWHERE for beat in beats]
+        RANKS[:] = [tuple(beat["place"]) if beat else UNKNOWN for beat in beats]
         return beats
 
     def run(self) -> None:
@@ -222,7 +222,7 @@ class Heartbeats(threading.Thread):
                     continue
                 beats = self.read()
                 if before:
-                    ranks, where = judge(before, beats, self.seconds)
+                    ranks, where = find_stalled_ranks(before, beats, self.seconds)
                     if ranks and place == (PROGRESS.moves, PROGRESS.parts) and not base.WORK:
                         self.end(f"--timeout-minutes: {self.describe(ranks)}: {where}")
                     if self.rank == 0:
@@ -273,7 +273,7 @@ class Heartbeats(threading.Thread):
         line = f"train_fsdp.py: error: {problem}"
         with open(os.devnull, "w") as nowhere:
             # a thread of C, which ends this process even where the record of NCCL holds the interpreter's lock
-            faulthandler.dump_traceback_later(EXIT_PATIENCE, exit=True, file=nowhere)
+            faulthandler.dump_traceback_later(EXIT_TIMEOUT, exit=True, file=nowhere)
             if self.speaks_first():
                 base.record_error(line)
                 print_in_thread(line)
@@ -281,7 +281,7 @@ class Heartbeats(threading.Thread):
                 with contextlib.suppress(OSError):
                     leave_traces(PROGRESS.folder, self.rank, line)
             time.sleep(0.5)  # for the line
-            endings.end(1, patience=5)
+            endings.end(1, timeout=5)
 
 
 def print_in_thread(line: str) -> None:

@@ -30,7 +30,7 @@ def check_machine(settings: flags.Resolved, mesh: DeviceMesh, device: torch.devi
         UserError: the run cannot succeed; on every rank.
     """
     base.broadcast_from_node_main(lambda: check_shared_memory(settings), os.environ.get("LOCAL_RANK", "0") == "0")
-    taken = describe_taken(holders_of_gpu()) if device.type == "cuda" else ""
+    taken = describe_taken(other_processes_on_gpu()) if device.type == "cuda" else ""
     for line in base.all_gather_objects(taken):
         if line:
             terminal.warn(line)
@@ -50,7 +50,7 @@ def describe_spread(settings: flags.Resolved, shards: int, ranks_per_node: int) 
     return f"shards     over {nodes} nodes; --plan compares that with --dp-replicate-size {nodes}, shards inside a node"
 
 
-def holders_of_gpu() -> dict[int, int]:
+def other_processes_on_gpu() -> dict[int, int]:
     """{pid: bytes} of the other processes that hold memory on this process's GPU, by NVIDIA's driver; none where it
     does not say: without the package nvidia-ml-py, on ROCm, WSL or a part of a GPU (MIG), in a container."""
     import torch

@@ -28,7 +28,7 @@ def count_steps(settings: flags.Settings, manifest: dict | None, epoch: int) -> 
 
 
 @dataclass(frozen=True)
-class Due:
+class Actions:
     """What is due at one optimizer step. Steps count from 1, over restarts too."""
 
     step: int
@@ -48,7 +48,7 @@ def due(
     first_step: int = 1,
     has_room: bool = True,
     ends_epoch: Callable[[int], bool] = lambda step: False,
-) -> Due:
+) -> Actions:
     """What is due at `step` of a run that this start begins, or goes on with, at `first_step`; without the last state
     where the disk has no room for it. `ends_epoch` tells of a step whether an epoch of the data ends in it."""
     last = step == settings.num_steps
@@ -61,7 +61,7 @@ def due(
         save = save or step % settings.checkpoint_interval == 0
     profile_begin = first_step + max(settings.perf_warmup_steps, 1)  # at least the first one is left out: it compiles
     profile_end = profile_begin + flags.PROFILED_STEPS - 1
-    return Due(
+    return Actions(
         step=step,
         first=step == first_step,
         last=last,

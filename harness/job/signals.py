@@ -59,22 +59,22 @@ class StopRequest:
 
         masks = threading.local()  # of the thread that forks
 
-        def hold() -> None:
+        def block_signals() -> None:
             masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
-        def let_go() -> None:
+        def unblock_signals() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
 
-        def forget() -> None:
+        def reset_in_child() -> None:
             signal.set_wakeup_fd(-1)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            let_go()  # what came since the fork acts as it does on any program
+            unblock_signals()  # what came since the fork acts as it does on any program
 
         if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
             ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)  # when torchrun or accelerate dies
         # A signal to a child that still has this pipe would stop its parent, and not the child.
-        os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=forget)
+        os.register_at_fork(before=block_signals, after_in_parent=unblock_signals, after_in_child=reset_in_child)
         threading.Thread(target=self._read, args=(pipe,), daemon=True).start()
 
     def _read(self, pipe: int) -> None:
@@ -97,11 +97,11 @@ class StopRequest:
                     self.settings, here.step, here.phase, here.folder, self.resumed_step
                 )
                 terminal.print_error(lines)
-            endings.end(endings.INTERRUPTED, patience=3)
+            endings.end(endings.INTERRUPTED, timeout=3)
         elif not self.leaving:  # torchrun sends SIGTERM to ranks that leave a moment after the first one
             now = time.monotonic()
             if now - self.first_request > self.SAME_REQUEST:
-                endings.end(self.EXIT_CODE, patience=3)
+                endings.end(self.EXIT_CODE, timeout=3)
             self.first_request = min(self.first_request, now)
             self.request(signal.Signals(number).name)
 
@@ -114,7 +114,7 @@ class StopRequest:
         trains = self.settings is None or self.settings.trains()
         if terminal.is_first_rank() and trains and heartbeats.PROGRESS.phase != "failure":
             terminal.print_error(terminal.describe_stop(name, heartbeats.PROGRESS.folder))
-        endings.end(self.EXIT_CODE, patience=3)
+        endings.end(self.EXIT_CODE, timeout=3)
 
     def any_rank_wants_to_stop(self) -> bool:
         """Whether any rank had a request when this was last called; every rank calls it before every forward pass.

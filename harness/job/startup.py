@@ -61,7 +61,7 @@ def check_launcher_env(settings: flags.Settings) -> None:
                 env["RANK"] = env.get(rank, "0")  # one of them says so
                 break
     if problem:
-        base.leave(f"train_fsdp.py: error: {problem}; {advice}", settings.json)
+        base.exit_with_error(f"train_fsdp.py: error: {problem}; {advice}", settings.json)
 
 
 def wrong_number(env: Mapping[str, str]) -> str:

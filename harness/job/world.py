@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-STORE_PATIENCE = 15  # seconds until a line about a store that does not answer
+STORE_TIMEOUT = 15  # seconds until a line about a store that does not answer
 A_DAY = timedelta(days=1)  # the timeout of collectives: the heartbeats tell a rank that works from one that is gone
 
 
@@ -79,24 +79,24 @@ class World:
         """
         import torch
 
-        happened, exit_code, patience = time.time(), 1, 3
+        happened, exit_code, timeout = time.time(), 1, 3
         heartbeats.PROGRESS.phase = "failure"  # from here on a SIGTERM is torchrun's, as another rank has ended
         if isinstance(error, base.UserError):
             message, exit_code = f"train_fsdp.py: error: {base.one_line(str(error))}", error.exit_code
         elif isinstance(error, torch.OutOfMemoryError):
             message = f"train_fsdp.py: error: {base.first_line(error)} {self.memory_advice()}".rstrip()
         elif lost_rank := self.watch.explain(error) if self.watch else "":
-            message, patience = f"train_fsdp.py: error: {lost_rank}", 0
+            message, timeout = f"train_fsdp.py: error: {lost_rank}", 0
         else:
             message = "".join(traceback.format_exception(error))
         if not terminal.is_first_rank():
-            time.sleep(patience)  # if rank 0 has failed too, it prints meanwhile, and the launcher ends this rank
+            time.sleep(timeout)  # if rank 0 has failed too, it prints meanwhile, and the launcher ends this rank
         if self.watch is None or self.watch.speaks_first():
             base.record_error(message, happened)
             terminal.print_error(message)
             if self.settings.json:
                 base.print_json(message)
-        endings.end(exit_code, patience=5)
+        endings.end(exit_code, timeout=5)
 
 
 # ---- The store -------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def open_store(timeout_minutes: float) -> dist.Store:
         return dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     check_restarts(env)
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    is_server = not of_launcher(env) and env["RANK"] == "0"
+    is_server = not is_torchrun(env) and env["RANK"] == "0"
     if not is_server:
         wait_for_store(address, port, timeout_minutes)
     timeout = timedelta(minutes=timeout_minutes)
@@ -127,14 +127,14 @@ def open_store(timeout_minutes: float) -> dist.Store:
         problem = "rank 0 cannot listen there" if is_server else "rank 0's store does not answer"
         problem = f"MASTER_ADDR {address}, MASTER_PORT {port}: {problem} ({base.first_line(error)})"
         raise base.UserError(f"{problem}; name rank 0's own host and a free port", 1) from None
-    if of_launcher(env) and env["GROUP_WORLD_SIZE"] == "1":
+    if is_torchrun(env) and env["GROUP_WORLD_SIZE"] == "1":
         # torchrun's store outlives a restart and keeps the dead ranks' addresses (pytorch issue 135712). The count
         # tells restarts apart on one node only, see docs/CHECKPOINTS.md
         store = dist.PrefixStore(f"restart-{env['TORCHELASTIC_RESTART_COUNT']}", store)
     return store
 
 
-def of_launcher(env: Mapping[str, str]) -> bool:
+def is_torchrun(env: Mapping[str, str]) -> bool:
     """Whether the job's store is torchrun's, which listens before any rank is started, and not rank 0's."""
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -143,7 +143,7 @@ def check_restarts(env: Mapping[str, str]) -> None:
     """Raises a UserError for --max-restarts on several nodes with torchrun's own store: the store keeps the addresses
     of dead ranks, and nothing tells one restart from another."""
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if of_launcher(env) and restarts != "0" and env["GROUP_WORLD_SIZE"] != "1":
+    if is_torchrun(env) and restarts != "0" and env["GROUP_WORLD_SIZE"] != "1":
         needed = "torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
         raise base.UserError(f"--max-restarts {restarts}: on several nodes no restart would succeed; {needed}")
 
@@ -163,11 +163,11 @@ def wait_for_store(address: str, port: int, timeout_minutes: float) -> None:
             return
         except OSError as error:
             waited, cause = time.monotonic() - began, error.strerror or str(error)
-            if waited > 60 * timeout_minutes or (waited > STORE_PATIENCE and isinstance(error, socket.gaierror)):
+            if waited > 60 * timeout_minutes or (waited > STORE_TIMEOUT and isinstance(error, socket.gaierror)):
                 raise base.UserError(
                     f"{where}: rank 0's store does not answer ({cause}); name rank 0's host", 1
                 ) from None
-            if waited > STORE_PATIENCE and not has_warned:
+            if waited > STORE_TIMEOUT and not has_warned:
                 terminal.print_error(f"train_fsdp.py: waiting for rank 0 at {where} ({cause})")
                 has_warned = True
             time.sleep(0.5)

@@ -59,14 +59,14 @@ def start_plan(settings: flags.Settings) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stdin=no_input, stdout=pipe, stderr=pipe, text=True)
 
 
-def read_plan(process: subprocess.Popen, patience: float) -> tuple[dict | None, str]:
-    """(the plan, None where there is none; the reason why there is none). Waits `patience` seconds at most."""
+def read_plan(process: subprocess.Popen, timeout: float) -> tuple[dict | None, str]:
+    """(the plan, None where there is none; the reason why there is none). Waits `timeout` seconds at most."""
     try:
-        output, errors = process.communicate(timeout=patience)
+        output, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return None, f"no plan within {patience:g} s"
+        return None, f"no plan within {timeout:g} s"
     if process.returncode:
         return None, (errors.strip() or "no plan").splitlines()[-1]
     return json.loads(output), ""
@@ -77,7 +77,7 @@ def choose_batch_size(settings: flags.Settings) -> int:
     if not (settings.plan_gpu or torch.cuda.is_available()):
         advice = "give a number, or a GPU with --plan-gpu"
         raise base.UserError(f"--batch-size auto: a CPU's capacity is not known; {advice}")
-    result, problem = read_plan(start_plan(settings), patience=600)
+    result, problem = read_plan(start_plan(settings), timeout=600)
     if not result:
         raise base.UserError(f"--batch-size auto: {problem}")
     if not result["largest_batch_size"]:

@@ -137,7 +137,7 @@ class Log(contextlib.AbstractContextManager):
     # ---- A step ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def step(self, due: job.Due) -> Iterator[None]:
+    def step(self, due: job.Actions) -> Iterator[None]:
         """An optimizer step with the counting of it: it is timed, and profiled where that is due."""
         tokens = self.state.tokens
         self.learning_rate = float(self.state.scheduler.get_last_lr()[0])

@@ -160,7 +160,7 @@ SILENT, WORKING = {"silent": True}, {"waited": 2}
 def test_the_rank_that_is_named_by_what_all_have_written(ranks, named, words):
     before = [BEAT | rank for rank in ranks]
     now = [rank if "silent" in rank else rank | {"beat": 8} for rank in before]
-    found, said = heartbeats.judge(before, now, seconds=600)
+    found, said = heartbeats.find_stalled_ranks(before, now, seconds=600)
     assert found == named and words in said
 
 
