@@ -156,7 +156,7 @@ def on_fake_tensors(recorder: StepRecorder) -> Iterator[None]:
     # how FSDP allocates and frees gathered parameters, without an operator
     def resize_(storage: torch.UntypedStorage, size: int) -> None:
         resize(storage, size)
-        recorder.kinds[recorder.see(storage)] = "communication"
+        recorder.kinds[recorder.register_storage(storage)] = "communication"
 
     def three_chunks(starts: range) -> Iterator[int]:  # the second stands for all between first and last
         weight = recorder.weight

@@ -86,24 +86,26 @@ def fused_memory(graph: GraphModule) -> RegionMemory:
     nodes = list(graph.graph.nodes)
     sizes = {node: sum(allocated_bytes(t.nbytes) for t in tensors_in(node.meta.get("val"))) for node in nodes}
     materialized, reads = find_materialized(nodes)
-    made = [node for node in nodes if node in materialized and node.op == "call_function" and not has_own_kernel(node)]
-    passes = {reads[node] for node in made if is_scale_of_tensor(node)}
-    read = {tensor for node in made if not is_scale_of_tensor(node) for tensor in reads[node]}
-    moved = sum(sizes[tensor] for tensors in (made, read, *passes) for tensor in tensors)
-    moved += round((TRANSPOSED_WRITE - 1) * sum(sizes[node] for node in made if is_transposed(node)))
-    return RegionMemory(find_peak(nodes, sizes, materialized, reads), moved, count_kernels(nodes, set(made)))
+    fused_outputs = [
+        node for node in nodes if node in materialized and node.op == "call_function" and not has_own_kernel(node)
+    ]
+    passes = {reads[node] for node in fused_outputs if is_scale_of_tensor(node)}
+    read = {tensor for node in fused_outputs if not is_scale_of_tensor(node) for tensor in reads[node]}
+    moved = sum(sizes[tensor] for tensors in (fused_outputs, read, *passes) for tensor in tensors)
+    moved += round((TRANSPOSED_WRITE - 1) * sum(sizes[node] for node in fused_outputs if is_transposed(node)))
+    return RegionMemory(find_peak(nodes, sizes, materialized, reads), moved, count_kernels(nodes, set(fused_outputs)))
 
 
-def count_kernels(nodes: list[Node], made: set[Node]) -> int:
+def count_kernels(nodes: list[Node], fused_outputs: set[Node]) -> int:
     """The kernels of its own operators, and of what is fused between two of them one for each size of tensor that it
     writes: 39 for the layer of a SmolLM3 forward and backward, where inductor makes 35."""
     own = 0
     fused: set[tuple[int, int]] = set()
     for node in nodes:
         own += has_own_kernel(node)
-        if node in made:
+        if node in fused_outputs:
             largest = max((tensor.numel() for tensor in tensors_in(node.meta.get("val"))), default=0)
-            if largest > 1:  # one number is made by the kernel that reads it
+            if largest > 1:  # one number is fused_outputs by the kernel that reads it
                 fused.add((own, largest))
     return own + len(fused)
 

@@ -19,7 +19,7 @@ PATIENCE = 60  # seconds that the end of a run waits for its plan
 RUN = "TRAIN_FSDP_PLANS_FOR"  # the run's pid, in the environment of the process that plans
 
 
-def end_with_run() -> None:
+def exit_with_parent() -> None:
     """In a process that plans for a run: ends it within a second after the run has ended, however it ended."""
 
     def watch(run: int) -> None:

@@ -26,7 +26,7 @@ def print_plan(settings: flags.Settings, recipe: Recipe) -> None:
     """--plan: prints what `settings` will need and give, and what else would fit or be faster."""
     if int(os.environ.get("RANK", 0)):
         return
-    own_plan.end_with_run()
+    own_plan.exit_with_parent()
     resolved, result = make_plan(settings, recipe)
     print(json.dumps(result, indent=2) if settings.json else describe_plan(resolved, result))
 
@@ -76,7 +76,7 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
         result["num_epochs"] = settings.num_epochs  # whose steps only the data could say
     result["warning"] = describe_unread_lengths(settings)
     result["rates"] = rates.values
-    result["own_share"], result["published_share"] = measured_shares(settings, config, result)
+    result["measured_share"], result["published_share"] = measured_shares(settings, config, result)
     result["assumptions"] = assumptions(rates)
     return settings, result
 

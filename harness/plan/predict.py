@@ -148,7 +148,7 @@ def find_memory(peaks: Peaks, counts: Counts, host: np.ndarray, capacity: float)
     together = by_stream.pop(None)
     worst = largest(together)
     total = float(worst.sum()) / base.GIB
-    streams = [float(largest(of_stream).sum()) / base.GIB for of_stream in by_stream.values()]
+    streams = [float(largest(stream_samples).sum()) / base.GIB for stream_samples in by_stream.values()]
     beside_tensors = {
         "other streams": sum(streams) - total,
         "fragmentation": sum(streams) * FRAGMENTATION,
@@ -163,8 +163,10 @@ def find_memory(peaks: Peaks, counts: Counts, host: np.ndarray, capacity: float)
         "held_by_streams_gib": streams,
         "beside_tensors_gib": beside_tensors,
         "at_peak_gib": by_kind(worst),  # at the moment that holds most
-        "peak_at": next(phase for phase, of_phase in by_phase.items() if any(peak is worst for peak in of_phase)),
-        "peaks_gib": {phase: by_kind(largest(of_phase)) for phase, of_phase in by_phase.items()},
+        "peak_at": next(
+            phase for phase, phase_samples in by_phase.items() if any(peak is worst for peak in phase_samples)
+        ),
+        "peaks_gib": {phase: by_kind(largest(phase_samples)) for phase, phase_samples in by_phase.items()},
         "capacity_gib": capacity,
         "fits": verdict != "does not fit",
         "verdict": verdict,
@@ -189,11 +191,11 @@ def list_collectives(counts: Counts) -> list[dict]:
         if name in ("calls", "sent_bytes"):
             totals[name, *group] += count
     collectives = []
-    for name, kind, ranks, nodes, of_node in sorted(totals):
+    for name, kind, ranks, nodes, ranks_per_node in sorted(totals):
         if name == "calls" and ranks > 1:
-            sent = totals["sent_bytes", kind, ranks, nodes, of_node] / base.GIB
+            sent = totals["sent_bytes", kind, ranks, nodes, ranks_per_node] / base.GIB
             entry = {"collective": kind, "ranks": ranks, "nodes": nodes, "gib": sent}
-            entry["calls"] = round(totals[name, kind, ranks, nodes, of_node])
+            entry["calls"] = round(totals[name, kind, ranks, nodes, ranks_per_node])
             # of a ring's hops one for each node leaves it
             entry["gib_between_nodes"] = sent * nodes / ranks if nodes > 1 else 0.0
             collectives.append(entry)

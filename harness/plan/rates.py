@@ -64,7 +64,7 @@ class Rates:
     memory_gib: float
     peak_tflops: float
     values: dict[str, float]
-    taken: str = ""  # what a name that fits several kinds was taken for
+    resolved_from: str = ""  # what a name that fits several kinds was taken for
 
     def seconds_of(self, unit: str, flops: float, nbytes: float) -> float:
         """Of one operator: by its FLOPs or by the bytes that it moves, whichever takes longer, and at least a kernel's
@@ -82,15 +82,15 @@ class Rates:
         return self.values.get(f"{unit}_tflops") or self.values["matmul_tflops"]
 
     def seconds_of_collective(
-        self, kind: str, ranks: int, nodes: int, of_node: int, calls: float, sent: float
+        self, kind: str, ranks: int, nodes: int, ranks_per_node: int, calls: float, sent: float
     ) -> float:
-        """Of `calls` of one kind among `ranks` on `nodes`, at least `of_node` of them on each. In all of them together
+        """Of `calls` of one kind among `ranks` on `nodes`, at least `ranks_per_node` of them on each. In all of them together
         each rank sends `sent` bytes."""
         if ranks == 1 or not calls:
             return 0.0
         rate = self.values["intra_node_gb_per_s"]
         if nodes > 1:  # every GPU of a node lends the ring its network card
-            rate = min(rate, of_node * self.values["inter_node_gb_per_s"])
+            rate = min(rate, ranks_per_node * self.values["inter_node_gb_per_s"])
         steps = 2 * math.log2(ranks) / ranks if kind == "all_reduce" else 1  # a tree, not a ring
         latency = (ranks - nodes) * LINK_HOP + (nodes - 1) * NETWORK_HOP
         return sent / rate / 1e9 + calls * latency * steps
@@ -126,11 +126,11 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
         elif name == "kernels":
             kernels += count
         elif name == "calls":
-            kind, ranks, nodes, of_node = key
+            kind, ranks, nodes, ranks_per_node = key
             sent = counts["sent_bytes", part, *key]
-            seconds = rates.seconds_of_collective(kind, ranks, nodes, of_node, count, sent)
+            seconds = rates.seconds_of_collective(kind, ranks, nodes, ranks_per_node, count, sent)
             calls, sent = counts.get(("end_calls", part, *key), 0), counts.get(("end_bytes", part, *key), 0)
-            at_the_ends = rates.seconds_of_collective(kind, ranks, nodes, of_node, calls, sent)
+            at_the_ends = rates.seconds_of_collective(kind, ranks, nodes, ranks_per_node, calls, sent)
             if phase == "optimizer" and kind not in DIVIDES_WORK:
                 at_the_ends = seconds
             communication += seconds
@@ -189,7 +189,7 @@ def choose_rates(settings: flags.Settings) -> Rates:
     values = assumed_rates(kind, flash=settings.attention in ("flash", "flash_attention_2"))
     rates = Rates(name, values.pop("memory_gib"), settings.peak_tflops or kind.peak_tflops, values)
     if not typed:
-        rates.taken = f"{name}, as there is none here and no --plan-gpu"
+        rates.resolved_from = f"{name}, as there is none here and no --plan-gpu"
     elif others:
-        rates.taken = f"{name}; --plan-gpu {' or '.join(map(repr, others))} names another"
+        rates.resolved_from = f"{name}; --plan-gpu {' or '.join(map(repr, others))} names another"
     return rates

@@ -44,7 +44,7 @@ class StepRecorder(TorchDispatchMode):
         (dispatches, phase)                                                   kernels that eager operators launch
         (launches, phase)                                                     kernels that compiled regions launch
         (layers, phase)                                                       forward passes of compiled layers
-        (calls, phase, kind, ranks, nodes, of_node), (sent_bytes, ...)        of collectives: see `_count_collective`
+        (calls, phase, kind, ranks, nodes, ranks_per_node), (sent_bytes, ...)        of collectives: see `_count_collective`
         (end_calls, ...), (end_bytes, ...)                                    of these, with no computation beside them
         (communicators, run)                                                  groups of more than one rank, of rank 0
     The phases are forward, backward, optimizer and, of the last, update: the optimizer's own step.
@@ -60,7 +60,7 @@ class StepRecorder(TorchDispatchMode):
         self.events: list[tuple[int, int]] = []  # (number of the storage, bytes more or less)
         self.marks: list[tuple[int, tuple | None]] = [(0, None)]  # (first event, its key: see `mark`)
         self.counts: dict[tuple, Any] = collections.Counter()  # of seconds and bytes too, so not of int alone
-        self.collectives: list[tuple] = []  # (phase, kind, ranks, nodes, of_node, bytes sent), in their order
+        self.collectives: list[tuple] = []  # (phase, kind, ranks, nodes, ranks_per_node, bytes sent), in their order
         self.weight = 1  # of the microbatch at work; more than 1 for one that stands for several
         self.microbatch: int | None = None  # None while the model is built, of which nothing is counted
         self.last_microbatch = False
@@ -117,7 +117,7 @@ class StepRecorder(TorchDispatchMode):
 
     def label(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         for tensor in tensors:
-            self.kinds[self.see(tensor.untyped_storage())] = kind
+            self.kinds[self.register_storage(tensor.untyped_storage())] = kind
 
     def run_compiled(self, graph: torch.fx.GraphModule, memory: RegionMemory, *args: Any) -> Any:
         """Runs a compiled region's graph. Of its tensors those that it returns are recorded, and `memory.peak` bytes
@@ -128,7 +128,7 @@ class StepRecorder(TorchDispatchMode):
         result = graph(*args)
         self.in_region = False
         for tensor in tensors_in(result):
-            self.see(tensor.untyped_storage())
+            self.register_storage(tensor.untyped_storage())
         if self.microbatch is not None:
             self.counts["launches", self.phase] += self.weight * memory.kernels
             self.counts["kernels", self.phase] += self.weight * memory.kernels
@@ -155,7 +155,7 @@ class StepRecorder(TorchDispatchMode):
         result = op(*args, **kwargs)
         for tensor in tensors_in(result):
             if not self.in_region and tensor.device.type != "meta":
-                self.see(tensor.untyped_storage())
+                self.register_storage(tensor.untyped_storage())
         if self.microbatch is not None:
             self._count_operator(op, args, kwargs, result)
         return result
@@ -193,9 +193,9 @@ class StepRecorder(TorchDispatchMode):
         if not kinds:
             return
         (kind,), group = kinds, group_of(args)
-        ranks, nodes, of_node = self._sizes_of(group)
+        ranks, nodes, ranks_per_node = self._sizes_of(group)
         sent = max(map(nbytes, inputs)) * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
-        key = (self.phase, kind, ranks, nodes, of_node)
+        key = (self.phase, kind, ranks, nodes, ranks_per_node)
         self.counts["calls", *key] += self.weight
         self.counts["sent_bytes", *key] += sent * self.weight
         self.collectives.append((*key, sent))
@@ -208,13 +208,13 @@ class StepRecorder(TorchDispatchMode):
         """(ranks of a group, nodes that they are on, the fewest of them on one node)."""
         if group not in self._groups:
             ranks = dist.get_process_group_ranks(group)
-            of_nodes = collections.Counter(rank // self.gpus_per_node for rank in ranks)
-            self._groups[group] = len(ranks), len(of_nodes), min(of_nodes.values())
+            node_counts = collections.Counter(rank // self.gpus_per_node for rank in ranks)
+            self._groups[group] = len(ranks), len(node_counts), min(node_counts.values())
         return self._groups[group]
 
     # ---- Memory ------------------------------------------------------------------------------------------------------
 
-    def see(self, storage: torch.UntypedStorage) -> int:
+    def register_storage(self, storage: torch.UntypedStorage) -> int:
         """The number of a storage; an event is recorded when it is new or has another size than before."""
         if storage not in self._numbers:
             self._numbers[storage] = self._add()

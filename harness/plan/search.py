@@ -253,13 +253,13 @@ class Search:
         than MIN_GAIN the one with the smallest step, and of these the one that leaves most room.
         """
 
-        def reluctance(row: dict) -> tuple:
+        def preference(row: dict) -> tuple:
             more_gpus = 0 if row["gpus"] == self.world else row["gpus"]
             return more_gpus, "optimizer" in row["changes"], row["verdict"] == "tight"
 
         rows = [row for row in self.rows.values() if row["fits"] and is_same_training(row)]
-        least = min(map(reluctance, rows), default=None)
-        rows = [row for row in rows if reluctance(row) == least]
+        least = min(map(preference, rows), default=None)
+        rows = [row for row in rows if preference(row) == least]
         best = max((row["tokens_per_sec"] for row in rows), default=0)
         nearly_best = [row for row in rows if row["tokens_per_sec"] * (1 + MIN_GAIN) >= best]
         return min(nearly_best, key=lambda row: (row["tokens_per_step"], row["reserved_gib"]), default=None)

@@ -53,7 +53,7 @@ def describe_speed(result: dict) -> dict[str, str]:
     if result["fits"]:
         lines["expect"] = figures(result, share)
         if share:
-            runs = OWN_RUNS if result["own_share"] else PUBLISHED_RUNS
+            runs = OWN_RUNS if result["measured_share"] else PUBLISHED_RUNS
             lines["expect"] += f"; {runs} reached {percents(share)} of their plans"
     if result["bound_by"] == "host":
         lines["host"] = describe_host(result)
@@ -127,7 +127,7 @@ def describe_adapters(result: dict) -> dict[str, str]:
 
 def share_to_expect(result: dict) -> tuple | None:
     """What runs reached of such plans: this program's own, else those of others."""
-    return result["own_share"] or result["published_share"]
+    return result["measured_share"] or result["published_share"]
 
 
 def describe_host(result: dict) -> str:
@@ -230,7 +230,7 @@ def table(title: str, values: dict[str, float]) -> list[str]:
 
 def assumptions(rates: Rates) -> dict[str, str]:
     """What the plan takes for granted, in words."""
-    lines = {"gpu": rates.taken} if rates.taken else {}
+    lines = {"gpu": rates.resolved_from} if rates.resolved_from else {}
     values = ", ".join(f"{name} {value:,.4g}" for name, value in rates.values.items())
     return lines | {"assumed": f"{values}: shares of datasheets, docs/PLAN.md"} | ASSUMED
 

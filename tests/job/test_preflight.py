@@ -94,11 +94,12 @@ def test_a_last_state_that_has_no_room_is_one_warning_and_no_error(small_disk, d
 
 
 @pytest.mark.parametrize(
-    "of_node, shards, given, is_spread", [(8, 16, [], True), (8, 8, [], False), (1, 4, [], False), (8, 16, [1], False)]
+    "ranks_per_node, shards, given, is_spread",
+    [(8, 16, [], True), (8, 8, [], False), (1, 4, [], False), (8, 16, [1], False)],
 )
-def test_a_shard_group_over_several_nodes_is_one_line_that_names_the_flag(of_node, shards, given, is_spread):
+def test_a_shard_group_over_several_nodes_is_one_line_that_names_the_flag(ranks_per_node, shards, given, is_spread):
     settings = parse(["--demo", *(["--dp-replicate-size", *given] if given else [])])
-    said = preflight.describe_spread(settings, shards, of_node)
+    said = preflight.describe_spread(settings, shards, ranks_per_node)
     assert bool(said) == is_spread
     if is_spread:
         assert said.startswith("shards     over 2 nodes; --plan compares that with --dp-replicate-size 2, ")

@@ -37,7 +37,7 @@ def test_an_operator_takes_what_its_flops_or_its_bytes_take(unit, flops, nbytes,
 
 
 @pytest.mark.parametrize(
-    "kind, ranks, nodes, of_node, sending, hops",
+    "kind, ranks, nodes, ranks_per_node, sending, hops",
     [
         ("all_gather", 8, 1, 8, 0.08, 7 * rates.LINK_HOP),  # a ring
         ("all_reduce", 8, 1, 8, 0.08, 7 * rates.LINK_HOP * 2 * 3 / 8),  # a tree, up and down
@@ -45,9 +45,11 @@ def test_an_operator_takes_what_its_flops_or_its_bytes_take(unit, flops, nbytes,
         ("all_gather", 12, 3, 4, 0.4, 9 * rates.LINK_HOP + 2 * rates.NETWORK_HOP),
     ],
 )
-def test_a_collective_takes_its_bytes_and_the_hops_of_its_ring_or_tree(kind, ranks, nodes, of_node, sending, hops):
+def test_a_collective_takes_its_bytes_and_the_hops_of_its_ring_or_tree(
+    kind, ranks, nodes, ranks_per_node, sending, hops
+):
     """Three calls, and 8 GB sent over 100 GB/s in a node, or 5 GB/s of each rank of a node between nodes."""
-    seconds = known(**LINKS).seconds_of_collective(kind, ranks, nodes, of_node, 3, 8e9)
+    seconds = known(**LINKS).seconds_of_collective(kind, ranks, nodes, ranks_per_node, 3, 8e9)
     assert seconds - sending == pytest.approx(3 * hops, rel=1e-6)
 
 
