@@ -338,7 +338,7 @@ def find_non_finite(run: Run, metrics: dict) -> str:
     may be. Weights or optimizer states are NaN or infinite, or what one more forward and backward pass gives is: the
     loss in `metrics` is of before the update."""
     batch = run.batches.last_finite(was_skipped="loss" not in metrics)
-    with run.state.tracker.excluded():
+    with run.state.tracker.paused():
         if problem := run.state.broken_by_update():
             return problem
         loss, norm = models.loss_and_norm(run.state.model, run.state.optimizer, batch)
@@ -357,7 +357,7 @@ def evaluate_and_log(run: Run, due: job.Actions, metrics: dict, problem: str, st
     samples = []
     if due.evaluate and not problem:
         try:
-            with run.state.tracker.excluded(), stop.before_each_forward(run.state.model):
+            with run.state.tracker.paused(), stop.before_each_forward(run.state.model):
                 losses, _ = evaluate(run.settings, run.state.model, run.data.held_out, run.device)
                 if not due.last:  # after the last step the end of the run writes them
                     samples = opening.generate_samples(run, run.data, run.state.model, run.device)

@@ -298,7 +298,7 @@ class PerformanceTracker:
         return self._metrics(self.total) if self.total["steps"] else {}
 
     @contextlib.contextmanager
-    def excluded(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """What runs inside (evaluation, a checkpoint, steps that are not given to `step`) is outside the window, and
         has a mark in a profile."""
         base.wait_for_device()

@@ -41,7 +41,7 @@ class NoReadBack(TorchDispatchMode):
 class NoUnpinnedCopy(TorchFunctionMode):
     def __init__(self):
         super().__init__()
-        self.of_host: list[torch.Tensor] = []  # made of numbers in this step
+        self.cpu_events: list[torch.Tensor] = []  # made of numbers in this step
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -49,10 +49,10 @@ class NoUnpinnedCopy(TorchFunctionMode):
         if name in ("__getitem__", "__setitem__"):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             assert not any(isinstance(part, list | np.ndarray) for part in index), f"{name} with a list of numbers"
-        elif name in ("to", "cuda", "copy_") and any(tensor is host for host in self.of_host for tensor in args):
+        elif name in ("to", "cuda", "copy_") and any(tensor is host for host in self.cpu_events for tensor in args):
             assert kwargs.get("non_blocking"), f"Tensor.{name} of what the host made"
         result = func(*args, **kwargs)
         if name in ("tensor", "as_tensor", "from_numpy") and not isinstance(args[0], torch.Tensor):
             assert kwargs.get("device") is None, f"torch.{name} on a device"
-            self.of_host.append(result)
+            self.cpu_events.append(result)
         return result

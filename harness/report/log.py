@@ -122,7 +122,7 @@ class Log(contextlib.AbstractContextManager):
         job.at_exit(self.end)
 
     def __enter__(self) -> "Log":
-        keep_objects()
+        freeze_gc()
         gc.disable()
         if self.settings.compile:
             job.print0("compile    the layers, within the first step; of a large model that takes minutes")
@@ -148,8 +148,8 @@ class Log(contextlib.AbstractContextManager):
             self.profile.close()
         self.bar.update()
         if due.first:
-            with self.state.tracker.excluded():
-                keep_objects()  # the compiler has made more than there was before
+            with self.state.tracker.paused():
+                freeze_gc()  # the compiler has made more than there was before
         self.speed = {}
         if not due.profiled:
             tokens = self.state.tokens - tokens
@@ -170,7 +170,7 @@ class Log(contextlib.AbstractContextManager):
         since the last call or in this step's gradient norm or update, too many skipped steps). A skipped step has no
         loss and no gradient norm."""
         state, steps = self.state, read_results(self.results)
-        of_last = read_terms(self.results[-1]) | read_routing(self.results[-1])
+        last_terms = read_terms(self.results[-1]) | read_routing(self.results[-1])
         self.results.clear()
         skipped, too_many = count_skipped(state, steps, self.settings.max_skipped)
         self.skipped |= skipped
@@ -178,7 +178,7 @@ class Log(contextlib.AbstractContextManager):
             job.print0(describe_skipped(skipped, self.data.record, self.folder))
         metrics: dict[str, Any] = {"step": state.step}
         if not steps[-1].skipped:
-            metrics |= {"loss": steps[-1].loss, "grad_norm": steps[-1].grad_norm} | of_last  # of this step alone
+            metrics |= {"loss": steps[-1].loss, "grad_norm": steps[-1].grad_norm} | last_terms  # of this step alone
         metrics |= {"learning_rate": self.learning_rate, "tokens_seen": state.tokens}
         metrics["skipped_steps"] = state.skipped_steps
         problem = first_not_finite(metrics, steps)
@@ -199,8 +199,8 @@ class Log(contextlib.AbstractContextManager):
         job.enter_phase("log")
         self.last = metrics if "skipped_steps" in metrics else self.last | metrics
         if "eval_loss" in metrics:
-            with self.state.tracker.excluded():
-                keep_objects()  # the compiler may have run again, for passes without gradients
+            with self.state.tracker.paused():
+                freeze_gc()  # the compiler may have run again, for passes without gradients
         else:
             gc.collect()
         if self.file is None:
@@ -241,9 +241,9 @@ class Log(contextlib.AbstractContextManager):
             parts = [f"loss {metrics['loss']:.4f}", f"grad {metrics['grad_norm']:.2f}"]
         elif "skipped_steps" in metrics:
             parts = ["skipped"]
-        of_mfu = f", MFU {metrics['mfu_percent']:.1f} %" if "mfu_percent" in metrics else ""
+        mfu_text = f", MFU {metrics['mfu_percent']:.1f} %" if "mfu_percent" in metrics else ""
         if parts:  # else an evaluation alone
-            self.bar.set_postfix_str(parts[0] + of_mfu, refresh=False)
+            self.bar.set_postfix_str(parts[0] + mfu_text, refresh=False)
             parts.append(f"lr {metrics['learning_rate']:.1e}")
         if "step_time_ms" in metrics:
             parts.append(self.state.tracker.get_print_message(metrics))
@@ -318,7 +318,7 @@ class Log(contextlib.AbstractContextManager):
                 tracker.close(exit_code)
 
 
-def keep_objects() -> None:
+def freeze_gc() -> None:
     """Lets later garbage collections skip all objects that exist now."""
     gc.collect()
     gc.freeze()

@@ -52,17 +52,17 @@ def is_number(value: object) -> bool:
 
 def summary(lines: list[dict], config: dict) -> str:
     """What was trained on what, and how far it came."""
-    flags, words, of_all = config.get("flags", {}), [], ""
+    flags, words, total_text = config.get("flags", {}), [], ""
     if flags:
         words.append(f"{flags['model']} on {base.one_or_more(flags['dataset'])}")
         words.append(f"{config['world_size']} x {config['gpu'] or 'CPU'}")
-        of_all = f" of {flags['num_steps']:,}"
+        total_text = f" of {flags['num_steps']:,}"
     if not lines:
         words.append("no step was logged")
     elif "final" in lines[-1]:
         words.append("complete")
     else:
-        words.append(f"ended at step {lines[-1]['step']:,}{of_all}")
+        words.append(f"ended at step {lines[-1]['step']:,}{total_text}")
     return " · ".join(words)
 
 

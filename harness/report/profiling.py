@@ -21,7 +21,7 @@ MAX_MEMORY_EVENTS = 200_000  # allocations and frees in a memory snapshot, the l
 def profiling(folder: pathlib.Path, state: states.TrainState) -> Iterator[None]:
     """Traces the steps taken inside, on rank 0, and says where their time went; no speed figure counts them. An
     evaluation, samples or a save among them are in the trace, but no part of the steps' time."""
-    with state.tracker.excluded():
+    with state.tracker.paused():
         profiler = torch.profiler.profile() if dist.get_rank() == 0 else contextlib.nullcontext()
         with profiler as profile:
             base.wait_for_device()  # the clock starts after the profiler: CUPTI takes seconds
@@ -98,8 +98,8 @@ def time_shares(events: list[FunctionEvent], seconds: float) -> dict[str, float]
 
 def excluded_spans(events: list[FunctionEvent]) -> list[tuple[float, float]]:
     """When the clock was stopped, by the marks that it leaves in a profile."""
-    of_host = (event for event in events if event.device_type == torch.autograd.DeviceType.CPU)
-    return [(event.time_range.start, event.time_range.end) for event in of_host if event.name == base.CLOCK_STOPPED]
+    cpu_events = (event for event in events if event.device_type == torch.autograd.DeviceType.CPU)
+    return [(event.time_range.start, event.time_range.end) for event in cpu_events if event.name == base.CLOCK_STOPPED]
 
 
 def own_spans(event: FunctionEvent) -> Iterator[tuple[float, float]]:

@@ -130,8 +130,8 @@ def summarize(metrics: dict, first: dict, state: states.TrainState, seconds: flo
         lines["worse"] = f"the loss ended at {loss:,.4f}, above its first, {first_loss:,.4f}: {ADVICE}"
     lines["speed"] = "not measured: no step after the --perf-warmup-steps"
     if "step_time_ms" in metrics:
-        of_a_step = f"{metrics['step_time_ms']:,.1f} ms a step  goodput {metrics['goodput_percent']:.1f} %"
-        lines["speed"] = f"{state.tracker.get_print_message(metrics)}  {of_a_step}"
+        step_text = f"{metrics['step_time_ms']:,.1f} ms a step  goodput {metrics['goodput_percent']:.1f} %"
+        lines["speed"] = f"{state.tracker.get_print_message(metrics)}  {step_text}"
     kinds = [kind for kind in ("alloc", "reserved") if f"peak_memory_{kind}" in metrics]
     if kinds:
         lines["memory"] = ", ".join(f"{kind} {metrics[f'peak_memory_{kind}']:.2f} GiB" for kind in kinds)

@@ -63,7 +63,7 @@ class Checkpoints:
     def save(self, state: TrainState, wait: bool = False) -> None:
         """Saves `state`. Returns after the copy to host memory, or with `wait` when all is on disk. Every rank calls
         this. While the save before is still being written, nothing is saved."""
-        with state.tracker.excluded():
+        with state.tracker.paused():
             start = time.perf_counter()
             job.enter_phase("save")
             if wait or self._is_best(state):

@@ -131,7 +131,7 @@ def test_steps_of_different_size_are_weighted_by_their_tokens(clock):
 def test_excluded_time_is_in_no_window(clock):
     tracker = utils.PerformanceTracker(warmup_steps=0)
     clock.advance(1)
-    with tracker.excluded():
+    with tracker.paused():
         clock.advance(50)
     clock.advance(1)
     assert tracker.step(TOKENS, FLOPS)["step_time_ms"] == pytest.approx(2000)

@@ -50,8 +50,8 @@ class Wandb(Tracker):
         if self.run.disabled:
             return "disabled, by WANDB_MODE or WANDB_DISABLED: nothing is kept"
         folders = shlex.quote(str(pathlib.Path(self.run.dir).parents[1]))
-        of_all_starts = f"{folders}/offline-run-*-{self.run.id}"
-        return self.run.url or f"offline; later: wandb sync {of_all_starts}"
+        pattern = f"{folders}/offline-run-*-{self.run.id}"
+        return self.run.url or f"offline; later: wandb sync {pattern}"
 
     def log(self, metrics: dict) -> None:
         self.run.log({STEP: metrics["step"]} | named(metrics) | over_tokens(metrics), step=self.row, commit=True)
