@@ -203,7 +203,7 @@ def attention_flops(
         if not heads:
             continue
         head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-        of_keys, of_values = (getattr(layer, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
+        qk_dim, v_dim = (getattr(layer, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
         keys = lengths
         if masked and layer_type in windows:
             keys = np.minimum(getattr(layer, windows[layer_type], None) or lengths, lengths)
@@ -211,7 +211,7 @@ def attention_flops(
             keys = keys / 2
         elif causal:
             keys = keys * (1 - keys / (2 * lengths))  # the first queries of a sequence have no full window before them
-        total += 6 * heads * (of_keys + of_values) * keys
+        total += 6 * heads * (qk_dim + v_dim) * keys
     return total
 
 

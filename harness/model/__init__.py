@@ -18,7 +18,7 @@ from harness.model.lora import (
     has_frozen,
     loaded_dtype,
     merged,
-    named_as_by_peft,
+    to_peft_names,
     trained_on_meta,
     write_adapter_config,
 )
@@ -91,7 +91,7 @@ __all__ = [
     "materialize",
     "memory_saving_optimizers",
     "merged",
-    "named_as_by_peft",
+    "to_peft_names",
     "on_meta",
     "read_generation_config",
     "reshard",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ADAPTERS_FILE = "adapter_model.safetensors"
 PREFIX, NAME = "base_model.model.", ".default."  # in peft's names: of its wrapper; of the adapters of a model
 ALL_LINEARS = (None, ("all-linear",))  # --lora-targets; the latter is peft's word for it
-NO_PLACE = "peft has no place for adapters of that name in this family"
+NOT_SUPPORTED_BY_PEFT = "peft has no place for adapters of that name in this family"
 # Fields of an adapter_config.json that are followed, then those that change nothing of what trained tensors compute.
 # Any other that is set is refused, also what a newer peft adds.
 TAKEN_FIELDS = {"peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "target_modules"}
@@ -70,22 +70,22 @@ def find_targets(settings: flags.Resolved, model: nn.Module, trained: LoraConfig
         UserError: --lora-targets names what is none, or is outside the decoder layers, or routes tokens to experts, or
             what peft loads no adapters of; peft loads none of this model.
     """
-    linears, loaded = decoder_linears(model), linears_with_place(model)
+    linears, loaded = decoder_linears(model), supported_linears(model)
     if not loaded:
         raise base.UserError(f"--lora-rank: peft loads no adapters of the linears of {settings.model}")
     if settings.lora_targets in ALL_LINEARS:
-        names = named_by(loaded, model, trained) if trained else loaded
+        names = matching_modules(loaded, model, trained) if trained else loaded
         return [name for name in loaded if name in names]
     found: set[str] = set()
     is_typed = trained is None or "lora_targets" in settings.given
     for target in settings.lora_targets:
         given = f"--lora-targets {target}" if is_typed else f"--model {settings.model}: target_modules has {target}"
-        matches = named_by(target if flags.is_pattern(target) else [target], model, trained)
-        there = f"linears of its decoder layers: {', '.join(last_parts(loaded))}"
+        matches = matching_modules(target if flags.is_pattern(target) else [target], model, trained)
+        there = f"linears of its decoder layers: {', '.join(leaf_names(loaded))}"
         if not matches and is_typed:
             raise base.UserError(f"{given}: {settings.model} has nothing of that name; {there}")
         if others := [name for name in matches if name not in loaded]:
-            reason = NO_PLACE if others[0] in linears else "adapters are for linears of decoder layers"
+            reason = NOT_SUPPORTED_BY_PEFT if others[0] in linears else "adapters are for linears of decoder layers"
             raise base.UserError(f"{given}: it matches {others[0]}, and {reason}; {there}")
         found |= {*matches}
     if not found:
@@ -100,15 +100,15 @@ def decoder_linears(model: nn.Module) -> list[str]:
     return [n for n, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module in inside]
 
 
-def linears_with_place(model: nn.Module) -> list[str]:
+def supported_linears(model: nn.Module) -> list[str]:
     """The names of the linears of decoder layers whose adapters peft loads from a folder with the adapters of all."""
     linears = decoder_linears(model)
-    while lost := without_place(model, linears):
+    while lost := unsupported_linears(model, linears):
         linears = [name for name in linears if name not in lost]
     return linears
 
 
-def without_place(model: nn.Module, linears: list[str]) -> set[str]:
+def unsupported_linears(model: nn.Module, linears: list[str]) -> set[str]:
     """Those of these linears whose adapters peft would not load from a folder that has them: in families whose experts
     were linears once, it takes the names of dense ones for those of experts."""
     if not linears:
@@ -122,11 +122,11 @@ def without_place(model: nn.Module, linears: list[str]) -> set[str]:
             wrapped = peft.PeftModel(copy.deepcopy(model), config)
             result: Any = peft.set_peft_model_state_dict(wrapped, tensors)
         except (ValueError, RuntimeError) as error:  # some of these names it refuses in this family
-            parts = last_parts(linears)
+            parts = leaf_names(linears)
             if len(parts) == 1:
                 return {*linears}
             named = [[name for name in linears if name.rpartition(".")[2] == part] for part in parts]
-            if refused := set().union(*(without_place(model, names) for names in named)):
+            if refused := set().union(*(unsupported_linears(model, names) for names in named)):
                 return refused
             raise base.UserError(f"--lora-rank: peft refuses this model ({base.first_line(error)})") from error
     filled = {name for name in wrapped.state_dict() if name not in result.missing_keys}
@@ -144,12 +144,12 @@ def adapter_shapes(model: nn.Module, linears: list[str], rank: int) -> dict[str,
     return shapes
 
 
-def last_parts(names: Iterable[str]) -> list[str]:
+def leaf_names(names: Iterable[str]) -> list[str]:
     """`q_proj` of `model.layers.0.self_attn.q_proj`, each once."""
     return [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
 
 
-def named_by(target: str | list[str], model: nn.Module, trained: LoraConfig | None = None) -> list[str]:
+def matching_modules(target: str | list[str], model: nn.Module, trained: LoraConfig | None = None) -> list[str]:
     """The names of the modules that peft would match by a pattern or names, without those that the config `trained`
     leaves out, and of the weights in which experts are stacked, for which it has a way of its own."""
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -167,8 +167,8 @@ def named_by(target: str | list[str], model: nn.Module, trained: LoraConfig | No
 def target_modules(model: nn.Module, targets: list[str]) -> list[str]:
     """What peft's config says of the linears `targets`: the last parts of their names, or where something else has such
     a name too, the names."""
-    names = sorted(last_parts(targets))
-    matched = {*named_by(names, model)}
+    names = sorted(leaf_names(targets))
+    matched = {*matching_modules(names, model)}
     return names if matched == {*targets} else targets
 
 
@@ -360,7 +360,7 @@ def open_adapters(
 # ---- What an export has ----------------------------------------------------------------------------------------------
 
 
-def named_as_by_peft(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def to_peft_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The adapters among a model's tensors, by the names that a folder of peft's has."""
     return {PREFIX + name.replace(NAME, "."): tensor for name, tensor in tensors.items() if ".lora_" in name}
 
@@ -387,15 +387,15 @@ def merged(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torc
     for name, tensor in tensors.items():
         if ".lora_" in name:
             continue
-        path, is_adapted, of_linear = name.partition(".base_layer.")
-        if is_adapted and of_linear == "weight":
+        path, is_adapted, parameter_name = name.partition(".base_layer.")
+        if is_adapted and parameter_name == "weight":
             adapted: Any = model.get_submodule(path)
             up, down = (tensors[f"{path}.{part}{NAME}weight"].float() for part in ("lora_B", "lora_A"))
             change = up @ down * adapted.scaling["default"]
             if isinstance(adapted.base_layer, Conv1D):
                 change = change.t()
             tensor = (tensor.float() + change).to(tensor.dtype)
-        result[f"{path}.{of_linear}" if is_adapted else name] = tensor
+        result[f"{path}.{parameter_name}" if is_adapted else name] = tensor
     return result
 
 
@@ -406,7 +406,7 @@ def describe_adapters(settings: flags.Resolved, model: Any) -> str:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     everything = sum(parameter.numel() for parameter in model.parameters())
     adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
-    names = ", ".join(last_parts(adapted))
+    names = ", ".join(leaf_names(adapted))
     frozen = str(loaded_dtype(settings)).removeprefix("torch.")
     share = f"{trained:,} of {everything:,} parameters are trained ({100 * trained / everything:.2g} %)"
     scale = f"rank {settings.lora_rank}, alpha {settings.lora_alpha}"
@@ -416,5 +416,5 @@ def describe_adapters(settings: flags.Resolved, model: Any) -> str:
     left_out = [name for name in decoder_linears(model) if not re.search(r"\.(base_layer|lora_[AB])\b", name)]
     if left_out and settings.lora_targets in ALL_LINEARS:
         count = base.counted(len(left_out), "linear")
-        where += f", not on {count} ({', '.join(last_parts(left_out))}): {NO_PLACE}"
+        where += f", not on {count} ({', '.join(leaf_names(left_out))}): {NOT_SUPPORTED_BY_PEFT}"
     return f"{share}: {where}; the others are frozen in {frozen}"

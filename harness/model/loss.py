@@ -110,10 +110,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         count = counted.sum().clamp(min=1)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         size = tokens_at_once(weight)
-        of_hidden, of_weight, of_bias = (trains and needed for needed in ctx.needs_input_grad[:3])
-        grad_hidden = torch.empty_like(hidden) if of_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
+        hidden_needs_grad, weight_needs_grad, bias_needs_grad = (
+            trains and needed for needed in ctx.needs_input_grad[:3]
+        )
+        grad_hidden = torch.empty_like(hidden) if hidden_needs_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight_needs_grad else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias_needs_grad else None
         terms: dict[str, torch.Tensor] = {}
         for start in chunk_starts(len(hidden), size):
             chunk = slice(start, start + size)
@@ -125,14 +127,14 @@ class LinearCrossEntropy(torch.autograd.Function):
             for name, value in values.items():
                 terms[name] = terms.get(name, 0.0) + value.dot(share.squeeze(1))
             # d loss / d logits = gradient * share; the share is applied where it is cheap
-            if of_hidden:
+            if hidden_needs_grad:
                 torch.mul(gradient @ weight, share, out=grad_hidden[chunk])
-            if of_weight:
+            if weight_needs_grad:
                 add_product(grad_weight, gradient.t(), (inputs * share).to(weight.dtype))
-            if of_bias:
+            if bias_needs_grad:
                 grad_bias += gradient.t().float() @ share.squeeze(1)
-        grad_weight = grad_weight.to(weight.dtype) if of_weight else None
-        grad_bias = grad_bias.to(bias.dtype) if of_bias else None
+        grad_weight = grad_weight.to(weight.dtype) if weight_needs_grad else None
+        grad_bias = grad_bias.to(bias.dtype) if bias_needs_grad else None
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return loss, terms
 
@@ -275,13 +277,13 @@ def fuse_loss(model: Any, terms: dict[str, Term], compiled: bool) -> None:
     model.loss_terms = {}
 
     # no partial: dynamo counts what it compiles of all partials as one
-    def of_chunk(
+    def chunk_loss(
         logits: torch.Tensor, target: torch.Tensor, trains: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
         return loss_and_gradient(logits, target, terms, trains)
 
     if compiled:
-        of_chunk = torch.compile(of_chunk)
+        chunk_loss = torch.compile(chunk_loss)
 
     inputs_of_head: list[torch.Tensor] = []  # of the last forward only
 
@@ -301,7 +303,7 @@ def fuse_loss(model: Any, terms: dict[str, Term], compiled: bool) -> None:
             )
         hidden = logits.flatten(0, 1).to(head.weight.dtype)
         inputs = hidden, head.weight, head.bias, labels.flatten()
-        mean, model.loss_terms = LinearCrossEntropy.apply(*inputs, of_chunk, torch.is_grad_enabled())
+        mean, model.loss_terms = LinearCrossEntropy.apply(*inputs, chunk_loss, torch.is_grad_enabled())
         return mean
 
     model.register_forward_pre_hook(choose_head, with_kwargs=True)

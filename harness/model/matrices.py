@@ -99,9 +99,9 @@ def outputs_of_matrices(
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
-        of_attention = [heads * head_dim, key_heads * head_dim, key_heads * head_dim]
-        if sum(of_attention) == outputs:  # otherwise it is not known which are which
-            sizes = of_attention
+        qkv_sizes = [heads * head_dim, key_heads * head_dim, key_heads * head_dim]
+        if sum(qkv_sizes) == outputs:  # otherwise it is not known which are which
+            sizes = qkv_sizes
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
 

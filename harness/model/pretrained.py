@@ -165,7 +165,7 @@ class PretrainedWeights:
         self.names = model.state_dict()
         path = next(path for path, module in model.named_modules() if module is layers)
         self.slices: dict[int | None, dict] = {}  # by decoder layer; None: embedding, final norm, head
-        without_place: dict[str, list[str]] = {}  # names in the checkpoint, by what they would be in the model
+        unexpected: dict[str, list[str]] = {}  # names in the checkpoint, by what they would be in the model
         coded = {}  # the types of tensors that are codes of a weight
         scaled = set()  # modules with scales, by which codes become weights
         try:
@@ -173,14 +173,14 @@ class PretrainedWeights:
                 tensors = safe_open(file, framework="pt")
                 for key in tensors.keys():  # noqa: SIM118 - it is no dict
                     name, tensor = self.name_in_model(key), tensors.get_slice(key)
-                    of_layer = re.match(rf"{re.escape(path)}\.(\d+)\.", name)
-                    layer = int(of_layer[1]) if of_layer else None
+                    layer_match = re.match(rf"{re.escape(path)}\.(\d+)\.", name)
+                    layer = int(layer_match[1]) if layer_match else None
                     self.slices.setdefault(layer, {})[key] = tensor
                     module, _, last = key.rpartition(".")
                     if "scale" in last:
                         scaled.add(module)
                     if name not in self.names:
-                        without_place.setdefault(name, []).append(key)
+                        unexpected.setdefault(name, []).append(key)
                     elif self.names[name].is_floating_point() and tensor.get_dtype() not in PLAIN_TYPES:
                         coded[key] = tensor.get_dtype()
         except base.UserError:
@@ -188,7 +188,7 @@ class PretrainedWeights:
         except Exception as error:
             raise base.UserError(f"--init pretrained: no weights from {source} ({base.first_line(error)})") from error
         self.refuse_codes(coded, scaled)
-        self.name_those_without_place(without_place, {key.rpartition(".")[0] for key in coded})
+        self.name_those_without_place(unexpected, {key.rpartition(".")[0] for key in coded})
 
     def name_in_model(self, key: str) -> str:
         """The model's name of a tensor of the checkpoint."""
@@ -215,16 +215,16 @@ class PretrainedWeights:
                 advice = "fetch all of its files again, or choose weights that are not quantized"
                 raise base.UserError(f"--init pretrained: {problem}, without scales; {advice}")
 
-    def name_those_without_place(self, without_place: dict[str, list[str]], coded: set[str]) -> None:
+    def name_those_without_place(self, unexpected: dict[str, list[str]], coded: set[str]) -> None:
         """Says which tensors are left out, but for those that the family ignores.
 
         Raises:
             UserError: they are scales of a module in `coded`, which were not read.
         """
-        info = types.SimpleNamespace(missing_keys=set(), unexpected_keys=set(without_place))
+        info = types.SimpleNamespace(missing_keys=set(), unexpected_keys=set(unexpected))
         # private: which of them the family ignores, old buffers among them
         self.model._adjust_missing_and_unexpected_keys(info)
-        left_out = [key for name in sorted(info.unexpected_keys) for key in without_place[name]]
+        left_out = [key for name in sorted(info.unexpected_keys) for key in unexpected[name]]
         scales = [key for key in left_out if "scale" in key and key.rpartition(".")[0] in coded]
         if scales:
             method = self.quantizer.quantization_config.quant_method

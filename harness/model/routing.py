@@ -42,12 +42,12 @@ class Routing:
         probabilities: Any = 0.0
         for router in self.routers:
             logits, router.kept_logits = router.kept_logits, None
-            of_tokens = logits.flatten(0, -2).softmax(-1, dtype=torch.float32)
-            chosen = of_tokens.topk(self.top_k).indices.flatten()
+            router_probs = logits.flatten(0, -2).softmax(-1, dtype=torch.float32)
+            chosen = router_probs.topk(self.top_k).indices.flatten()
             ones = torch.ones_like(chosen, dtype=torch.float32)
-            assignments.append(ones.new_zeros(of_tokens.shape[1]).scatter_add_(0, chosen, ones))
-            probabilities = probabilities + of_tokens.sum(0)
-            rows += len(of_tokens)
+            assignments.append(ones.new_zeros(router_probs.shape[1]).scatter_add_(0, chosen, ones))
+            probabilities = probabilities + router_probs.sum(0)
+            rows += len(router_probs)
         counts = torch.stack(assignments)
         loss = counts.shape[1] * (counts.sum(0) / rows * (probabilities / rows)).sum()
         return loss, counts

@@ -33,9 +33,9 @@ def verify_sharding(
         states = {f"{name}.{key}": state for key, state in kept.items() if torch.is_tensor(state) and state.dim()}
         if parameter.requires_grad and not states:
             raise RuntimeError(f"{name} has no optimizer state")
-        for of_name, tensor in ({name: parameter} | states).items():
+        for tensor_name, tensor in ({name: parameter} | states).items():
             if not isinstance(tensor, DTensor) or tuple(tensor.placements) != placements or tensor.device_mesh != mesh:
-                raise RuntimeError(f"{of_name} is not sharded as {placements} over {mesh}: {type(tensor).__name__}")
+                raise RuntimeError(f"{tensor_name} is not sharded as {placements} over {mesh}: {type(tensor).__name__}")
         if not parameter.requires_grad and states:
             raise RuntimeError(f"{name} is frozen and has an optimizer state")
         check_dtype(name, local(parameter).dtype, dtype if parameter.requires_grad else frozen_dtype)

@@ -28,7 +28,7 @@ class Batch:
     @property
     def weight(self) -> MatrixWeight:
         """One of them."""
-        return next(weight for of_rank in self.owned for weight in of_rank)
+        return next(weight for rank_weights in self.owned for weight in rank_weights)
 
     @property
     def slots(self) -> int:
@@ -42,11 +42,11 @@ def deal(weights: Iterable[MatrixWeight], world: int) -> list[Batch]:
     for weight in weights:
         kinds.setdefault(weight.kind, []).append(weight)
     batches, turn = [], 0
-    for of_kind in sorted(kinds.values(), key=lambda of_kind: of_kind[0].shape.numel(), reverse=True):
-        size = world * max(1, MAX_BATCH_BYTES // (2 * of_kind[0].shape.numel()))
-        for first in range(0, len(of_kind), size):
+    for same_shape in sorted(kinds.values(), key=lambda same_shape: same_shape[0].shape.numel(), reverse=True):
+        size = world * max(1, MAX_BATCH_BYTES // (2 * same_shape[0].shape.numel()))
+        for first in range(0, len(same_shape), size):
             batch = Batch([[] for _ in range(world)])
-            for weight in of_kind[first : first + size]:
+            for weight in same_shape[first : first + size]:
                 batch.owned[turn % world].append(weight)
                 turn += 1
             batches.append(batch)
@@ -107,9 +107,9 @@ class Ranks:
     def give_back(self, batch: Batch, whole: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begins to bring results, shaped as `whole` gave them, back to the ranks that have their rows."""
         sent = self.empty(batch, whole.dtype)
-        for shard, of_shard in enumerate(sent):
+        for shard, shard_buffer in enumerate(sent):
             rows = rows_of_shard(batch.weight.shape[0], shard, self.shards)
-            of_shard[: len(whole), : len(rows)] = whole[:, rows.start : rows.stop]
+            shard_buffer[: len(whole), : len(rows)] = whole[:, rows.start : rows.stop]
         return self.exchange(sent)
 
     def exchange(self, sent: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -124,17 +124,17 @@ class Ranks:
         """Begins to bring the results of all replicas to this one, as (replicas, ...)."""
         if self.replicas == 1:
             return lambda: results[None]
-        of_all = results.new_empty(self.replicas, *results.shape)
-        work = dist.all_gather_into_tensor(of_all.flatten(0, 1), results, group=self.replica_group, async_op=True)
-        return after(work, results, of_all)
+        gathered = results.new_empty(self.replicas, *results.shape)
+        work = dist.all_gather_into_tensor(gathered.flatten(0, 1), results, group=self.replica_group, async_op=True)
+        return after(work, results, gathered)
 
-    def results(self, batch: Batch, of_all: torch.Tensor) -> tuple[list[MatrixWeight], list[torch.Tensor]]:
+    def results(self, batch: Batch, gathered: torch.Tensor) -> tuple[list[MatrixWeight], list[torch.Tensor]]:
         """(all weights of a batch, this rank's rows of each), of what `share` gave."""
         weights, updates, rows = [], [], len(self.rows(batch.weight))
         for replica in range(self.replicas):
             for shard, slot, weight in self.places(batch, replica):
                 weights.append(weight)
-                updates.append(of_all[replica, shard, slot, :rows])
+                updates.append(gathered[replica, shard, slot, :rows])
         return weights, updates
 
 
@@ -205,8 +205,8 @@ class WholeUpdate:
         targets = [weight.split(local(one.parameter)[expert], first_row) for one, expert in places]
         sources = [weight.split(update.to(targets[0][0].device), first_row) for update in updates]
         for number, size in enumerate(weight.sizes):
-            of_weights, of_updates = ([parts[number] for parts in tensors] for tensors in (targets, sources))
-            self.add(of_weights, of_updates, size)
+            part_targets, part_sources = ([parts[number] for parts in tensors] for tensors in (targets, sources))
+            self.add(part_targets, part_sources, size)
 
 
 def after(work: dist.Work, sent: torch.Tensor, received: torch.Tensor) -> Callable[[], torch.Tensor]:

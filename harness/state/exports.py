@@ -209,7 +209,7 @@ def write_weights(
 
     def write(name: str, part: dict[str, torch.Tensor]) -> None:
         if adapters_alone:
-            weights = models.named_as_by_peft(part)
+            weights = models.to_peft_names(part)
         else:
             weights = models.as_in_checkpoint(state.model, models.merged(state.model, part))
         for key, tensor in weights.items():  # copies: parts of a fused tensor share its storage

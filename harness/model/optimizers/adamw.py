@@ -61,8 +61,8 @@ class AdamW(torch.optim.AdamW):
         rate = torch.tensor(lr)
         # private: torch documents few operators on many tensors. One tensor for all would be read on the host.
         torch._foreach_add_(steps, 1 if self.skip is None else [1 - self.skip] * len(steps))
-        for *of_parameter, step in zip(*tensors, steps, strict=True):
-            flat = [tensor.view(-1) for tensor in of_parameter]
+        for *moments, step in zip(*tensors, steps, strict=True):
+            flat = [tensor.view(-1) for tensor in moments]
             self.update(*flat, step, self.grad_scale, self.skip, rate, **options)
 
 
