@@ -217,12 +217,12 @@ def evaluate(
     each as `eval_loss/NAME`; and how many tokens these are."""
     totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)  # of each source: summed loss, tokens
     with models.evaluating(model):
-        for of_source, windows in zip(totals, held_out.values(), strict=True):
-            for batch in data.held_out_batches(settings, windows, device):
+        for source_totals, windows in zip(totals, held_out.values(), strict=True):
+            for batch in data.eval_batches(settings, windows, device):
                 job.enter_phase("evaluation")
                 tokens = (batch["labels"] != base.IGNORE_INDEX).sum()
                 loss = model(**batch, use_cache=False).loss
-                of_source += torch.stack([loss.double() * tokens, tokens.double()])
+                source_totals += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
     return data.mean_losses(held_out, totals)
 

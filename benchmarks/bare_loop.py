@@ -56,7 +56,7 @@ order = data.WindowOrder(windows, seed=42)
 for step in range(args.num_steps):
     if step == args.perf_warmup_steps:
         start = time.perf_counter()
-    rows = map(order.window_of, range(step * args.batch_size, (step + 1) * args.batch_size))
+    rows = map(order.window_at, range(step * args.batch_size, (step + 1) * args.batch_size))
     batch = [tokens[row * args.sequence_length : (row + 1) * args.sequence_length + 1] for row in rows]
     batch = torch.from_numpy(np.stack(batch).astype(np.int64))
     logits = model(input_ids=batch[:, :-1], use_cache=False).logits

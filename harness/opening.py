@@ -97,11 +97,11 @@ def load_to_evaluate(opened: Opened) -> Any:
         UserError: it is a part of what the run trained on, or no longer what the run read.
     """
     settings, manifest = opened.settings, opened.manifest
-    of_run = (opened.corpora, opened.tokenizer, opened.config)
+    data_arguments = (opened.corpora, opened.tokenizer, opened.config)
     if manifest is None or not base.broadcast_from_rank_0(lambda: data.evaluates_own_data(settings, manifest)):
         trained_on = state.trained_on(settings, record_of(opened, None))
-        return data.load(settings, *of_run, trained_on=trained_on)
-    dataset = data.load(settings, *of_run, manifest)
+        return data.load(settings, *data_arguments, trained_on=trained_on)
+    dataset = data.load(settings, *data_arguments, manifest)
     if settings.dataset != "synthetic":
         state.check_same_corpus(settings, dataset.record, manifest)
     return dataset

@@ -52,7 +52,7 @@ def line_of(tokenizer, tmp_path):
 
     def line_of(source, with_tokenizer=tokenizer, **options) -> str:
         reading = corpora.Reading(with_tokenizer, 4, **{"vocab_size": 1536, "cache_dir": tmp_path / "cache"} | options)
-        corpus = corpora.look_into(sources_of(str(source))[0], "train", ("input_ids", "text"), None)
+        corpus = corpora.inspect_source(sources_of(str(source))[0], "train", ("input_ids", "text"), None)
         return reading.open(corpus, "train")[1]
 
     return line_of

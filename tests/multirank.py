@@ -228,8 +228,8 @@ def slow(what: str, seconds: str, *argv: str) -> None:
     elif what == "sampling":
         torch.multinomial = slowly(torch.multinomial, each=True)
     elif what == "evaluation":
-        held_out_batches, wait = data.held_out_batches, slowly(lambda batch: batch, each=True)
-        data.held_out_batches = lambda *args: map(wait, held_out_batches(*args))
+        eval_batches, wait = data.eval_batches, slowly(lambda batch: batch, each=True)
+        data.eval_batches = lambda *args: map(wait, eval_batches(*args))
     program(*argv)
 
 

@@ -120,7 +120,7 @@ class Corpus(torch.utils.data.Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        start = self.order.window_of(index) * self.length
+        start = self.order.window_at(index) * self.length
         window = torch.from_numpy(self.tokens[start : start + self.length + 1].astype("int64"))
         return {"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]}
 

@@ -7,7 +7,7 @@
 Each name of the list has a docstring in its file.
 """
 
-from harness.data.batches import Batches, TrainingData, held_out_batches, mean_losses, mix, training_batches
+from harness.data.batches import Batches, TrainingData, eval_batches, mean_losses, mix, training_batches
 from harness.data.chat import read_prompt
 from harness.data.corpora import Corpus, Reading, find, masks_documents, needs_tokenizer, open_windows
 from harness.data.encode import vocabulary_of
@@ -41,7 +41,7 @@ __all__ = [
     "end_tokens",
     "evaluates_own_data",
     "find",
-    "held_out_batches",
+    "eval_batches",
     "load",
     "masks_documents",
     "mean_losses",

@@ -108,7 +108,7 @@ class TrainingData:
     def locate(self, sample: int) -> tuple[Any, int]:
         """(the data set that a global sample comes from, its window there); not of streams."""
         name, number = self.mixture.locate(sample)
-        return self.sources[name], self.orders[name].window_of(number)
+        return self.sources[name], self.orders[name].window_at(number)
 
     def count_tokens(self, samples: range) -> int:
         """Tokens of global samples that are not padding."""
@@ -137,7 +137,7 @@ class TrainingData:
         often it was read; the share of padding so far."""
         figures = {}
         if len(self.mixture.names) > 1:
-            shares = self.mixture.segment_of(max(samples - 1, 0)).shares()
+            shares = self.mixture.segment_at(max(samples - 1, 0)).shares()
             for name in self.sources:
                 figures[f"share/{name}"] = shares.get(name, 0.0)
             for name, epochs in self.epochs(samples).items():
@@ -245,11 +245,11 @@ def training_batches(
 def count_labels(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[dict[str, Any]]:
     """Microbatches with their `loss_divisor`, by the labels of all `per_step` of a step on all ranks. Every rank calls
     this; the sum stays on the device. A step without a label gives NaN as its loss."""
-    while of_step := list(itertools.islice(batches, per_step)):
-        trained = torch.stack([(batch["labels"] != IGNORE_INDEX).sum() for batch in of_step]).double()
+    while microbatches := list(itertools.islice(batches, per_step)):
+        trained = torch.stack([(batch["labels"] != IGNORE_INDEX).sum() for batch in microbatches]).double()
         in_step = trained.sum()
         dist.all_reduce(in_step)
-        for batch, divisor in zip(of_step, (in_step / (trained * dist.get_world_size())).float(), strict=True):
+        for batch, divisor in zip(microbatches, (in_step / (trained * dist.get_world_size())).float(), strict=True):
             yield batch | {"loss_divisor": divisor}
 
 
@@ -381,7 +381,7 @@ class RankBatches(IterableDataset):
         return in_step / (trained * self.world_size) if trained else math.inf
 
 
-def held_out_batches(
+def eval_batches(
     settings: flags.Resolved, dataset: PackedDataset | SyntheticDataset | HeldOutWindows, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's share of the held-out windows. Each window is taken once over all ranks, and every rank gets the same
@@ -405,15 +405,15 @@ def mean_losses(held_out: Iterable[str], totals: torch.Tensor) -> tuple[dict[str
     Raises:
         UserError: a source has no token that is trained on.
     """
-    of_each = {}
+    by_source = {}
     for name, (summed_loss, tokens) in zip(held_out, totals.tolist(), strict=True):
         if not tokens:
             problem = f"the held-out windows of {name} have no trained token"
             raise base.UserError(f"--eval-interval: {problem}; use a longer --sequence-length or other data", 1)
-        of_each[f"eval_loss/{name}"] = summed_loss / tokens
+        by_source[f"eval_loss/{name}"] = summed_loss / tokens
     summed_loss, tokens = totals.sum(0).tolist()
     losses = {"eval_loss": summed_loss / tokens}
-    return (losses | of_each if len(of_each) > 1 else losses), int(tokens)
+    return (losses | by_source if len(by_source) > 1 else losses), int(tokens)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

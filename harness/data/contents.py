@@ -13,7 +13,7 @@ from harness import base
 from harness.data.conversations import LAYOUTS, OF_PREFERENCES, describe_layouts
 from harness.data.files import DataFile
 from harness.data.readers import reader_of
-from harness.data.records import BLOCK, Field, NoFieldError, Record, names_of
+from harness.data.records import BLOCK, Field, NoFieldError, Record, field_names
 from harness.data.token_files import TokenFile, damaged
 
 
@@ -50,7 +50,7 @@ def read_records(
             for number, record in enumerate(reader.read(stream, text_field, *part), 1):
                 yield f"{of_file} {number:,}{after}", record
     except NoFieldError as error:
-        wanted, fields = names_of(text_field)[-1], ", ".join(error.args[0])
+        wanted, fields = field_names(text_field)[-1], ", ".join(error.args[0])
         if wanted in LAYOUTS:
             needs = " and ".join(LAYOUTS[wanted].needs)
             problem = f"no {needs}, which the first file has (fields: {fields})"

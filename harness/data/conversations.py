@@ -25,8 +25,8 @@ from harness.data.records import (
     NoFieldError,
     Record,
     excerpt,
-    has_half_pair,
-    names_of,
+    field_names,
+    has_lone_surrogate,
     read_value,
 )
 
@@ -102,7 +102,7 @@ def columns_beside(layout: Layout, columns: list[str]) -> list[str]:
 
 def choose_field(columns: list[str], text_field: Field) -> str:
     """The column or layout that is read, of those in a file; a NoFieldError where there is none."""
-    for name in names_of(text_field):
+    for name in field_names(text_field):
         if set(layout_of(name).needs) <= set(columns):
             return name
     raise NoFieldError(columns)
@@ -158,7 +158,7 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
     tools = read_tools(fields.get("tools"))
     if not isinstance(tools, list | None):
         raise ValueError(f"tools are {excerpt(tools)} instead of a list")
-    if has_half_pair(json.dumps([messages, tools], ensure_ascii=False, default=str)):
+    if has_lone_surrogate(json.dumps([messages, tools], ensure_ascii=False, default=str)):
         raise ValueError(f"{excerpt(messages)} with half a surrogate pair")
     is_text = "completion" in layout.needs and isinstance(fields["completion"], str)
     return Conversation(messages, tools or None, name, first_trained, is_text)

@@ -56,7 +56,7 @@ class Corpus:
     @property
     def files(self) -> list[DataFile]:
         """The files of its split."""
-        return self.listing.of_split(parse_split(self.split)[0])
+        return self.listing.files_in_split(parse_split(self.split)[0])
 
     @property
     def is_chat(self) -> bool:
@@ -74,7 +74,7 @@ def find(settings: flags.Settings) -> list[Corpus]:
     chat_flags = {"chat_template": "--chat-template", "chat_loss": "--chat-loss"}
     idle = [flag for name, flag in chat_flags.items() if name in settings.given and settings.trains()]
     corpora = base.broadcast_from_rank_0(lambda: find_all(settings))
-    refuse_idle(idle, corpora)
+    refuse_unused(idle, corpora)
     return corpora
 
 
@@ -106,7 +106,7 @@ def find_apart(settings: flags.Settings) -> Corpus:
         listing = files.find_files(place)
         split = next((name for name in (DEFAULT_EVAL_SPLIT, "test") if name in listing.splits), "train")
         source = flags.Source(flags.name_of(place), place, None)
-        corpus = look_into(source, split, text_field_of(settings), None)
+        corpus = inspect_source(source, split, text_field_of(settings), None)
     return dataclasses.replace(corpus, is_apart=True)
 
 
@@ -119,7 +119,7 @@ def named_by_eval_split() -> Iterator[None]:
         raise base.UserError(re.sub("^--dataset", "--eval-split", str(error)), error.exit_code) from error
 
 
-def refuse_idle(chat_flags: list[str], corpora: list[Corpus]) -> None:
+def refuse_unused(chat_flags: list[str], corpora: list[Corpus]) -> None:
     """Raises a UserError where flags of conversations were given and none of the corpora has any."""
     if chat_flags and not any(corpus.is_chat for corpus in corpora):
         found = ", ".join(f"{corpus.source.dataset} has {KINDS[corpus.kind]}" for corpus in corpora)
@@ -130,14 +130,14 @@ def refuse_idle(chat_flags: list[str], corpora: list[Corpus]) -> None:
 
 def find_corpus(settings: flags.Settings, source: flags.Source) -> Corpus:
     text_field = text_field_of(settings)
-    return look_into(source, settings.dataset_split, text_field, settings.dataset_config, settings.streaming)
+    return inspect_source(source, settings.dataset_split, text_field, settings.dataset_config, settings.streaming)
 
 
 def text_field_of(settings: flags.Settings) -> Field:
     return settings.text_field if "text_field" in settings.given else ("input_ids", settings.text_field)
 
 
-def look_into(
+def inspect_source(
     source: flags.Source, split: str | None, text_field: Field, subset: str | None, streaming: bool = False
 ) -> Corpus:
     """A source as it is found. Without a `split` it is `train`, of hub data its first 5 %."""
@@ -145,8 +145,8 @@ def look_into(
     listing = files.find_files(place, subset)
     if split is None:
         split = "train[:5%]" if listing.is_hub and not streaming else "train"
-    of_split = listing.of_split(parse_split(split)[0])
-    is_mapped = are_mapped(of_split)
+    of_split = listing.files_in_split(parse_split(split)[0])
+    is_mapped = are_token_files(of_split)
     kind = "ids"
     if not is_mapped:
         found = (look_at_records(file, text_field) for file in of_split[:LOOKED_AT])
@@ -154,7 +154,7 @@ def look_into(
     return Corpus(source, listing, split, text_field, is_mapped, kind)
 
 
-def are_mapped(of_split: list[DataFile]) -> bool:
+def are_token_files(of_split: list[DataFile]) -> bool:
     """Whether files are token files; a UserError where only some are, or where their formats differ."""
     one = next((file for file in of_split if is_token_file(file.name)), None)
     if one is None:
@@ -259,8 +259,8 @@ class Reading:
         """(the tokens of a split, mapped; where they come from, in words). Text is tokenized where it was not; what was
         read with a warning is said unless `warn` is False. A slice is cut at ends of documents."""
         name, bounds = parse_split(split)
-        of_split = corpus.listing.of_split(name)
-        if corpus.is_mapped and are_mapped(of_split):
+        of_split = corpus.listing.files_in_split(name)
+        if corpus.is_mapped and are_token_files(of_split):
             opened = base.call_on_all_ranks(  # on one node alone a file may be missing
                 lambda: [contents.open_token_file(file, self.vocab_size) for file in of_split]
             )
@@ -415,9 +415,9 @@ def open_windows(
     if not (shuffle or isinstance(dataset, str)):
         raise base.UserError("shuffle=False: a mixture has the order that its shares and its seed give; leave it out")
     sources = flags.sources_of(dataset if isinstance(dataset, str) else tuple(dataset))
-    look = functools.partial(look_into, split=split, text_field=text_field, subset=subset)
+    look = functools.partial(inspect_source, split=split, text_field=text_field, subset=subset)
     corpora = base.broadcast_from_node_main(lambda: [look(source) for source in sources], reading.is_main)
-    refuse_idle(["--chat-template"] if reading.chat_template else [], corpora)
+    refuse_unused(["--chat-template"] if reading.chat_template else [], corpora)
     windows = {}
     for source, corpus in zip(sources, corpora, strict=True):
         place = f"{source.dataset}, split {corpus.split!r}"

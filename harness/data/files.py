@@ -80,7 +80,7 @@ class Listing:
     left_out: list[str]  # what lies there and is not read, in words
     is_hub: bool = False
 
-    def of_split(self, split: str) -> list[DataFile]:
+    def files_in_split(self, split: str) -> list[DataFile]:
         """The files of a split; a NoSplitError where there are none."""
         if split not in self.splits:
             names = ", ".join(self.splits)
@@ -122,9 +122,9 @@ def find_files(place: str, subset: str | None = None) -> Listing:
             files.append(file)
         elif not file.name.endswith(readers.companions()):
             left_out.append(name if name.isprintable() else ascii(name))
-    if not all(is_only_alone(file) for file in files):
-        left_out += [names[file] for file in files if is_only_alone(file)]
-        files = [file for file in files if not is_only_alone(file)]
+    if not all(needs_exclusive_format(file) for file in files):
+        left_out += [names[file] for file in files if needs_exclusive_format(file)]
+        files = [file for file in files if not needs_exclusive_format(file)]
     if not files:
         raise base.UserError(f"--dataset {place}: {describe_nothing(left_out)}")
     if is_one_file:
@@ -145,7 +145,7 @@ def is_data(name: str) -> bool:
     return readers.reader_of(name) is not None and not NO_DATA.fullmatch(name.lower())
 
 
-def is_only_alone(file: DataFile) -> bool:
+def needs_exclusive_format(file: DataFile) -> bool:
     """Whether a file is data only where no other data files lie beside it."""
     return getattr(readers.reader_of(file.name), "ONLY_ALONE", False)
 

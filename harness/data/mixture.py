@@ -86,13 +86,13 @@ class Mixture:
         self.blocks: dict[int, Block] = {}  # by first sample, the last ones that were asked for
         self.counted: tuple[int, np.ndarray] = (-1, np.empty(0))  # the first sample of a block, the cursors there
 
-    def segment_of(self, sample: int) -> Segment:
+    def segment_at(self, sample: int) -> Segment:
         """The segment that a sample is in."""
         return self.segments[bisect.bisect_right(self.firsts, sample) - 1]
 
-    def block_of(self, sample: int) -> Block:
+    def block_at(self, sample: int) -> Block:
         """The block that a sample is in."""
-        segment = self.segment_of(sample)
+        segment = self.segment_at(sample)
         first = sample - (sample - segment.first) % BLOCK
         if first not in self.blocks:
             if len(self.blocks) == MAX_BLOCKS:
@@ -106,14 +106,14 @@ class Mixture:
 
     def locate(self, sample: int) -> tuple[str, int]:
         """(the source of a sample, how many samples of that source come before it)."""
-        block = self.block_of(sample)
+        block = self.block_at(sample)
         order = block.order[: sample - block.first + 1]
         source = int(order[-1])
         return self.names[source], block.taken[source] + int(np.count_nonzero(order[:-1] == source))
 
     def counts(self, samples: int) -> dict[str, int]:
         """How many of the first `samples` of the run are of each source."""
-        block = self.block_of(samples)
+        block = self.block_at(samples)
         inside = np.bincount(block.order[: samples - block.first], minlength=len(self.names))
         return {name: block.taken[number] + int(inside[number]) for number, name in enumerate(self.names)}
 
@@ -130,7 +130,7 @@ class Mixture:
 
     def count_lanes(self, samples: int) -> np.ndarray:
         """How many of the first `samples` of the run are of each source (rows) in each lane (columns)."""
-        segment, block = self.segment_of(samples), self.block_of(samples)
+        segment, block = self.segment_at(samples), self.block_at(samples)
         first, cursors = self.counted
         if not segment.first <= first <= block.first:
             zeros = [0] * self.lanes
@@ -143,7 +143,7 @@ class Mixture:
     def count_in_block(self, first: int, samples: int) -> np.ndarray:
         """As `count_lanes`, of the first `samples` of the block that begins with the sample `first`."""
         lanes = np.arange(first, first + samples) % self.lanes
-        places = self.block_of(first).order[:samples] * self.lanes + lanes
+        places = self.block_at(first).order[:samples] * self.lanes + lanes
         return np.bincount(places, minlength=len(self.names) * self.lanes).reshape(-1, self.lanes)
 
 
@@ -185,7 +185,7 @@ class WindowOrder:
         self.windows = windows
         self.key = f"{seed}" if name is None else f"{seed} {name!r}"  # sources of one length are not read side by side
 
-    def window_of(self, sample: int) -> int:
+    def window_at(self, sample: int) -> int:
         """The window that the source's sample of this number is."""
         epoch, offset = divmod(sample, self.windows)
         return permuted(offset, self.windows, f"{self.key} {epoch}")
@@ -197,7 +197,7 @@ class WindowOrder:
         """A window of the first epoch, which is a sequence of them."""
         if not 0 <= sample < self.windows:
             raise IndexError(sample)
-        return self.window_of(sample)
+        return self.window_at(sample)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

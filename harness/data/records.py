@@ -80,7 +80,7 @@ def kind_of(document: Document) -> str:
     return "text" if isinstance(document, str) else "ids"
 
 
-def names_of(text_field: Field) -> tuple[str, ...]:
+def field_names(text_field: Field) -> tuple[str, ...]:
     return (text_field,) if isinstance(text_field, str) else text_field
 
 
@@ -96,7 +96,7 @@ def read_value(fields: dict[str, Any], field: str) -> Record:
         return BadRecord(f"{excerpt(value)} instead of {wanted}")
     if not isinstance(value, str):
         return BadRecord(f"{excerpt(value)} instead of text")
-    if has_half_pair(value):
+    if has_lone_surrogate(value):
         return BadRecord(f"{excerpt(value)} with half a surrogate pair")
     return value
 
@@ -146,7 +146,7 @@ def is_flat(values: Any) -> bool:
     )
 
 
-def has_half_pair(text: str) -> bool:
+def has_lone_surrogate(text: str) -> bool:
     """Whether an escape in JSON has left half a surrogate pair, which is no character."""
     return not text.isascii() and re.search("[\ud800-\udfff]", text) is not None
 

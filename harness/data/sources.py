@@ -26,7 +26,7 @@ from harness.data.corpora import (
     DEFAULT_EVAL_SPLIT,
     Corpus,
     Reading,
-    are_mapped,
+    are_token_files,
     find_apart,
     find_corpus,
     named_by_eval_split,
@@ -369,8 +369,8 @@ def open_stream(
             raise base.UserError(
                 f"--dataset {dataset}, split {split!r}: a stream takes whole splits; leave out --streaming"
             )
-        of_split = corpus.listing.of_split(name)
-        if are_mapped(of_split):
+        of_split = corpus.listing.files_in_split(name)
+        if are_token_files(of_split):
             raise base.UserError(
                 f"--dataset {dataset}: has token files, which are read in place; leave out --streaming"
             )
@@ -416,7 +416,7 @@ def choose_lanes(settings: flag_rules.Resolved, corpora: list[Corpus], before: D
     streamed = [corpus for corpus in corpora if settings.streaming and not corpus.is_mapped]
     if not streamed:
         return 1
-    of_sources = [corpus.listing.of_split(parse_split(corpus.split)[0]) for corpus in streamed]
+    of_sources = [corpus.listing.files_in_split(parse_split(corpus.split)[0]) for corpus in streamed]
     lanes = settings.streams or math.ceil(max(map(len, of_sources)) / per_step) * per_step
     return min(lanes, *map(stream.most_lanes, of_sources))
 
@@ -646,7 +646,7 @@ def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreT
     """The first words of the first source, as a prompt for a sample, of conversations those of a user;
     empty where it has no text."""
     if corpora and corpora[0].is_chat:
-        files = corpora[0].listing.of_split(parse_split(corpora[0].split)[0])
+        files = corpora[0].listing.files_in_split(parse_split(corpora[0].split)[0])
         return first_question(files[0], corpora[0].text_field)
     dataset = next(iter(sources.values()))
     if tokenizer is None or isinstance(dataset, Stream | SyntheticDataset):
@@ -728,6 +728,6 @@ def files_of_training(settings: flag_rules.Settings) -> dict[str, tuple[str, str
         except base.UserError:  # nor can it be read then
             found[source.dataset] = (source.name, settings.dataset_split or "train")
             continue
-        for file in corpus.listing.of_split(parse_split(corpus.split)[0]):
+        for file in corpus.listing.files_in_split(parse_split(corpus.split)[0]):
             found[file.version()[0]] = (source.name, corpus.split)
     return found

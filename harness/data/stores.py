@@ -88,7 +88,7 @@ def ask(url: str, operation: str, seconds: float | None = None, **options: Any) 
         except Exception as error:
             if status_of(error) == 404 or isinstance(root_of(error), FileNotFoundError):
                 raise FileNotFoundError(without_query(url)) from error
-            if not may_pass(error):
+            if not is_transient(error):
                 raise describe_failure(error, url) from error
             if number == TRIES:
                 tried = f"{TRIES} tries in {time.monotonic() - start:.0f} s"
@@ -207,7 +207,7 @@ def status_of(error: BaseException | None) -> int | None:
     return None
 
 
-def may_pass(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Whether the same request may succeed later."""
     status, root = status_of(error), root_of(error)
     if status is not None:

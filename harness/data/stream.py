@@ -170,7 +170,7 @@ class Stream:
 
 
 class HeldOutWindows:
-    """Windows of a stream that are evaluated, of which a rank holds its own, see `batches.held_out_batches`."""
+    """Windows of a stream that are evaluated, of which a rank holds its own, see `batches.eval_batches`."""
 
     has_mask, left_out = False, 0
 

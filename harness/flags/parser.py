@@ -106,15 +106,15 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     if file:
         parser.origin = f"--config {file}: "
         try:
-            of_file = parser.given(read_flags(file, parser.flags()))
+            from_file = parser.given(read_flags(file, parser.flags()))
         except OSError as error:
             parser.error(error.strerror)
         except ValueError as error:
             parser.error(str(error))
         parser.origin = ""
         if given.keys() & {*LENGTHS}:  # one of them replaces the other
-            of_file = {name: value for name, value in of_file.items() if name not in LENGTHS}
-        given = of_file | given
+            from_file = {name: value for name, value in from_file.items() if name not in LENGTHS}
+        given = from_file | given
     try:
         settings = complete(given, file)
     except base.UserError as error:

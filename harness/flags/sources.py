@@ -109,8 +109,8 @@ def ends_before(last: str, first: str) -> bool:
         if bound.endswith("%") and number < 0:
             number += 100
         numbers.append(number)
-    of_one_kind = last.endswith("%") == first.endswith("%") and (numbers[0] < 0) == (numbers[1] < 0)
-    return of_one_kind and numbers[0] <= numbers[1]
+    same_unit = last.endswith("%") == first.endswith("%") and (numbers[0] < 0) == (numbers[1] < 0)
+    return same_unit and numbers[0] <= numbers[1]
 
 
 def parse_stage(text: str) -> Stage:

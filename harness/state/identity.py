@@ -227,8 +227,8 @@ def keep_global_batch(asked: Batch, manifest: dict) -> Batch:
         worlds = ", ".join(str(ranks) for ranks in range(1, sequences + 1) if sequences % ranks == 0)
         advice = f"use another number of ranks: {worlds}, or give another --batch-size N for one of {world} x N"
         raise base.UserError(f"--batch-size {size}: {problem}; {advice}")
-    of_rank = sequences // world
-    return asked._replace(size=fitting[-1], accumulation=of_rank // fitting[-1])
+    sequences_per_rank = sequences // world
+    return asked._replace(size=fitting[-1], accumulation=sequences_per_rank // fitting[-1])
 
 
 def count_eval_windows(settings: flag_rules.Settings, batch_size: int, manifest: dict | None) -> int:

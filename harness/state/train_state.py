@@ -70,8 +70,8 @@ class Counters:
             begins_at_zero = from_other_run and "run_counter" in field.metadata
             if field.name in manifest and not begins_at_zero:
                 setattr(self, field.name, manifest[field.name])
-        for source, of_source in self.positions.items():  # JSON has neither integers as keys nor tuples
-            self.positions[source] = {int(stream): tuple(place) for stream, place in of_source.items()}
+        for source, by_stream in self.positions.items():  # JSON has neither integers as keys nor tuples
+            self.positions[source] = {int(stream): tuple(place) for stream, place in by_stream.items()}
 
 
 class TrainState(Counters):
@@ -114,13 +114,13 @@ class TrainState(Counters):
         with its random state, and a resumed run begins the unfinished one anew."""
         model: Any = self.model
         on_gpu = torch.cuda.is_available()
-        random_state, of_gpu = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
+        random_state, gpu_state = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
         try:
             yield
         except job.Stopped:
             torch.set_rng_state(random_state)
-            if of_gpu is not None:
-                torch.cuda.set_rng_state(of_gpu)
+            if gpu_state is not None:
+                torch.cuda.set_rng_state(gpu_state)
             model.set_requires_gradient_sync(True)
             model.set_requires_all_reduce(True)
             model.set_reshard_after_backward(True)
@@ -130,8 +130,8 @@ class TrainState(Counters):
 
     def move_positions(self, positions: dict[str, dict[int, tuple]]) -> None:
         """Takes over the positions that came with a batch, when its step is done."""
-        for source, of_source in positions.items():
-            for stream, position in of_source.items():
+        for source, by_stream in positions.items():
+            for stream, position in by_stream.items():
                 self.moved_in_step[source, stream] = position
 
     def share_positions(self) -> dict[str, dict[int, tuple]]:
@@ -141,7 +141,7 @@ class TrainState(Counters):
         for moved in base.all_gather_objects(self.moved):
             for key, position in moved.items():
                 latest[key] = min(position, latest.get(key, position))
-        shared = {source: dict(of_source) for source, of_source in self.positions.items()}
+        shared = {source: dict(by_stream) for source, by_stream in self.positions.items()}
         for (source, stream), position in latest.items():
             shared.setdefault(source, {})[stream] = position
         return shared

@@ -69,7 +69,7 @@ def test_what_is_not_trained_on_is_named_and_without_a_train_all_that_is_in_no_s
     make(tmp_path / "c", "x.txt", "validation.txt")
     assert splits_of(tmp_path / "c") == {"train": ["x.txt"], "validation": ["validation.txt"]}
     with pytest.raises(NoSplitError, match=r"split 'test': there is none; there is train, validation"):
-        files.find_files(str(tmp_path / "c")).of_split("test")
+        files.find_files(str(tmp_path / "c")).files_in_split("test")
 
 
 @pytest.mark.parametrize("name", ["train-test.txt", "val_of_train.txt", "train/dev/a.txt"])

@@ -10,7 +10,7 @@ from harness.data.mixture import WindowOrder
 
 
 def epoch_of(order: WindowOrder, epoch: int = 0) -> list[int]:
-    return [order.window_of(epoch * order.windows + number) for number in range(order.windows)]
+    return [order.window_at(epoch * order.windows + number) for number in range(order.windows)]
 
 
 def test_an_epoch_of_any_size_has_each_window_once():
@@ -27,20 +27,20 @@ def test_seed_epoch_and_source_each_give_another_order_and_nothing_else_does():
         for other in epochs[:number]:
             assert sum(a == b for a, b in zip(one, other, strict=True)) < 10  # chance gives 1 of 1,000
     backwards = WindowOrder(1000, 1, "a")
-    assert [backwards.window_of(sample) for sample in reversed(range(2000))][::-1] == epochs[2] + epochs[3]
+    assert [backwards.window_at(sample) for sample in reversed(range(2000))][::-1] == epochs[2] + epochs[3]
 
 
 def test_the_order_is_the_one_that_checkpoints_go_on_in():
     """Another one would give a resumed run windows that it has read, without a word."""
     assert epoch_of(WindowOrder(10, 42)) == [6, 2, 3, 5, 9, 8, 0, 7, 4, 1]
-    assert WindowOrder(10**8, 42, "web").window_of(10**9 + 7) == 71_970_921
+    assert WindowOrder(10**8, 42, "web").window_at(10**9 + 7) == 71_970_921
 
 
 def test_all_orders_of_a_few_windows_are_as_frequent_and_neighbours_of_many_are_far_apart():
     counts = Counter(tuple(epoch_of(WindowOrder(4, seed))) for seed in range(2400))
     assert len(counts) == 24 and min(counts.values()) > 60 and max(counts.values()) < 140  # four sigma around 100
     order = WindowOrder(10**6, 42)
-    windows = [order.window_of(sample) for sample in range(3000)]
+    windows = [order.window_at(sample) for sample in range(3000)]
     apart = [abs(a - b) for a, b in itertools.pairwise(windows)]
     assert sum(apart) / len(apart) == pytest.approx(10**6 / 3, rel=0.05)
     tenths = Counter(window // 10**5 for window in windows)
@@ -51,6 +51,6 @@ def test_the_order_of_a_hundred_million_windows_takes_no_memory():
     tracemalloc.start()
     order = WindowOrder(10**8, 42)
     for sample in range(0, 10**9, 10**7 + 1):
-        assert 0 <= order.window_of(sample) < 10**8
+        assert 0 <= order.window_at(sample) < 10**8
     assert tracemalloc.get_traced_memory()[1] < 100_000  # bytes; an array of them has 800 million
     tracemalloc.stop()

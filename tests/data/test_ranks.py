@@ -135,7 +135,7 @@ def mapping_rank(folder: str) -> None:
 
     contents.open_token_file = open_there
     reading = corpora.Reading(None, 16, 1536)
-    corpus = corpora.look_into(Source("a", folder, None), None, "text", None)
+    corpus = corpora.inspect_source(Source("a", folder, None), None, "text", None)
     report_of_ranks(lambda: len(reading.open(corpus, "train")[0]))
     stop_processes()
 

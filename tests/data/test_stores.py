@@ -54,7 +54,7 @@ def upload(folder, put) -> None:
 
 
 def read_whole(url: str, block: int = 100_000) -> bytes:
-    (file,) = find_files(url).of_split("train")
+    (file,) = find_files(url).files_in_split("train")
     with file.open() as opened:
         return b"".join(iter(lambda: opened.read(block), b""))
 
@@ -117,11 +117,11 @@ def test_what_does_not_pass_is_one_line_and_not_tried_once_more(store, plan, sai
 
 
 def test_a_file_that_changed_since_it_was_listed_or_is_gone_is_refused(store):
-    (file,) = find_files(put(store)).of_split("train")
+    (file,) = find_files(put(store)).files_in_split("train")
     store[1]["large.txt"] = LARGE[::-1]  # of the same size
     with pytest.raises(UserError, match="it has changed since it was listed"):
         file.open()
-    (file,) = find_files(put(store)).of_split("train")
+    (file,) = find_files(put(store)).files_in_split("train")
     with file.open() as opened:
         del store[1]["large.txt"]
         with pytest.raises(UserError, match="it has changed since it was listed, or is gone"):

@@ -56,7 +56,7 @@ def open_stream(tokenizer, monkeypatch):
     monkeypatch.setattr("harness.data.readers.parquet.PART_BYTES", 1500)
 
     def open_stream(place, lanes: int = 1, split: str = "train", **options) -> Stream:
-        files = find_files(str(place)).of_split(split)
+        files = find_files(str(place)).files_in_split(split)
         return Stream(files, TextFormat(tokenizer, 1536), "text", SEQ_LEN, 7, lanes=lanes, **options)
 
     return open_stream

@@ -68,7 +68,7 @@ def npy(file: pathlib.Path, array) -> pathlib.Path:
 
 
 def open_tokens(place: pathlib.Path, vocab_size: int = VOCAB) -> Tokens:
-    opened = [open_token_file(file, vocab_size) for file in find_files(str(place)).of_split("train")]
+    opened = [open_token_file(file, vocab_size) for file in find_files(str(place)).files_in_split("train")]
     return Tokens(opened, vocab_size, END)
 
 

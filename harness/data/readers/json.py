@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from harness.data.conversations import find_document
-from harness.data.records import BLOCK, Field, Record, names_of
+from harness.data.records import BLOCK, Field, Record, field_names
 
 SUFFIXES = (".json",)
 PLACE = "record"
@@ -18,7 +18,7 @@ BETWEEN = {True: re.compile(r"[\s,]*"), False: re.compile(r"\s*")}  # values, in
 
 
 def read(stream: BinaryIO, text_field: Field) -> Iterator[Record]:
-    names = names_of(text_field)
+    names = field_names(text_field)
     for value in values_in(stream):
         yield find_document(value, names)
 

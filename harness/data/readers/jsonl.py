@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from harness.data.conversations import find_document
-from harness.data.records import BadRecord, Field, Record, names_of, split_records
+from harness.data.records import BadRecord, Field, Record, field_names, split_records
 
 SUFFIXES = (".jsonl",)
 PLACE = "line"
@@ -13,7 +13,7 @@ CAN_BE_CUT = True
 
 
 def read(stream: BinaryIO, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
-    names = names_of(text_field)
+    names = field_names(text_field)
     for line in split_records(stream, b"\n", start, end):
         yield parse(line, names)
 
