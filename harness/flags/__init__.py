@@ -63,7 +63,6 @@ __all__ = [
     "contradiction",
     "default_lr",
     "default_warmup",
-    "run_flags",
     "flags_where",
     "folder_of_adapters",
     "is_pattern",
@@ -77,8 +76,9 @@ __all__ = [
     "parse_args",
     "read_adapter_config",
     "record_flags",
+    "run_flags",
+    "shell_command",
     "sources_of",
     "splits_overlap",
     "stages_of",
-    "shell_command",
 ]

@@ -23,7 +23,7 @@ MAX_SEQUENCES = 1_000_000  # of a microbatch
 def number(
     kind: type[Number], min: float | None = None, max_exclusive: float = math.inf, other: str = ""
 ) -> Callable[[str], Number]:
-    """An argparse type: a number in [min, max_exclusive), by default a positive one; an integer fits 32 bits by default.
+    """An argparse type: a number in [min, max_exclusive), by default positive; an integer fits 32 bits by default.
     `other` is what the flag takes besides, for the error."""
     if kind is int and max_exclusive == math.inf:
         max_exclusive = 2**31

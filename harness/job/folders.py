@@ -129,7 +129,7 @@ def refuse_links(folder: pathlib.Path) -> None:
 
 
 def refuse_run(settings: flags.Settings, folder: pathlib.Path, resumes_same_run: bool) -> None:
-    """Raises a UserError where `folder` holds a run that would be lost. `resumes_same_run` says that it is the run of --resume
+    """Raises a UserError if `folder` holds a run that would be lost. `resumes_same_run` is True for the run of --resume
     PATH."""
     path, newest = pathlib.Path(settings.resume).expanduser(), base.newest_checkpoint(folder)
     if resumes_same_run:

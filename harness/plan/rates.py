@@ -84,8 +84,8 @@ class Rates:
     def seconds_of_collective(
         self, kind: str, ranks: int, nodes: int, ranks_per_node: int, calls: float, sent: float
     ) -> float:
-        """Of `calls` of one kind among `ranks` on `nodes`, at least `ranks_per_node` of them on each. In all of them together
-        each rank sends `sent` bytes."""
+        """Seconds of `calls` of one kind among `ranks` on `nodes`, at least `ranks_per_node` of them on each. In all of
+        them together each rank sends `sent` bytes."""
         if ranks == 1 or not calls:
             return 0.0
         rate = self.values["intra_node_gb_per_s"]

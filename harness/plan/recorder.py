@@ -44,7 +44,7 @@ class StepRecorder(TorchDispatchMode):
         (dispatches, phase)                                                   kernels that eager operators launch
         (launches, phase)                                                     kernels that compiled regions launch
         (layers, phase)                                                       forward passes of compiled layers
-        (calls, phase, kind, ranks, nodes, ranks_per_node), (sent_bytes, ...)        of collectives: see `_count_collective`
+        (calls, phase, kind, ranks, nodes, ranks_per_node), (sent_bytes, ...) of collectives: see `_count_collective`
         (end_calls, ...), (end_bytes, ...)                                    of these, with no computation beside them
         (communicators, run)                                                  groups of more than one rank, of rank 0
     The phases are forward, backward, optimizer and, of the last, update: the optimizer's own step.

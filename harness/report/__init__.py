@@ -3,8 +3,8 @@
 Before anything is loaded: `check_measurable`, `open_trackers`, `record_memory`; then `describe_setup`, the header.
 The log (`Log`) of its steps, lines and end; `StepResult` is what a step gives it. `first_not_finite` finds what ends a
 run, `divergence_error` is how. Gates are `check_gates`. The last lines: `next_commands`, `describe_stop`. Without
-training `print_evaluation` and `print_samples`, with `json_alone`. `METRICS`, the table of all figures, and `time_shares`
-are for tools and benchmarks.
+training `print_evaluation` and `print_samples`, with `json_alone`. `METRICS`, the table of all metrics, and
+`time_shares` are for tools and benchmarks.
 """
 
 from harness.report.header import describe_setup
@@ -27,8 +27,8 @@ __all__ = [
     "json_alone",
     "next_commands",
     "open_trackers",
-    "record_memory",
     "print_evaluation",
     "print_samples",
+    "record_memory",
     "time_shares",
 ]

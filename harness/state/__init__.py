@@ -48,9 +48,9 @@ __all__ = [
     "export_bytes",
     "find_checkpoint",
     "find_recorded_data",
-    "resumes_same_run",
     "keep_global_batch",
     "load_for_inference",
     "refuse_broken",
+    "resumes_same_run",
     "trained_on",
 ]

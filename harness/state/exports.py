@@ -190,8 +190,8 @@ def write_weights(
     trained_on: list[dict[str, Any]],
     on_rank_0: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Writes the weights under the names that they have on the hub, into one file where they take at most MAX_SINGLE_FILE_BYTES,
-    else into a file for each decoder layer and one for what is in none: so no rank ever holds the model. A file's
+    """Writes the weights under the names that they have on the hub, into one file of at most MAX_SINGLE_FILE_BYTES, else
+    into a file for each decoder layer and one for what is in none: no rank ever holds the model. A file's
     header has the run's id, the step, and checksums of the command and of what was trained on. Adapters alone are one
     file, by peft's names. Every rank calls this."""
     from safetensors.torch import save_file

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from harness import base, flags, job
 from harness.state.shards import Writer, checkpoint_error, sha256
-from harness.state.train_state import TrainState, like, local_part
+from harness.state.train_state import TrainState, dtensor_like, local_part
 
 STAGER_SINCE = "2.13"  # of torch; the stager of 2.11 stages once
 
@@ -142,7 +142,7 @@ class Checkpoints:
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self.device)  # CUDA reports an error again at the next launch: not at the run's
             return None
-        return {name: like(t, copies[name]) if isinstance(t, DTensor) else copies[name] for name, t in tensors.items()}
+        return {name: dtensor_like(t, copies[name]) if isinstance(t, DTensor) else copies[name] for name, t in tensors.items()}
 
     def _together(self, work: Callable[[], Any], main_only: bool = False) -> tuple:
         """Does `work` on every rank, or with `main_only` on rank 0. Returns the results of all ranks; where it fails on
