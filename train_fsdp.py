@@ -19,7 +19,7 @@ files list what there is:
 from harness import before_torch
 
 if __name__ == "__main__":
-    SETTINGS = before_torch.begin()  # flags and signals come before the imports below, which take seconds
+    ARGS = before_torch.begin()  # flags and signals come before the imports below, which take seconds
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ from harness import model as models
 # Replicas reduce among each other once a step.
 
 
-def build_mesh(settings: flags.Settings, device: torch.device) -> DeviceMesh:
+def build_mesh(settings: flags.Args, device: torch.device) -> DeviceMesh:
     """(shard,) or, for HSDP and stage 0, (replicate, shard)."""
     world = dist.get_world_size()
     replicas = world if settings.zero_stage == 0 else settings.dp_replicate_size
@@ -64,7 +64,7 @@ def build_mesh(settings: flags.Settings, device: torch.device) -> DeviceMesh:
     return mesh
 
 
-def reshard_after_forward(settings: flags.Resolved) -> bool:
+def reshard_after_forward(settings: flags.Settings) -> bool:
     """Whether parameters are resharded after each forward and backward pass: at stage 3. In a shard group of one rank
     that would save nothing and cost a cast and a copy, unless the shard is on the host."""
     alone = dist.get_world_size() == settings.dp_replicate_size
@@ -72,7 +72,7 @@ def reshard_after_forward(settings: flags.Resolved) -> bool:
 
 
 def build_model(
-    settings: flags.Resolved, config: transformers.PretrainedConfig, mesh: DeviceMesh, read_weights: bool = True
+    settings: flags.Settings, config: transformers.PretrainedConfig, mesh: DeviceMesh, read_weights: bool = True
 ) -> transformers.PreTrainedModel:
     """Builds the model sharded: on the meta device first, then one decoder layer after the other is materialized and
     sharded. The optimizer is made after it: made before, it would hold whole parameters, and states of their size.
@@ -122,7 +122,7 @@ def build_model(
 
 
 def transform_layer(
-    settings: flags.Resolved,
+    settings: flags.Settings,
     layer: nn.Module,
     convert_to_fp8: Callable[[nn.Module], object] | None,
     shard: Callable[..., FSDPModule],
@@ -142,7 +142,7 @@ def transform_layer(
     shard(layer, reshard_after_forward=reshard_after_forward(settings))
 
 
-def sharding_policies(settings: flags.Resolved, device: torch.device) -> dict[str, Any]:
+def sharding_policies(settings: flags.Settings, device: torch.device) -> dict[str, Any]:
     """The mixed precision and the offloading of each `fully_shard`."""
     if settings.precision in ("bf16", "fp8"):
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -156,7 +156,7 @@ def sharding_policies(settings: flags.Resolved, device: torch.device) -> dict[st
 
 
 def train_step(
-    settings: flags.Resolved,
+    settings: flags.Settings,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Iterator[dict[str, Any]],
@@ -211,7 +211,7 @@ def train_step(
 
 
 def evaluate(
-    settings: flags.Resolved, model: nn.Module, held_out: dict[str, Any], device: torch.device
+    settings: flags.Settings, model: nn.Module, held_out: dict[str, Any], device: torch.device
 ) -> tuple[dict[str, float], int]:
     """Returns the mean loss over every token of the held-out windows as `eval_loss`, of several sources also that of
     each as `eval_loss/NAME`; and how many tokens these are."""
@@ -244,7 +244,7 @@ class Run(opening.Opened):
     state: state.TrainState  # everything that must survive a restart
 
 
-def prepare(given: flags.Settings, device: torch.device) -> Run:
+def prepare(given: flags.Args, device: torch.device) -> Run:
     """Everything before the first step, in its order, up to the lines that say what will run. What is cheap and may
     fail comes first."""
     folder = job.take_folder(given)
@@ -411,7 +411,7 @@ def save_and_leave(run: Run, stop: job.StopRequest) -> int:
 # ---- A run -----------------------------------------------------------------------------------------------------------
 
 
-def run(given: flags.Settings, device: torch.device, stop: job.StopRequest) -> int:
+def run(given: flags.Args, device: torch.device, stop: job.StopRequest) -> int:
     """One run, from its flags to its last line; returns the exit code."""
     if given.show_samples:
         return opening.show_samples(given, plan.choose_batch_size)
@@ -432,7 +432,7 @@ def run(given: flags.Settings, device: torch.device, stop: job.StopRequest) -> i
             return save_and_leave(ready, stop)
 
 
-def evaluate_only(given: flags.Settings, device: torch.device) -> int:
+def evaluate_only(given: flags.Args, device: torch.device) -> int:
     """--num-steps 0: evaluates a checkpoint or pretrained weights, writes samples with them, exports them."""
     with report.json_alone(given) as stdout:
         mesh = build_mesh(given, device)
@@ -465,7 +465,7 @@ RECIPE = plan.Recipe(
 )
 
 
-def main(settings: flags.Settings) -> None:
+def main(settings: flags.Args) -> None:
     with job.World(settings, lambda: plan.memory_advice(settings)) as world:
         if settings.plan:
             plan.print_plan(settings, RECIPE)
@@ -474,4 +474,4 @@ def main(settings: flags.Settings) -> None:
 
 
 if __name__ == "__main__":
-    main(SETTINGS)
+    main(ARGS)

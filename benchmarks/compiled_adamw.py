@@ -17,7 +17,7 @@ from harness import flags
 from harness.model.optimizers import adamw
 
 
-def build(groups: list[dict], settings: flags.Settings) -> adamw.AdamW:
+def build(groups: list[dict], settings: flags.Args) -> adamw.AdamW:
     return adamw.AdamW(groups, update=torch.compile(adamw.update), lr=settings.lr, betas=settings.betas)
 
 

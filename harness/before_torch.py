@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from harness import flags
 
 
-def begin() -> flags.Settings:
+def begin() -> flags.Args:
     """The settings of the command line. A mistake in them ends the process at once, with no package installed too."""
     base.ignore_closed_pipes()  # a closed stdout ends no run
     base.refuse_old_python()  # an older one cannot read the next import

@@ -18,7 +18,7 @@ from harness import model as models
 class Opened:
     """What a run has found and decided."""
 
-    settings: flags.Resolved
+    settings: flags.Settings
     corpora: list[data.Corpus]
     config: transformers.PretrainedConfig
     tokenizer: Any
@@ -31,7 +31,7 @@ class Opened:
 
 
 def open_run(
-    given: flags.Settings, choose_batch_size: Callable[[flags.Settings], int], folder: pathlib.Path | None = None
+    given: flags.Args, choose_batch_size: Callable[[flags.Args], int], folder: pathlib.Path | None = None
 ) -> Opened:
     """Opens a run; every rank calls this.
 
@@ -137,7 +137,7 @@ def record_of(opened: Opened, dataset: Any) -> data.DataRecord | None:
     return data.read_record(opened.manifest) if opened.manifest else None
 
 
-def show_samples(given: flags.Settings, choose_batch_size: Callable[[flags.Settings], int]) -> int:
+def show_samples(given: flags.Args, choose_batch_size: Callable[[flags.Args], int]) -> int:
     """--show-samples: prints what a step of this run trains on, by the order that the run recorded, if there is one.
     Returns the exit code; every rank calls this."""
     opened = open_run(given, choose_batch_size)

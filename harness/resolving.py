@@ -13,13 +13,13 @@ from harness import model as models
 
 
 def resolve(
-    asked: flags.Settings,
+    asked: flags.Args,
     config: PretrainedConfig,
-    choose_batch_size: Callable[[flags.Settings], int],
+    choose_batch_size: Callable[[flags.Args], int],
     corpora: Sequence[data.Corpus] = (),
     manifest: dict | None = None,
-    count_epoch: Callable[[flags.Settings], int] = lambda known: 0,
-) -> flags.Resolved:
+    count_epoch: Callable[[flags.Args], int] = lambda known: 0,
+) -> flags.Settings:
     """What a run does and what it records, of what was given.
 
     Args:
@@ -51,11 +51,11 @@ def resolve(
     models.check_float8(known)
     find_size = functools.partial(choose_batch_size, known)
     size = asked.batch_size if isinstance(asked.batch_size, int) else base.broadcast_from_rank_0(find_size)
-    batch = state.Batch(size, asked.gradient_accumulation_steps, asked.given)
+    batch = state.Batch(size, asked.gradient_accumulation_steps, asked.explicit)
     if manifest:
         batch = state.keep_global_batch(batch, manifest)
     known = dataclasses.replace(
-        known, batch_size=batch.size, gradient_accumulation_steps=batch.accumulation, given=batch.given
+        known, batch_size=batch.size, gradient_accumulation_steps=batch.accumulation, explicit=batch.explicit
     )
     if not asked.plan:
         steps, warmup = job.count_steps(known, manifest, count_epoch(known) if known.num_epochs else 0)
@@ -65,17 +65,17 @@ def resolve(
     as_asked = dataclasses.replace(known, gradient_accumulation_steps=asked.gradient_accumulation_steps)
     if problem := flags.contradiction(as_asked):
         raise base.UserError(problem)
-    return flags.Resolved(**vars(known))
+    return flags.Settings(**vars(known))
 
 
-def choose_lr(settings: flags.Settings, manifest: dict | None) -> float:
+def choose_lr(settings: flags.Args, manifest: dict | None) -> float:
     """--lr; by default the checkpoint's that a run goes on from, of a new run one that goes with its weights."""
     if settings.lr is not None:
         return settings.lr
     return manifest["flags"]["lr"] if manifest else flags.default_lr(settings)[0]
 
 
-def choose_num_workers(settings: flags.Settings) -> int:
+def choose_num_workers(settings: flags.Args) -> int:
     """--num-workers; by default none where windows are in the cache, which take no work, and the CPU computes: another
     process would take a core from it."""
     if settings.num_workers is not None:

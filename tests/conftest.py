@@ -35,7 +35,7 @@ from filelock import FileLock
 
 # What loads torch is imported where it is used: with -n one process has this file and runs no test.
 from harness.base import UserError
-from harness.flags import Settings, parse_args
+from harness.flags import Args, parse_args
 from harness.job import start_processes
 from harness.job.signals import StopRequest
 
@@ -289,7 +289,7 @@ class Stop(StopRequest):
         return self.passes < 0
 
 
-def parse(arguments: list) -> Settings:
+def parse(arguments: list) -> Args:
     """The settings of a command line; a wrong one is a UserError, as other mistakes in this process are."""
     said = io.StringIO()
     try:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import train_fsdp
 import utils
 from harness import model as models
-from harness.base.ranks import of_all_ranks
+from harness.base.ranks import all_gather_objects
 from harness.job.world import start_processes, stop_processes
 
 SEQUENCES, LENGTH, STEPS = 8, 32, 4
@@ -71,7 +71,7 @@ def take_steps(model_folder: pathlib.Path, words: str) -> dict:
     for step in range(STEPS):
         batches = share_of(step, settings, masked)
         result = train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker(0, 1, 0))
-        losses.append(sum(of_all_ranks(result.loss.item())) / dist.get_world_size())
+        losses.append(sum(all_gather_objects(result.loss.item())) / dist.get_world_size())
         norms.append(result.grad_norm.item())
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     trained = {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}

@@ -26,7 +26,7 @@ import train_fsdp
 import utils
 from harness import data, job, plan, resolving
 from harness import model as models
-from harness.base import broadcast_from_node_main, of_all_ranks
+from harness.base import all_gather_objects, broadcast_from_node_main
 from harness.data import encode
 from harness.flags import parse_args
 from harness.job import heartbeats, start_processes, stop_processes, world
@@ -266,7 +266,7 @@ def asking_on_two_nodes() -> None:
     """Three ranks, the first two the main ones of their nodes: prints of which rank each has the answer."""
     start_processes(timeout_minutes=1)
     rank = dist.get_rank()
-    answers = of_all_ranks(broadcast_from_node_main(lambda: rank, is_main=rank < 2))
+    answers = all_gather_objects(broadcast_from_node_main(lambda: rank, is_main=rank < 2))
     if rank == 0:
         print(answers, flush=True)
     stop_processes()
@@ -281,7 +281,7 @@ def stopping_for_one() -> None:
         answers.append(stop.any_rank_wants_to_stop())
         if dist.get_rank() == 1 and step == 0:
             stop.request("SIGUSR1")
-    answers = of_all_ranks(answers)
+    answers = all_gather_objects(answers)
     if dist.get_rank() == 0:
         print(answers, flush=True)
     stop_processes(stop)
@@ -350,7 +350,7 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
     def share(tensors: list) -> float:
         """Of the elements, what the rank holds that holds most."""
         mine = sum(local(tensor).numel() for tensor in tensors) / sum(tensor.numel() for tensor in tensors)
-        return max(of_all_ranks(mine))
+        return max(all_gather_objects(mine))
 
     def train(name: str, model: str, flags: str, **options) -> dict:
         built.clear()
@@ -385,7 +385,7 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 digest.update(local(parameter).contiguous().view(-1).numpy().tobytes())
-        return of_all_ranks(digest.hexdigest())
+        return all_gather_objects(digest.hexdigest())
 
     def round_trip(name: str) -> float:
         """Largest difference of logits to those that transformers computed with the same weights."""
@@ -403,7 +403,7 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
     observed["replicas"] = {n: replicas_of_ranks_that_draw_others(flags) for n, flags in tables["replicas"].items()}
     observed["round trips"] = {name: round_trip(name) for name in tables["round trips"]}
     build("smollm3", "")
-    observed["drawn after a build"] = of_all_ranks(torch.rand(1).item())
+    observed["drawn after a build"] = all_gather_objects(torch.rand(1).item())
     if rank == 0:
         (workspace / f"observed-{world}.json").write_text(json.dumps(observed))
     stop_processes(stop)

@@ -107,7 +107,7 @@ def measure(argv, device) -> dict:
 
     settings = parse_args(argv)
     config = load_config(settings.model)
-    settings = resolving.resolve(settings, config, flags.Settings.batch_size_multiple)
+    settings = resolving.resolve(settings, config, flags.Args.batch_size_multiple)
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
     optimizer = models.build_optimizer(settings, model)
     seen = {}

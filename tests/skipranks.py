@@ -12,7 +12,7 @@ from multirank import resolved
 import train_fsdp
 import utils
 from harness import model as models
-from harness.base.ranks import of_all_ranks
+from harness.base.ranks import all_gather_objects
 from harness.job.world import start_processes, stop_processes
 from harness.model.optimization import local
 
@@ -59,7 +59,7 @@ def skips(flags: str, workspace: pathlib.Path) -> list:
     replicas_equal = True
     if "replicate" in mesh.mesh_dim_names:
         shard, bits = mesh.get_local_rank("shard"), bits_of(model, optimizer)
-        of_ranks = of_all_ranks((shard, bits))
+        of_ranks = all_gather_objects((shard, bits))
         replicas_equal = all(of_rank == bits for other, of_rank in of_ranks if other == shard)
     return [skipped, unchanged[0] and unchanged[1], not unchanged[2], replicas_equal]
 

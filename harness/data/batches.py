@@ -227,7 +227,7 @@ class Batches:
 
 
 def training_batches(
-    settings: flags.Resolved, data: TrainingData, state: DataPosition, device: torch.device
+    settings: flags.Settings, data: TrainingData, state: DataPosition, device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """Endless microbatches of this rank on its device, from the global sample `state.samples` on.
 
@@ -254,7 +254,7 @@ def count_labels(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[d
 
 
 def read_batches(
-    settings: flags.Resolved, data: TrainingData, state: DataPosition, device: torch.device
+    settings: flags.Settings, data: TrainingData, state: DataPosition, device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """The microbatches of `training_batches`, with the `loss_divisor` of those whose data say it."""
     loader = DataLoader(
@@ -319,7 +319,7 @@ class RankBatches(IterableDataset):
     reads some rows of each, those of its own lanes: a lane is tokenized by one worker. A UserError comes as the last
     item, as a DataLoader would wrap it into a traceback."""
 
-    settings: flags.Resolved
+    settings: flags.Settings
     data: TrainingData
     first_sample: int
     positions: Positions
@@ -382,7 +382,7 @@ class RankBatches(IterableDataset):
 
 
 def eval_batches(
-    settings: flags.Resolved, dataset: PackedDataset | SyntheticDataset | HeldOutWindows, device: torch.device
+    settings: flags.Settings, dataset: PackedDataset | SyntheticDataset | HeldOutWindows, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's share of the held-out windows. Each window is taken once over all ranks, and every rank gets the same
     number of batches: in the last one, labels that are left over are IGNORE_INDEX."""

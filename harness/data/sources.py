@@ -76,7 +76,7 @@ class OpenedSource:
 
 
 def load(
-    settings: flag_rules.Resolved,
+    settings: flag_rules.Settings,
     corpora: list[Corpus],
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
@@ -146,7 +146,7 @@ def load(
 
 
 def reading_of(
-    settings: flag_rules.Settings, tokenizer: "PreTrainedTokenizerBase | None", config: "PretrainedConfig"
+    settings: flag_rules.Args, tokenizer: "PreTrainedTokenizerBase | None", config: "PretrainedConfig"
 ) -> Reading:
     """How a run reads its corpora."""
     from accelerate import PartialState  # not with this file: it loads much that nothing here needs
@@ -171,7 +171,7 @@ def count_epoch(
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
     manifest: dict | None,
-    settings: flag_rules.Settings,
+    settings: flag_rules.Args,
 ) -> int:
     """The samples of an epoch: the windows of all sources that are trained on. Every rank calls this.
 
@@ -194,7 +194,7 @@ def count_epoch(
     return windows
 
 
-def refuse_other_sources(settings: flag_rules.Settings, corpora: list[Corpus], before: DataRecord) -> None:
+def refuse_other_sources(settings: flag_rules.Args, corpora: list[Corpus], before: DataRecord) -> None:
     """Raises a UserError where a run that counts epochs has other sources than its checkpoint, or had weights: each
     source goes on from its own place, and there is no epoch of all."""
     had_weights = len(before.sources) > 1 and any(before.asked["weights"].values())
@@ -207,12 +207,12 @@ def refuse_other_sources(settings: flag_rules.Settings, corpora: list[Corpus], b
 
 
 def open_apart(
-    settings: flag_rules.Resolved, corpus: Corpus, reading: Reading, trained_on: list[dict[str, Any]]
+    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, trained_on: list[dict[str, Any]]
 ) -> HeldOut:
     """What an --eval-split that is a place of its own holds, from the token cache or token files, also beside streams.
     It is an error where one of the sources in `trained_on` has the same tokens."""
     place = settings.eval_split
-    if corpus.has_mask and not settings.document_mask and "document_mask" not in settings.given:
+    if corpus.has_mask and not settings.document_mask and "document_mask" not in settings.explicit:
         problem = "its documents do not see each other, and those that the run trains on do"
         raise base.UserError(f"--eval-split {place}: {problem}; give --document-mask or --no-document-mask")
     with named_by_eval_split():
@@ -230,7 +230,7 @@ def open_apart(
 
 
 def load_apart(
-    settings: flag_rules.Resolved, corpus: Corpus, reading: Reading, trained_on: list[dict[str, Any]]
+    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, trained_on: list[dict[str, Any]]
 ) -> TrainingData:
     """An --eval-split that is a place of its own, for an evaluation of it without training."""
     held_out = open_apart(settings, corpus, reading, trained_on)
@@ -240,14 +240,14 @@ def load_apart(
     return data
 
 
-def recorded_data(settings: flag_rules.Settings, manifest: dict | None) -> DataRecord | None:
+def recorded_data(settings: flag_rules.Args, manifest: dict | None) -> DataRecord | None:
     """What a checkpoint's manifest records of the data; the only source has the name that it has now."""
     if not manifest:
         return None
     return renamed(read_record(manifest), [source.name for source in settings.sources()])
 
 
-def open_synthetic(settings: flag_rules.Resolved, vocab_size: int) -> OpenedSource:
+def open_synthetic(settings: flag_rules.Settings, vocab_size: int) -> OpenedSource:
     """Random windows to train on, and others to evaluate on."""
     length, seed = settings.sequence_length, settings.seed
     train = SyntheticDataset(vocab_size, length, seed)
@@ -268,7 +268,7 @@ def rules_of_training(trained_on: list[dict[str, Any]], tokens: Tokens, reading:
 
 
 def choose_held_out(
-    settings: flag_rules.Settings, corpus: Corpus, rules: dict[str, Any] | None, rule: str, whole: bool
+    settings: flag_rules.Args, corpus: Corpus, rules: dict[str, Any] | None, rule: str, whole: bool
 ) -> tuple[str | None, str | None]:
     """(the split that is held out, the rule by which documents of the training split are); None for what does not
     apply. Held out is the split --eval-split; by default the split `validation`, and where there is none some of the
@@ -298,7 +298,7 @@ def choose_held_out(
 
 
 def open_cached(
-    settings: flag_rules.Resolved,
+    settings: flag_rules.Settings,
     corpus: Corpus,
     reading: Reading,
     rules: dict[str, Any] | None,
@@ -348,7 +348,7 @@ def open_cached(
 
 
 def open_stream(
-    settings: flag_rules.Resolved,
+    settings: flag_rules.Settings,
     corpus: Corpus,
     reading: Reading,
     rules: dict[str, Any] | None,
@@ -407,7 +407,7 @@ def open_stream(
     return OpenedSource(train, evaluated, {"held_out": rule} | fingerprint)
 
 
-def choose_lanes(settings: flag_rules.Resolved, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
+def choose_lanes(settings: flag_rules.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
     """How many lanes a run's samples are in: what the checkpoint says, or --streams, and no more than the chunks of any
     source. By default the smallest multiple of a step's samples that is not below the number of files: each step then
     takes one window or none of each lane, and a lane reads about a file or less."""
@@ -421,7 +421,7 @@ def choose_lanes(settings: flag_rules.Resolved, corpora: list[Corpus], before: D
     return min(lanes, *map(stream.most_lanes, of_sources))
 
 
-def local_weights(settings: flag_rules.Resolved, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
+def local_weights(settings: flag_rules.Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
     """The weight of each source: as given, or its number of tokens."""
     weights = {}
     for source in settings.sources():
@@ -440,14 +440,14 @@ def local_weights(settings: flag_rules.Resolved, opened: dict[str, OpenedSource]
     return weights
 
 
-def tokens_of_a_sample(train: PackedDataset | SyntheticDataset | Stream, settings: flag_rules.Resolved) -> Fraction:
+def tokens_of_a_sample(train: PackedDataset | SyntheticDataset | Stream, settings: flag_rules.Settings) -> Fraction:
     """Tokens of a window that are not padding, on average."""
     if isinstance(train, PaddedDataset):
         return Fraction(train.total_tokens(), len(train))
     return Fraction(settings.sequence_length)
 
 
-def check_size(settings: flag_rules.Resolved, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:
+def check_size(settings: flag_rules.Settings, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:
     """Raises a UserError where a source has fewer windows than one step takes and is alone, or where one would be
     repeated more often than --max-epochs."""
     if len(data.sources) == 1 and data.orders:
@@ -537,7 +537,7 @@ def describe_ends(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def describe(
-    settings: flag_rules.Resolved,
+    settings: flag_rules.Settings,
     data: TrainingData,
     opened: dict[str, OpenedSource],
     corpora: list[Corpus],
@@ -606,7 +606,7 @@ def describe_tokenizer(train: PackedDataset | Stream) -> str:
 
 
 def render_prompt(
-    settings: flag_rules.Resolved, answers: bool, tokenizer: "PreTrainedTokenizerBase", prompt: str | Conversation
+    settings: flag_rules.Settings, answers: bool, tokenizer: "PreTrainedTokenizerBase", prompt: str | Conversation
 ) -> str:
     """The text that a sample continues: the prompt, or if the model `answers` or a chat template is given, a user's
     message rendered by the template; messages always are."""
@@ -620,7 +620,7 @@ def render_prompt(
 
 
 def end_tokens(
-    settings: flag_rules.Resolved, record: DataRecord | None, tokenizer: "PreTrainedTokenizerBase | None"
+    settings: flag_rules.Settings, record: DataRecord | None, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> list[int]:
     """The tokens that end a text of a model: the tokenizer's own, and where the data of `record` are conversations the
     one that ends an answer."""
@@ -668,7 +668,7 @@ def first_question(file: DataFile, layout: Field) -> str:
 
 
 def show_samples(
-    settings: flag_rules.Resolved,
+    settings: flag_rules.Settings,
     data: TrainingData,
     tokenizer: "PreTrainedTokenizerBase | None",
     recorded: dict | None,
@@ -685,7 +685,7 @@ def show_samples(
 # The evaluation of a run that has ended
 
 
-def evaluates_own_data(settings: flag_rules.Settings, manifest: dict) -> bool:
+def evaluates_own_data(settings: flag_rules.Args, manifest: dict) -> bool:
     """Whether an evaluation of a run's checkpoint reads sources of the run, of which its record says what was held out;
     a UserError where it reads a part of what the run trained on, or more than that."""
     flags = manifest["flags"]
@@ -718,7 +718,7 @@ def evaluates_own_data(settings: flag_rules.Settings, manifest: dict) -> bool:
     return False
 
 
-def files_of_training(settings: flag_rules.Settings) -> dict[str, tuple[str, str]]:
+def files_of_training(settings: flag_rules.Args) -> dict[str, tuple[str, str]]:
     """(source, split that is trained on) of each file of a run's sources, by its real path; of what is not there any
     more by the name of the source."""
     found = {}

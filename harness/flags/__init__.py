@@ -3,12 +3,12 @@ program prints. Imports no torch, so that --help and a wrong flag answer at once
 
     settings = flags.parse_args()     a mistake ends the process with one line
     flags.complete(given)             the settings of flags that were given, such as those that a checkpoint records
-    settings.given                    {field: value} of the flags that the command line and --config gave
+    settings.explicit                    {field: value} of the flags that the command line and --config gave
     flags.record_flags(settings)      {"given": ..., "flags": ...}, for config.json and a checkpoint's manifest
     flags.flags_where(name, value)    the flags of which settings.py says so, such as what a resumed run may not change
     flags.contradiction(settings)     what does not go together, as an error; empty where all is well
 
-A flag is one field of `Settings` in settings.py, which says all of it; what it contradicts is a row in rules.py.
+A flag is one field of `Args` in settings.py, which says all of it; what it contradicts is a row in rules.py.
 """
 
 from harness.flags.checkpoints import checkpoint_folder, folder_of_adapters, no_checkpoint, read_adapter_config
@@ -25,10 +25,10 @@ from harness.flags.settings import (
     PRESETS,
     PROFILED_STEPS,
     TRACKERS,
+    Args,
     Attention,
     Fp8Recipe,
     Precision,
-    Resolved,
     Settings,
     default_lr,
     default_warmup,
@@ -49,10 +49,10 @@ __all__ = [
     "SCHEDULES",
     "TRACKERS",
     "TRAINERS",
+    "Args",
     "Attention",
     "Fp8Recipe",
     "Precision",
-    "Resolved",
     "Settings",
     "Source",
     "Stage",

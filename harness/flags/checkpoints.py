@@ -6,7 +6,7 @@ import pathlib
 from typing import Any
 
 from harness import base
-from harness.flags.settings import PRESETS, Settings, flags_where
+from harness.flags.settings import PRESETS, Args, flags_where
 from harness.flags.sources import same_dataset
 
 PEFT_DEFAULTS = {"r": 8, "lora_alpha": 8}  # of a LoraConfig, for an adapter_config.json without them
@@ -38,7 +38,7 @@ def no_checkpoint(resume: str) -> str:
     return f"{problem}, and no checkpoint is beside it; a run saves some with --checkpoint-interval"
 
 
-def flags_of_checkpoint(settings: Settings) -> dict[str, Any]:
+def flags_of_checkpoint(settings: Args) -> dict[str, Any]:
     """The flags that a run of no step takes from the checkpoint of its --resume where none is given: those of the
     model, for an evaluation or --show-samples those of the data, unless another --dataset is given, and for samples
     the chat template. None where the checkpoint cannot be read, which is reported when it is loaded."""
@@ -47,10 +47,10 @@ def flags_of_checkpoint(settings: Settings) -> dict[str, Any]:
     except (OSError, ValueError, KeyError):
         return {}
     names = flags_where("from_checkpoint", "model")
-    is_same = same_dataset(settings.given.get("dataset", flags["dataset"]), flags["dataset"])
+    is_same = same_dataset(settings.explicit.get("dataset", flags["dataset"]), flags["dataset"])
     if is_same and (settings.eval_interval or settings.show_samples is not None):
         names += flags_where("from_checkpoint", "data")
-        if "eval_steps" not in settings.given:
+        if "eval_steps" not in settings.explicit:
             names.append("eval_windows")
     found = {name: flags[name] for name in names if name in flags}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}

@@ -16,7 +16,7 @@ from harness.flags.files import read_flags
 from harness.flags.flag_types import choice, number, text
 from harness.flags.names import no_such_flag
 from harness.flags.rules import contradiction
-from harness.flags.settings import ASSETS, FLAGS, LENGTHS, Settings, as_flag, default_split, default_warmup
+from harness.flags.settings import ASSETS, FLAGS, LENGTHS, Args, as_flag, default_split, default_warmup
 
 MAX_STEPS = 2**31 - 1  # that --num-steps takes
 EXAMPLES = """examples:
@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """Gives the flags that stand in the words of a command line, and no default: `Settings` has those."""
+    """Gives the flags that stand in the words of a command line, and no default: `Args` has those."""
 
     origin = ""  # the file whose flags are parsed, as the beginning of an error; empty for the command line
     as_json = False  # whether an error goes to stdout too, as a JSON object
@@ -75,7 +75,7 @@ def argument(field: dataclasses.Field, hint: typing.Any) -> dict:
 
 
 def make_parser() -> Parser:
-    """The parser of the command line: each flag of `Settings`, in the groups of --help."""
+    """The parser of the command line: each flag of `Args`, in the groups of --help."""
     parser = Parser(
         prog="train_fsdp.py",
         usage="%(prog)s [flags]",
@@ -87,7 +87,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action=base.ShowVersion, nargs=0, help="of this program and of what it stands on")
     group: typing.Any = parser  # or a group of it
-    hints = typing.get_type_hints(Settings)
+    hints = typing.get_type_hints(Args)
     for name, field in FLAGS.items():
         if field.metadata["group"]:
             group = parser.add_argument_group(field.metadata["group"])
@@ -95,7 +95,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def parse_args(argv: list[str] | None = None) -> Settings:
+def parse_args(argv: list[str] | None = None) -> Args:
     """The settings of a command line, by default this process's. A wrong one ends the process with a line that names
     the flag."""
     parser = make_parser()
@@ -127,10 +127,10 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     return settings
 
 
-def complete(given: dict[str, typing.Any], file: str | None = None) -> Settings:
+def complete(given: dict[str, typing.Any], file: str | None = None) -> Args:
     """The settings with these flags given, by a file of flags too: --demo, a checkpoint of which nothing is trained,
     and other flags decide the defaults."""
-    defaults: dict[str, typing.Any] = {"config": file, "given": given}
+    defaults: dict[str, typing.Any] = {"config": file, "explicit": given}
     if given.get("demo"):
         recipe = json.loads((ASSETS / "demo" / "recipe.json").read_text(encoding="utf-8"))
         if given.get("dataset", "demo") != "demo":
@@ -140,13 +140,13 @@ def complete(given: dict[str, typing.Any], file: str | None = None) -> Settings:
         if given.get("init") == "pretrained":
             del recipe["lr"]  # it is one of random weights
         defaults |= recipe
-    settings = Settings(**defaults | given)
+    settings = Args(**defaults | given)
     if adapters := flags_of_adapters(settings.model):
         defaults |= adapters
-        settings = Settings(**defaults | given)
+        settings = Args(**defaults | given)
     if (settings.num_steps == 0 or settings.show_samples) and settings.resume not in ("none", "auto"):
         defaults |= flags_of_checkpoint(settings) | {"compile": False}
-        settings = Settings(**defaults | given)
+        settings = Args(**defaults | given)
     changes: dict[str, typing.Any] = {}
     if settings.num_tokens or settings.num_epochs:  # an upper bound, until `resolve` knows a step's tokens and the data
         changes["num_steps"] = settings.num_tokens or MAX_STEPS

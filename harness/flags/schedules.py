@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 
 class StepFlags(Protocol):
-    """The settings that a schedule reads; `Settings` itself is made of the rows here."""
+    """The settings that a schedule reads; `Args` itself is made of the rows here."""
 
     @property
     def num_steps(self) -> int: ...

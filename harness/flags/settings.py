@@ -83,7 +83,7 @@ def flag(
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Args:
     """The flags of a run; `--sequence-length` is the field `sequence_length`."""
 
     # fmt: off
@@ -453,7 +453,7 @@ class Settings:
     )
 
     # no flags:
-    given: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # by the command line and --config
+    explicit: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # as typed
     eval_windows: int = 0  # held-out windows of a source that an evaluation takes at most, of all ranks; 0 takes all
     # fmt: on
 
@@ -512,7 +512,7 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Resolved(Settings):
+class Settings(Args):
     """What a run or a plan does, by `resolving.resolve`: nothing waits to be decided. These fields have no value that
     stands for a decision, as the flags have; None in another one is none, or what each source has by itself."""
 
@@ -534,7 +534,7 @@ class Resolved(Settings):
 DEFAULT_LR, LORA_LR = {"random": 3e-4, "pretrained": 2e-5}, 2e-4
 
 
-def default_lr(settings: Settings) -> tuple[float, str]:
+def default_lr(settings: Args) -> tuple[float, str]:
     """(--lr where it was not given, whose default that is, in words)."""
     if settings.lora_rank:
         return LORA_LR, "the default of --lora-rank"
@@ -546,7 +546,7 @@ def default_warmup(lr_scheduler: str, num_steps: int) -> int:
     return 0 if lr_scheduler == "constant" else num_steps // 20
 
 
-FLAGS = {field.name: field for field in dataclasses.fields(Settings) if field.metadata}
+FLAGS = {field.name: field for field in dataclasses.fields(Args) if field.metadata}
 COLLECTED = [name for name, field in FLAGS.items() if field.metadata["options"].get("action") is Collect]
 
 
@@ -555,11 +555,11 @@ def flags_where(name: str, value: object) -> list[str]:
     return [flag for flag, field in FLAGS.items() if field.metadata[name] == value]
 
 
-def record_flags(settings: Settings) -> dict[str, dict]:
+def record_flags(settings: Args) -> dict[str, dict]:
     """The flags of a run for its config.json and its checkpoints: `given`, those that the command line and --config
     gave, with the values that they had there; `flags`, all of them as `settings` has them, with `eval_windows`."""
     resolved = {name: getattr(settings, name) for name in (*FLAGS, "eval_windows")}
-    return {"given": dict(settings.given), "flags": resolved}
+    return {"given": dict(settings.explicit), "flags": resolved}
 
 
 def default_split(dataset: str, streaming: bool) -> str:

@@ -14,7 +14,7 @@ from harness.job import endings, heartbeats
 LOCK_PATIENCE = 5.0  # seconds for a run that was just killed to be gone
 
 
-def take_folder(settings: flags.Settings) -> pathlib.Path:
+def take_folder(settings: flags.Args) -> pathlib.Path:
     """The run's folder, which rank 0 chooses and locks, and in which a stall leaves its traces; every rank calls this.
 
     Raises:
@@ -27,7 +27,7 @@ def take_folder(settings: flags.Settings) -> pathlib.Path:
     return folder
 
 
-def choose_folder(settings: flags.Settings) -> pathlib.Path:
+def choose_folder(settings: flags.Args) -> pathlib.Path:
     """Makes and locks the run's folder, and returns it; raises a UserError as `take_folder` does."""
     resumed = folder_of_resumed_run(settings)
     outputs = pathlib.Path(settings.output_dir).expanduser()
@@ -50,7 +50,7 @@ def choose_folder(settings: flags.Settings) -> pathlib.Path:
     return folder
 
 
-def name_of(settings: flags.Settings) -> str:
+def name_of(settings: flags.Args) -> str:
     """The name of the run's folder: --run-name, else the model's name, for a new run with the time.
 
     Raises:
@@ -67,7 +67,7 @@ def name_of(settings: flags.Settings) -> str:
     return name
 
 
-def folder_of_resumed_run(settings: flags.Settings) -> pathlib.Path | None:
+def folder_of_resumed_run(settings: flags.Args) -> pathlib.Path | None:
     """The folder of the run that --resume PATH is in, or names; None without a PATH."""
     if settings.resume in ("none", "auto"):
         return None
@@ -128,7 +128,7 @@ def refuse_links(folder: pathlib.Path) -> None:
             refuse(folder, f"{path} is a link that leads out of the run's folder; {advice}")
 
 
-def refuse_run(settings: flags.Settings, folder: pathlib.Path, resumes_same_run: bool) -> None:
+def refuse_run(settings: flags.Args, folder: pathlib.Path, resumes_same_run: bool) -> None:
     """Raises a UserError if `folder` holds a run that would be lost. `resumes_same_run` is True for the run of --resume
     PATH."""
     path, newest = pathlib.Path(settings.resume).expanduser(), base.newest_checkpoint(folder)

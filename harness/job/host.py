@@ -61,7 +61,7 @@ def may_spin(threads: int, streaming: bool) -> bool:
     return needed + busy_cores() - starting < available + 0.5
 
 
-def set_threads(settings: flags.Settings) -> None:
+def set_threads(settings: flags.Args) -> None:
     """Sets the number of threads, and how they wait, where the CPU computes. Called before torch is imported.
 
     One thread a core, the cores divided among the ranks of this host. Threads that wait for each other keep their cores

@@ -22,7 +22,7 @@ BATCHES_IN_USE = 2  # that the training holds beside them
 FOREIGN_MEMORY = base.GIB  # bytes of a GPU that other processes may hold without a warning
 
 
-def check_machine(settings: flags.Resolved, mesh: DeviceMesh, device: torch.device) -> None:
+def check_machine(settings: flags.Settings, mesh: DeviceMesh, device: torch.device) -> None:
     """Checks each node's shared memory and each rank's GPU, and says over how many nodes shards are; every rank calls
     this, rank 0 prints.
 
@@ -41,10 +41,10 @@ def check_machine(settings: flags.Resolved, mesh: DeviceMesh, device: torch.devi
 # ---- Nodes and GPUs --------------------------------------------------------------------------------------------------
 
 
-def describe_spread(settings: flags.Resolved, shards: int, ranks_per_node: int) -> str:
+def describe_spread(settings: flags.Settings, shards: int, ranks_per_node: int) -> str:
     """The line of a shard group that spans several nodes; empty for any other, for nodes of one rank, and where
     --dp-replicate-size was given. Replicas inside a node may be slower, and may not fit: a plan says which."""
-    if ranks_per_node == 1 or shards <= ranks_per_node or "dp_replicate_size" in settings.given:
+    if ranks_per_node == 1 or shards <= ranks_per_node or "dp_replicate_size" in settings.explicit:
         return ""
     nodes = shards // ranks_per_node
     return f"shards     over {nodes} nodes; --plan compares that with --dp-replicate-size {nodes}, shards inside a node"
@@ -93,13 +93,13 @@ def free_bytes(path: pathlib.Path) -> int:
     return shutil.disk_usage(next(part for part in (path, *path.parents) if part.exists())).free
 
 
-def batch_bytes(settings: flags.Resolved) -> int:
+def batch_bytes(settings: flags.Settings) -> int:
     """Bytes of one microbatch in shared memory: int64 tokens and labels, with --document-mask positions too."""
     tensors = 3 if settings.document_mask else 2
     return tensors * 8 * int(settings.batch_size) * settings.sequence_length
 
 
-def check_shared_memory(settings: flags.Resolved) -> None:
+def check_shared_memory(settings: flags.Settings) -> None:
     """Raises a UserError where the batches that this node's data workers read ahead have no room in its shared memory:
     the workers would die of SIGBUS."""
     workers = settings.num_workers * host.ranks_here()
@@ -117,7 +117,7 @@ def check_shared_memory(settings: flags.Resolved) -> None:
 # ---- The disk --------------------------------------------------------------------------------------------------------
 
 
-def check_disk(settings: flags.Resolved, checkpoint: int, weights: int, folder: pathlib.Path) -> bool:
+def check_disk(settings: flags.Settings, checkpoint: int, weights: int, folder: pathlib.Path) -> bool:
     """Whether the disk has room for one checkpoint. Rank 0 warns where it has none, and where it has none for all that
     are kept; every rank calls this.
 
@@ -134,7 +134,7 @@ def check_disk(settings: flags.Resolved, checkpoint: int, weights: int, folder: 
     return has_room
 
 
-def find_room(settings: flags.Resolved, checkpoint: int, weights: int, folder: pathlib.Path) -> tuple[str, bool]:
+def find_room(settings: flags.Settings, checkpoint: int, weights: int, folder: pathlib.Path) -> tuple[str, bool]:
     """(a warning or an empty one, whether the disk has room for one checkpoint); the rest is as `check_disk` has it."""
     # what a killed save left is removed before the first save
     left_over = sum(file.stat().st_size for part in base.unfinished_checkpoints(folder) for file in part.glob("*"))
@@ -143,7 +143,7 @@ def find_room(settings: flags.Resolved, checkpoint: int, weights: int, folder: p
     missing = max(0, kept + 1 - len(base.complete_checkpoints(folder)))
     have = f"a checkpoint takes {amount(checkpoint)}, {folder} has {amount(free)} free"
     has_room = checkpoint <= free
-    if not has_room and (settings.saves_during_training() or settings.given.get("final_checkpoint")):
+    if not has_room and (settings.saves_during_training() or settings.explicit.get("final_checkpoint")):
         raise base.UserError(f"--output-dir: {have}; name another disk, or make room", 1)
     if settings.saves_during_training() and missing * checkpoint > free:
         what = f"{kept} that are kept and the next one take {amount(missing * checkpoint)}"

@@ -7,7 +7,7 @@ from fractions import Fraction
 from harness import flags
 
 
-def count_steps(settings: flags.Settings, manifest: dict | None, epoch: int) -> tuple[int, int]:
+def count_steps(settings: flags.Args, manifest: dict | None, epoch: int) -> tuple[int, int]:
     """(optimizer steps of a run, the fewest that give --num-tokens or --num-epochs; steps of its warmup, 5 % of them
     where none was given). A run that goes on from the checkpoint of `manifest` counts its samples and keeps its warmup.
     `epoch` is how many samples the data have."""
@@ -20,7 +20,7 @@ def count_steps(settings: flags.Settings, manifest: dict | None, epoch: int) -> 
     if samples:
         steps, done = (manifest["step"], manifest["samples"]) if manifest else (0, 0)
         steps += settings.steps_for(max(0, samples - done) * settings.sequence_length, dist.get_world_size())
-    if "warmup_steps" not in settings.given:
+    if "warmup_steps" not in settings.explicit:
         warmup = flags.default_warmup(settings.lr_scheduler, steps)
         if manifest and manifest["flags"]["lr_scheduler"] == settings.lr_scheduler:
             warmup = manifest["flags"]["warmup_steps"]
@@ -43,7 +43,7 @@ class Actions:
 
 
 def due(
-    settings: flags.Resolved,
+    settings: flags.Settings,
     step: int,
     first_step: int = 1,
     has_room: bool = True,

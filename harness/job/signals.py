@@ -31,7 +31,7 @@ class StopRequest:
     EXIT_CODE = endings.STOPPED
     SAME_REQUEST = 1.0  # seconds; a scheduler's signal reaches a rank directly and through torchrun as well
 
-    def __init__(self, settings: flags.Settings | None = None):
+    def __init__(self, settings: flags.Args | None = None):
         self.settings = settings
         self.name = ""  # of the signal that asked for the end
         self.can_save = False  # set by the loop, from when a step is done
@@ -157,7 +157,7 @@ class StopRequest:
 LISTENING: list[StopRequest] = []  # the one of this process
 
 
-def listen(settings: flags.Settings) -> StopRequest:
+def listen(settings: flags.Args) -> StopRequest:
     """The request of this process, which signals reach from the first call on."""
     if not LISTENING:
         LISTENING.append(StopRequest(settings))

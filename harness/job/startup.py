@@ -23,7 +23,7 @@ MAX_PORT = 65_535
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate")
 
 
-def begin(settings: flags.Settings) -> None:
+def begin(settings: flags.Args) -> None:
     """Listens to signals, and prepares the threads and the environment, by which torch is loaded."""
     if not settings.plan:  # a plan is of a world of its own
         check_launcher_env(settings)
@@ -39,7 +39,7 @@ def begin(settings: flags.Settings) -> None:
     gc.disable()  # until `World`: imports make no garbage, and looking for it takes a fifth of their time
 
 
-def check_launcher_env(settings: flags.Settings) -> None:
+def check_launcher_env(settings: flags.Args) -> None:
     """Ends the process with one line where its environment is that of one rank of several, but does not say which, or
     where the others are: the ranks would wait for each other in vain, or each train alone."""
     env, told = os.environ, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

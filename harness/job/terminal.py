@@ -87,7 +87,7 @@ def launcher() -> str:
     return shlex.join(word.removeprefix(folder) for word in [*words, sys.argv[0]])
 
 
-def command(settings: flag_rules.Settings, folder: pathlib.Path) -> str:
+def command(settings: flag_rules.Args, folder: pathlib.Path) -> str:
     """The command, for the shell, that goes on with this run from its newest checkpoint."""
     flags = flag_rules.run_flags(settings)
     if folder.parent == pathlib.Path(settings.output_dir).expanduser():
@@ -103,7 +103,7 @@ def last_lines(lines: dict[str, str]) -> str:
 
 
 def describe_interrupt(
-    settings: flag_rules.Settings, step: int, phase: str, folder: pathlib.Path | None, resumed_step: int
+    settings: flag_rules.Args, step: int, phase: str, folder: pathlib.Path | None, resumed_step: int
 ) -> str:
     """The last lines after Ctrl-C: where the run was, what is lost, and the command that goes on. `resumed_step` is
     the one that this start went on from."""

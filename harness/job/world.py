@@ -34,7 +34,7 @@ class World:
     rank is gone; a bug keeps its traceback. Signals end it by `stop`.
     """
 
-    def __init__(self, settings: flags.Settings, memory_advice: Callable[[], str]):
+    def __init__(self, settings: flags.Args, memory_advice: Callable[[], str]):
         """`memory_advice` says what to try when a device has no memory left; it is asked only then."""
         self.settings, self.memory_advice = settings, memory_advice
         self.exit_code = 0

@@ -22,7 +22,7 @@ RESTRICTABLE_LAYERS = {"full_attention", "sliding_attention", "indexed_attention
 ONE_KERNEL = ("flash", "cudnn")  # choices of --attention that are sdpa with one of its kernels and no other
 
 
-def cudnn_may_give_nan(settings: flags.Settings, config: PretrainedConfig) -> bool:
+def cudnn_may_give_nan(settings: flags.Args, config: PretrainedConfig) -> bool:
     """Whether cuDNN's attention may give NaN as the gradient of queries: on a Hopper, with a mask that is more than
     causal, where the length is 64 modulo 128 (pytorch issue 196678)."""
     text = config.get_text_config()
@@ -32,15 +32,15 @@ def cudnn_may_give_nan(settings: flags.Settings, config: PretrainedConfig) -> bo
     return masked and hopper and settings.sequence_length % 128 == 64
 
 
-def misses_cudnn(settings: flags.Resolved, config: PretrainedConfig, kernel: str, head_dim: int) -> bool:
+def misses_cudnn(settings: flags.Settings, config: PretrainedConfig, kernel: str, head_dim: int) -> bool:
     """Whether torch, left to itself, takes flash attention where it would take cuDNN's if it found that: on a Hopper or
     a data-centre Blackwell, for the sizes of heads that cuDNN's backward pass has."""
-    left_to_torch = settings.given.get("attention", "auto") == "auto" and not cudnn_may_give_nan(settings, config)
+    left_to_torch = settings.explicit.get("attention", "auto") == "auto" and not cudnn_may_give_nan(settings, config)
     prefers_cudnn = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
     return left_to_torch and prefers_cudnn and kernel == "flash_attention" and head_dim <= 128 and head_dim % 8 == 0
 
 
-def choose_attention(settings: flags.Settings, config: PretrainedConfig) -> flags.Attention:
+def choose_attention(settings: flags.Args, config: PretrainedConfig) -> flags.Attention:
     """The kernel for `--attention`, `auto` decided, torch's switches set for it; a UserError where it does not run."""
     attention, cuda = settings.attention, torch.cuda.is_available()
     without_cudnn = cudnn_may_give_nan(settings, config)
@@ -78,7 +78,7 @@ def any_attention_kernel() -> contextlib.AbstractContextManager:
     )
 
 
-def describe_attention(settings: flags.Resolved, config: PretrainedConfig, device: str) -> str:
+def describe_attention(settings: flags.Settings, config: PretrainedConfig, device: str) -> str:
     """The attention implementation and, for torch's own, the kernel that it chooses for this model and device; a
     UserError where there is none, a warning where it is not the one that torch takes elsewhere."""
     attention = config._attn_implementation  # private: in public it is only an argument of `from_config`

@@ -106,7 +106,7 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config()
 
 
-def choose_sequence_length(settings: flags.Settings, config: PretrainedConfig) -> int:
+def choose_sequence_length(settings: flags.Args, config: PretrainedConfig) -> int:
     """--sequence-length, by default 8192 or as many positions as the model has; a UserError where it has fewer and
     something is trained."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -49,7 +49,7 @@ MERGE = "merge them into the base with peft (merge_and_unload) and train new one
 PLAIN_INITS = ("gaussian", "eva", "orthogonal")  # the others change the base, or freeze a part of the adapters
 
 
-def loaded_dtype(settings: flags.Resolved) -> torch.dtype:
+def loaded_dtype(settings: flags.Settings) -> torch.dtype:
     """In which a model's own weights are built, loaded and held."""
     return torch.bfloat16 if settings.lora_rank and settings.precision == "bf16" else weight_dtype(settings)
 
@@ -62,7 +62,7 @@ def has_frozen(model: nn.Module) -> bool:
 # ---- Which linears ---------------------------------------------------------------------------------------------------
 
 
-def find_targets(settings: flags.Resolved, model: nn.Module, trained: LoraConfig | None) -> list[str]:
+def find_targets(settings: flags.Settings, model: nn.Module, trained: LoraConfig | None) -> list[str]:
     """The names of the linears that have adapters, of a model without any. `trained` is the config of a folder of
     adapters: in it names that match nothing have no effect, as in peft.
 
@@ -77,7 +77,7 @@ def find_targets(settings: flags.Resolved, model: nn.Module, trained: LoraConfig
         names = matching_modules(loaded, model, trained) if trained else loaded
         return [name for name in loaded if name in names]
     found: set[str] = set()
-    is_typed = trained is None or "lora_targets" in settings.given
+    is_typed = trained is None or "lora_targets" in settings.explicit
     for target in settings.lora_targets:
         given = f"--lora-targets {target}" if is_typed else f"--model {settings.model}: target_modules has {target}"
         matches = matching_modules(target if flags.is_pattern(target) else [target], model, trained)
@@ -181,7 +181,7 @@ def lora_config(**fields: Any) -> LoraConfig:
 # ---- Injection -------------------------------------------------------------------------------------------------------
 
 
-def adapter_injector(settings: flags.Resolved, model: Any) -> Callable[[nn.Module], None]:
+def adapter_injector(settings: flags.Settings, model: Any) -> Callable[[nn.Module], None]:
     """Freezes a model that has no storage yet. Returns what gives one decoder layer of it, when its weights are there,
     its adapters: those of the folder that --model names, or new ones. Without --lora-rank it does nothing.
 
@@ -227,7 +227,7 @@ def adapter_injector(settings: flags.Resolved, model: Any) -> Callable[[nn.Modul
     return inject
 
 
-def trained_on_meta(settings: flags.Resolved, config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
+def trained_on_meta(settings: flags.Settings, config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
     """The model without storage, with its adapters if it has any."""
     model = on_meta(config, settings.attention)
     inject = adapter_injector(settings, model)
@@ -263,7 +263,7 @@ def freeze_as_in(trained: Any, model: nn.Module) -> None:
         parameter.requires_grad_(is_trained.get(name, True))
 
 
-def refuse_quantized(settings: flags.Resolved, config: transformers.PretrainedConfig) -> None:
+def refuse_quantized(settings: flags.Settings, config: transformers.PretrainedConfig) -> None:
     """Raises a UserError where the weights to be frozen are quantized: they would be held dequantized, and adapters
     be trained for weights that a server does not have."""
     parts = (config, config.get_text_config())
@@ -272,7 +272,7 @@ def refuse_quantized(settings: flags.Resolved, config: transformers.PretrainedCo
         raise base.UserError(f"--lora-rank: {problem}; choose weights that are not quantized")
 
 
-def read_config(settings: flags.Resolved, folder: pathlib.Path) -> LoraConfig:
+def read_config(settings: flags.Settings, folder: pathlib.Path) -> LoraConfig:
     """The config of a folder of adapters. Fields that peft does not know are ignored with a warning, as by peft.
 
     Raises:
@@ -329,7 +329,7 @@ def refuse_patterns(folder: pathlib.Path, config: LoraConfig, targets: list[str]
 
 
 def open_adapters(
-    settings: flags.Resolved, folder: pathlib.Path, shapes: dict[str, tuple[int, int]]
+    settings: flags.Settings, folder: pathlib.Path, shapes: dict[str, tuple[int, int]]
 ) -> Callable[[str], torch.Tensor]:
     """A function that reads a tensor of a folder of adapters by its name; those that it has to have, by their names.
 
@@ -365,7 +365,7 @@ def to_peft_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {PREFIX + name.replace(NAME, "."): tensor for name, tensor in tensors.items() if ".lora_" in name}
 
 
-def write_adapter_config(folder: pathlib.Path, settings: flags.Resolved, model: Any) -> None:
+def write_adapter_config(folder: pathlib.Path, settings: flags.Settings, model: Any) -> None:
     """Writes the adapter_config.json of a model's adapters."""
     config = model.peft_config["default"]
     _, source, config.revision = find_source(settings.model)
@@ -399,7 +399,7 @@ def merged(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torc
     return result
 
 
-def describe_adapters(settings: flags.Resolved, model: Any) -> str:
+def describe_adapters(settings: flags.Settings, model: Any) -> str:
     """The line of the header about adapters; empty where there are none."""
     if not settings.lora_rank:
         return ""

@@ -43,7 +43,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 Term = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def chosen_terms(settings: flags.Resolved) -> dict[str, Term]:
+def chosen_terms(settings: flags.Settings) -> dict[str, Term]:
     """What is trained on beside the cross entropy, such as a z-loss, by the name of its figure: a function of logits,
     fp32 of shape (tokens, vocab), and targets, (tokens, 1), that gives each token's value, fp32 of shape (tokens,).
 
@@ -159,7 +159,7 @@ def means_of(terms: dict[str, Term], logits: torch.Tensor, labels: torch.Tensor)
     return {name: value.dot(share) for name, value in values.items()}
 
 
-def adapt_forward(model: Any, settings: flags.Resolved) -> None:
+def adapt_forward(model: Any, settings: flags.Settings) -> None:
     """Makes transformers' forward train as this program does: with its loss, by labels that are shifted already and
     checked to arrive so; documents apart where they are masked; the router loss beside the loss. After a forward pass
     with gradients `model.loss_terms` has the means of `chosen_terms`. Comes before whatever wraps or compiles the

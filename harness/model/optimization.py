@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness import base, flags
 
 
-def decay_matrices(model: nn.Module, settings: flags.Resolved) -> list[dict]:
+def decay_matrices(model: nn.Module, settings: flags.Settings) -> list[dict]:
     """Groups of a model's parameters that are trained: weight decay on those of two dimensions and more only."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
@@ -34,11 +34,11 @@ class OptimizerKind:
     no weight, no state and no step count, whatever the gradients are. Without `skip` the host waits for the device.
     """
 
-    build: Callable[[list[dict], flags.Resolved], torch.optim.Optimizer]
+    build: Callable[[list[dict], flags.Settings], torch.optim.Optimizer]
     package: str | None = None  # what pip installs for it
     stands_in_for: tuple[str, ...] = ()  # optimizers that a plan may replace with it to save memory
     before_plan: Callable[[], None] | None = None  # what needs real tensors, which a plan's step has not
-    groups: Callable[[nn.Module, flags.Resolved], list[dict]] = decay_matrices  # of the parameters, for `build`
+    groups: Callable[[nn.Module, flags.Settings], list[dict]] = decay_matrices  # of the parameters, for `build`
     describe: Callable[[nn.Module], str] | None = None  # for the header: which parameters it updates how
 
     def is_installed(self) -> bool:
@@ -56,12 +56,12 @@ def memory_saving_optimizers(name: str) -> list[str]:
     return [other for other, kind in kinds.items() if name in kind.stands_in_for and kind.is_installed()]
 
 
-def weight_dtype(settings: flags.Resolved) -> torch.dtype:
+def weight_dtype(settings: flags.Settings) -> torch.dtype:
     """Of the master weights, and of the gradients that the optimizer is given."""
     return torch.bfloat16 if settings.precision == "bf16-pure" else torch.float32
 
 
-def build_optimizer(settings: flags.Resolved, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(settings: flags.Settings, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer over the sharded parameters, its states made already."""
     kind = find_optimizer(settings.optimizer)
     if not kind.is_installed():
@@ -71,7 +71,7 @@ def build_optimizer(settings: flags.Resolved, model: nn.Module) -> torch.optim.O
     return kind.build(groups, settings)
 
 
-def build_scheduler(settings: flags.Resolved, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+def build_scheduler(settings: flags.Settings, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """The learning rate's schedule, one of transformers'."""
     schedule = flags.SCHEDULES[settings.lr_scheduler]
     return transformers.get_scheduler(

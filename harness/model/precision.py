@@ -17,7 +17,7 @@ def cpu_multiplies_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def computes_on_gpu(settings: flags.Settings) -> bool:
+def computes_on_gpu(settings: flags.Args) -> bool:
     """Whether a GPU computes the steps, for --plan those that are planned."""
     if settings.plan:
         return (settings.plan_gpu or "").lower() != "cpu"
@@ -30,7 +30,7 @@ class ChosenPrecision(NamedTuple):
     fp8_emulate: bool
 
 
-def choose_precision(settings: flags.Settings, manifest: dict | None) -> ChosenPrecision:
+def choose_precision(settings: flags.Args, manifest: dict | None) -> ChosenPrecision:
     """--precision and what belongs to it: as given, else as in the checkpoint of `manifest`, else bf16 on a GPU and
     fp32 on a CPU. Warns on rank 0 if a CPU without instructions for bf16 would compute in it, and if accelerate launch
     was given another one."""

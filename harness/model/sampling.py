@@ -46,7 +46,7 @@ class TokenCount:
 
 
 def sample(
-    settings: flags.Resolved,
+    settings: flags.Settings,
     prompt: str,
     ends: list[int],
     model: Any,

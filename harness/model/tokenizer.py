@@ -9,7 +9,7 @@ from harness.model import patches
 from harness.model.configs import find_source, load_config, refuse_foreign_code
 
 
-def load_tokenizer(settings: flags.Settings, config: PretrainedConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(settings: flags.Args, config: PretrainedConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, its vocabulary checked against the model's."""
     _, source, revision = find_source(settings.model)
     if settings.tokenizer:
@@ -48,7 +48,7 @@ def load_tokenizer(settings: flags.Settings, config: PretrainedConfig) -> PreTra
     return tokenizer
 
 
-def load_files(settings: flags.Settings, needs_tokenizer: bool) -> tuple:
+def load_files(settings: flags.Args, needs_tokenizer: bool) -> tuple:
     """(the model's config, its tokenizer or None where it is not needed, the prompts to write samples from). Rank 0
     reads first."""
     config = base.broadcast_from_rank_0(lambda: load_config(settings.model))

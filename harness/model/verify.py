@@ -16,7 +16,7 @@ from harness.model.optimization import local, weight_dtype
 
 @torch.no_grad()
 def verify_sharding(
-    settings: flags.Resolved, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh
+    settings: flags.Settings, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh
 ) -> str:
     """The header's line: how many parameters and states were looked at, their placements, the dtype of the weights.
     Gradients, which are not there yet, are looked at when the optimizer takes its first step.

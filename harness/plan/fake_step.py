@@ -33,7 +33,7 @@ MAX_MICROBATCHES = 3  # that are recorded: the first, one for all in the middle,
 
 
 def record_step(
-    settings: flags.Resolved, recipe: Recipe, config: PretrainedConfig, world: int, depth: int, rates: Rates
+    settings: flags.Settings, recipe: Recipe, config: PretrainedConfig, world: int, depth: int, rates: Rates
 ) -> StepRecorder:
     """One optimizer step of the model's first `depth` layers.
 
@@ -58,7 +58,7 @@ def record_step(
 
 
 def record_update(
-    settings: flags.Resolved, recipe: Recipe, config: PretrainedConfig, world: int, rates: Rates
+    settings: flags.Settings, recipe: Recipe, config: PretrainedConfig, world: int, rates: Rates
 ) -> StepRecorder:
     """The optimizer's own step of the whole model. What one that divides whole matrices among ranks does on one of them
     is not linear in the number of layers."""
@@ -77,7 +77,7 @@ def record_update(
 
 @contextlib.contextmanager
 def built(
-    settings: flags.Resolved, recipe: Recipe, config: PretrainedConfig, world: int, rates: Rates
+    settings: flags.Settings, recipe: Recipe, config: PretrainedConfig, world: int, rates: Rates
 ) -> Iterator[tuple[StepRecorder, nn.Module, torch.optim.Optimizer]]:
     """(recorder, model, optimizer) as rank 0 of `world` has them, which is the fullest one: `fully_shard` divides
     dimension 0 as torch.chunk does. Inside, all that runs is recorded."""
@@ -124,7 +124,7 @@ def at_depth(config: PretrainedConfig, depth: int) -> PretrainedConfig:
 
 
 def token_batches(
-    settings: flags.Resolved, recorder: StepRecorder, microbatches: int
+    settings: flags.Settings, recorder: StepRecorder, microbatches: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The batches of a step of so many microbatches, of which a few are taken."""
     for index in range(settings.gradient_accumulation_steps):

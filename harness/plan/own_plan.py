@@ -31,7 +31,7 @@ def exit_with_parent() -> None:
         threading.Thread(target=watch, args=(int(os.environ[RUN]),), daemon=True).start()
 
 
-def start_plan(settings: flags.Settings) -> subprocess.Popen:
+def start_plan(settings: flags.Args) -> subprocess.Popen:
     """Plans this run in another process, which sees no GPU and gives way to the training."""
     resolved: dict[str, Any] = {
         "plan": True,
@@ -45,7 +45,7 @@ def start_plan(settings: flags.Settings) -> subprocess.Popen:
     for name in ("precision", "fp8_recipe", "fp8_emulate", "batch_size", "gradient_accumulation_steps"):
         if getattr(settings, name):  # a checkpoint may have decided it
             resolved[name] = getattr(settings, name)
-    words = flags.as_words({**settings.given, **resolved})
+    words = flags.as_words({**settings.explicit, **resolved})
     world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {
         name: value
@@ -72,7 +72,7 @@ def read_plan(process: subprocess.Popen, timeout: float) -> tuple[dict | None, s
     return json.loads(output), ""
 
 
-def choose_batch_size(settings: flags.Settings) -> int:
+def choose_batch_size(settings: flags.Args) -> int:
     """--batch-size auto: the largest that fits by a plan of this run, on rank 0."""
     if not (settings.plan_gpu or torch.cuda.is_available()):
         advice = "give a number, or a GPU with --plan-gpu"
@@ -89,7 +89,7 @@ def choose_batch_size(settings: flags.Settings) -> int:
 
 @contextlib.contextmanager
 def planning_in_background(
-    settings: flags.Resolved, device: torch.device, steps_left: int
+    settings: flags.Settings, device: torch.device, steps_left: int
 ) -> Iterator[subprocess.Popen | None]:
     """The process that plans this run, on rank 0 where there is a GPU to plan for; it ends with the run. None where no
     step is left."""

@@ -22,7 +22,7 @@ from harness.plan.search import Search
 from harness.plan.text import assumptions, describe_plan, measured_shares
 
 
-def print_plan(settings: flags.Settings, recipe: Recipe) -> None:
+def print_plan(settings: flags.Args, recipe: Recipe) -> None:
     """--plan: prints what `settings` will need and give, and what else would fit or be faster."""
     if int(os.environ.get("RANK", 0)):
         return
@@ -31,7 +31,7 @@ def print_plan(settings: flags.Settings, recipe: Recipe) -> None:
     print(json.dumps(result, indent=2) if settings.json else describe_plan(resolved, result))
 
 
-def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, dict]:
+def make_plan(asked: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
     """(the settings with all that the flags left open, the JSON object of their plan).
 
     Raises:
@@ -46,7 +46,7 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
     worlds = asked.plan_gpus or (asked.gpus_per_node,)
     check_nodes(worlds, asked.gpus_per_node)
     config = models.load_config(asked.model)
-    settings = resolving.resolve(asked, config, flags.Settings.batch_size_multiple)
+    settings = resolving.resolve(asked, config, flags.Args.batch_size_multiple)
 
     @functools.cache
     def flops_of(rank: int) -> tuple[int, str]:
@@ -55,7 +55,7 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
         return round(float(flops[0])), text
 
     @functools.cache
-    def plan(settings: flags.Resolved, world: int) -> dict[str, Any]:
+    def plan(settings: flags.Settings, world: int) -> dict[str, Any]:
         return predict(settings, recipe, config, world, rates, flops_of(settings.lora_rank)[0])
 
     has_float8 = bool(rates.values["fp8_tflops"]) and importlib.util.find_spec("torchao") is not None
@@ -70,7 +70,7 @@ def make_plan(asked: flags.Settings, recipe: Recipe) -> tuple[flags.Resolved, di
     }
     result |= plan(settings, worlds[0]) | search.result()
     result["search"] |= {"seconds": time.monotonic() - began, "plan_seconds": settings.plan_seconds}
-    if settings.num_steps and settings.given.keys() & {"num_steps", "num_tokens"}:
+    if settings.num_steps and settings.explicit.keys() & {"num_steps", "num_tokens"}:
         result["run"] = price_of_run(settings, result)
     elif settings.num_epochs:
         result["num_epochs"] = settings.num_epochs  # whose steps only the data could say
@@ -92,7 +92,7 @@ def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
             raise base.UserError(f"--plan-gpus {world}: that is {nodes}; {advice}")
 
 
-def describe_unread_lengths(settings: flags.Resolved) -> str:
+def describe_unread_lengths(settings: flags.Settings) -> str:
     """The line about document lengths, which no plan knows; "" if attention sees whole sequences."""
     if not settings.document_mask and settings.packing != "none":
         return ""
@@ -100,7 +100,7 @@ def describe_unread_lengths(settings: flags.Resolved) -> str:
     return f"{flag}: a plan reads no data: time, tokens and MFU are of documents that fill sequences"
 
 
-def price_of_run(settings: flags.Resolved, plan: dict) -> dict:
+def price_of_run(settings: flags.Settings, plan: dict) -> dict:
     """Steps, hours and, with --gpu-hour-usd, dollars of all the steps of a run that is planned so."""
     steps, world = settings.num_steps, plan["gpus"]
     if settings.num_tokens:

@@ -32,7 +32,7 @@ Counts = dict[tuple, float]
 
 
 def predict(
-    settings: flags.Resolved, recipe: Recipe, config: PretrainedConfig, world: int, rates: Rates, flops: int
+    settings: flags.Settings, recipe: Recipe, config: PretrainedConfig, world: int, rates: Rates, flops: int
 ) -> dict[str, Any]:
     """What this configuration needs and gives on `world` GPUs, by the keys of --json; `flops` are those of a token, 0
     where they are not known.
@@ -78,7 +78,7 @@ def verdict_of(allocator: float, capacity: float) -> str:
 
 
 def record_whole_step(
-    settings: flags.Resolved, recipe: Recipe, config: PretrainedConfig, world: int, period: int, rates: Rates
+    settings: flags.Settings, recipe: Recipe, config: PretrainedConfig, world: int, period: int, rates: Rates
 ) -> tuple[Peaks, Counts]:
     """One optimizer step of the model at its full depth, as rank 0 takes it.
 
@@ -113,7 +113,7 @@ def extrapolate(few: dict, many: dict, periods: float) -> dict:
     return {key: value + periods * (value - few[key]) for key, value in many.items() if key in few}
 
 
-def move_states_to_host(peaks: Peaks, counts: Counts, settings: flags.Resolved) -> np.ndarray:
+def move_states_to_host(peaks: Peaks, counts: Counts, settings: flags.Settings) -> np.ndarray:
     """--cpu-offload: parameters, gradients and states leave the GPU's peaks, the optimizer runs in the host's memory,
     and copies cross the link between both. Returns the most bytes that the host holds, by kind."""
     is_on_gpu = np.array([kind in ("activations", "communication") for kind in KINDS])

@@ -175,7 +175,7 @@ def assumed_rates(kind: base.Gpu, flash: bool) -> dict[str, float]:
     }
 
 
-def choose_rates(settings: flags.Settings) -> Rates:
+def choose_rates(settings: flags.Args) -> Rates:
     """The rates of a plan, assumed of the kind of GPU that it is for.
 
     Raises:

@@ -13,10 +13,10 @@ from harness import flags
 
 
 class Recipe(NamedTuple):
-    build_mesh: Callable[[flags.Settings, torch.device], DeviceMesh]
-    build_model: Callable[[flags.Resolved, transformers.PretrainedConfig, DeviceMesh], nn.Module]
+    build_mesh: Callable[[flags.Args, torch.device], DeviceMesh]
+    build_model: Callable[[flags.Settings, transformers.PretrainedConfig, DeviceMesh], nn.Module]
     # the last argument is what `make_tracker` makes, a `utils.PerformanceTracker`
-    train_step: Callable[[flags.Resolved, nn.Module, torch.optim.Optimizer, Iterator[dict[str, Any]], Any], object]
+    train_step: Callable[[flags.Settings, nn.Module, torch.optim.Optimizer, Iterator[dict[str, Any]], Any], object]
     make_tracker: Callable[[int, int, float], Any]
     estimate_mfu: Callable[[float, float, float, int, float | None], dict[str, float]]
     flops_by_length: Callable[[transformers.PreTrainedModel, np.ndarray], np.ndarray]

@@ -39,10 +39,10 @@ class Search:
 
     def __init__(
         self,
-        settings: flags.Resolved,
+        settings: flags.Settings,
         config: PretrainedConfig,
         worlds: tuple[int, ...],
-        plan: Callable[[flags.Settings, int], dict[str, Any]],
+        plan: Callable[[flags.Args, int], dict[str, Any]],
         capacity: float,
         ends: float,
         has_float8: bool = False,
@@ -51,7 +51,7 @@ class Search:
         self.settings, self.config, self.worlds, self.world = settings, config, worlds, worlds[0]
         self.plan = plan
         self.capacity, self.ends = capacity, ends  # GiB, seconds
-        self.is_auto = settings.given.get("batch_size") == "auto"
+        self.is_auto = settings.explicit.get("batch_size") == "auto"
         self.asked: dict = (
             {"batch_size": settings.batch_size_multiple()} if self.is_auto else {}
         )  # what "as asked" changes
@@ -302,7 +302,7 @@ def is_same_training(row: dict) -> bool:
     return not any(name in row["changes"] for name in OTHER_TRAINING)
 
 
-def memory_savers(settings: flags.Settings) -> list[dict]:
+def memory_savers(settings: flags.Args) -> list[dict]:
     """Changes of settings that lower memory, the one that costs least speed first; without those that are made
     already. The tokens of a step stay."""
     level, batch, least = settings.activation_checkpointing, settings.batch_size, settings.batch_size_multiple()
@@ -325,11 +325,11 @@ def memory_savers(settings: flags.Settings) -> list[dict]:
     return [saver for saves, saver in savers if saves]
 
 
-def command(settings: flags.Resolved, world: int, changes: dict) -> str:
+def command(settings: flags.Settings, world: int, changes: dict) -> str:
     """What trains `settings` with `changes` on `world` GPUs: the command line as given, less what is about plans."""
     names = list(flags.FLAGS)
     plan_flags = names[names.index("plan") : names.index("own_plan")]
-    given = {name: value for name, value in settings.given.items() if name not in plan_flags}
+    given = {name: value for name, value in settings.explicit.items() if name not in plan_flags}
     if world == 1:
         launcher = "python"
     elif world <= settings.gpus_per_node:
@@ -341,6 +341,6 @@ def command(settings: flags.Resolved, world: int, changes: dict) -> str:
     return flags.shell_command(f"{launcher} train_fsdp.py", given, **changes)
 
 
-def memory_advice(settings: flags.Settings) -> str:
+def memory_advice(settings: flags.Args) -> str:
     """Which flags make room on a device that has no memory left."""
     return f"Try {', '.join(flags.as_flags(changes) for changes in memory_savers(settings)[:3])}."

@@ -18,7 +18,7 @@ PUBLISHED_SHARE = (0.865, 1.025, 1.32)
 SHORT = {"fits": "yes", "tight": "tight", "does not fit": "NO"}  # verdicts in a table
 
 
-def describe_plan(settings: flags.Resolved, result: dict) -> str:
+def describe_plan(settings: flags.Settings, result: dict) -> str:
     """The answer and the table; with --plan-details all of it."""
     answer = {"verdict": describe_verdict(result)} | describe_speed(result) | describe_advice(result)
     if result["warning"]:
@@ -197,7 +197,7 @@ ASSUMED = {
 }
 
 
-def describe_details(settings: flags.Resolved, result: dict) -> list[str]:
+def describe_details(settings: flags.Settings, result: dict) -> list[str]:
     """The run, its memory, traffic and time, and what is assumed."""
     trained = f", {result['trained_parameters']:,} of them trained"
     setup = {
@@ -236,7 +236,7 @@ def assumptions(rates: Rates) -> dict[str, str]:
 
 
 def measured_shares(
-    settings: flags.Resolved, config: PretrainedConfig, result: dict
+    settings: flags.Settings, config: PretrainedConfig, result: dict
 ) -> tuple[tuple[float, float] | None, tuple[float, float, float] | None]:
     """(OWN_SHARE, PUBLISHED_SHARE), each None for a plan of a kind that was not measured: all these runs train every
     parameter of a dense model in bf16 or fp8, and the GPU bounds their steps."""

@@ -101,7 +101,7 @@ class MetricsFile:
 
 
 def describe_run(
-    settings: flags.Resolved, folder: pathlib.Path, state: states.TrainState, data: corpora.DataRecord, changed: str
+    settings: flags.Settings, folder: pathlib.Path, state: states.TrainState, data: corpora.DataRecord, changed: str
 ) -> dict:
     """What config.json holds: what it takes to repeat the run, which run it is, and each of its starts.
 
@@ -114,7 +114,7 @@ def describe_run(
     if changed:
         start["changed"] = changed
     run: dict[str, Any] = flags.record_flags(settings) | {"versions": base.package_versions(), "commit": base.commit()}
-    run["command"] = flags.shell_command(job.launcher(), settings.given)
+    run["command"] = flags.shell_command(job.launcher(), settings.explicit)
     run["parameters"] = sum(parameter.numel() for parameter in state.model.parameters())
     run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     run |= {"world_size": dist.get_world_size(), "run_id": state.run_id, "folder": str(folder.resolve())}

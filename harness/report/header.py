@@ -11,7 +11,7 @@ from harness import state as states
 
 
 def describe_setup(
-    settings: flags.Resolved,
+    settings: flags.Settings,
     state: states.TrainState,
     mesh: DeviceMesh,
     train_set: data.TrainingData,
@@ -78,7 +78,7 @@ def describe_peak(peak: float | None, device_type: str) -> str:
     return "no MFU on a CPU"
 
 
-def describe_precision(settings: flags.Resolved, device_type: str, checkpoint: states.Checkpoint | None) -> str:
+def describe_precision(settings: flags.Settings, device_type: str, checkpoint: states.Checkpoint | None) -> str:
     """What is computed in which precision, and why in that one."""
     words = {
         "bf16": "bf16 compute and all-gather, fp32 master weights and gradient reduction",
@@ -88,17 +88,17 @@ def describe_precision(settings: flags.Resolved, device_type: str, checkpoint: s
     }[settings.precision]
     if settings.fp8_emulate:
         words = f"emulated {words}"
-    if "precision" in settings.given:
+    if "precision" in settings.explicit:
         return f"{words}; by --precision"
     if checkpoint:
         return f"{words}; as in the checkpoint"
     return f"{words}; the default on a {'GPU' if device_type == 'cuda' else 'CPU'}"
 
 
-def describe_lr(settings: flags.Resolved, checkpoint: states.Checkpoint | None) -> str:
+def describe_lr(settings: flags.Settings, checkpoint: states.Checkpoint | None) -> str:
     """The learning rate's peak and schedule, and whose the peak is."""
     default, whose = flags.default_lr(settings)
-    if "lr" in settings.given:
+    if "lr" in settings.explicit:
         whose = "by --lr"
     elif checkpoint:
         whose = "as in the checkpoint"
@@ -108,7 +108,7 @@ def describe_lr(settings: flags.Resolved, checkpoint: states.Checkpoint | None) 
     return f"{settings.lr:g} at its peak, {settings.lr_scheduler}{warmup}; {whose}"
 
 
-def describe_techniques(settings: flags.Resolved, model: transformers.PreTrainedModel, device_type: str) -> str:
+def describe_techniques(settings: flags.Settings, model: transformers.PreTrainedModel, device_type: str) -> str:
     mode = "compiled" if settings.compile else "eager"
     attention = models.describe_attention(settings, model.config, device_type)
     if settings.document_mask:

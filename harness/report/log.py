@@ -38,7 +38,7 @@ from harness.report.summary import describe_held_out, describe_skipped, print_sa
 from harness.report.trackers import Tracker
 
 
-def open_trackers(settings: flags.Settings, folder: pathlib.Path) -> list[Tracker]:
+def open_trackers(settings: flags.Args, folder: pathlib.Path) -> list[Tracker]:
     """The trackers of a run and its Prometheus endpoint, on rank 0; empty on the others. Every rank calls this, before
     anything is loaded, as a tracker that cannot work is an error now and not at the first log line.
 
@@ -70,7 +70,7 @@ class Log(contextlib.AbstractContextManager):
 
     def __init__(
         self,
-        settings: flags.Resolved,
+        settings: flags.Settings,
         state: states.TrainState,
         data: Any,
         folder: pathlib.Path,

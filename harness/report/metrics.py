@@ -114,7 +114,7 @@ def with_run_times(speed: dict[str, float], state: states.TrainState) -> dict[st
 # ---- Gates -----------------------------------------------------------------------------------------------------------
 
 
-def check_measurable(settings: flags.Settings, device: torch.device, peak_tflops: float | None) -> None:
+def check_measurable(settings: flags.Args, device: torch.device, peak_tflops: float | None) -> None:
     """Raises UserError for a gate or a record of something that this machine does not measure. `peak_tflops` is the
     device's, None where it is not known."""
     if settings.min_mfu and not peak_tflops:
@@ -124,7 +124,7 @@ def check_measurable(settings: flags.Settings, device: torch.device, peak_tflops
             raise base.UserError(f"{flag}: memory is measured on a GPU only; leave it out")
 
 
-def check_gates(settings: flags.Resolved, metrics: dict) -> None:
+def check_gates(settings: flags.Settings, metrics: dict) -> None:
     """Raises UserError with exit code 3 when a figure of the last line missed its gate."""
     missed = []
     mfu, reserved = metrics.get("mfu_percent"), metrics.get("peak_memory_reserved")

@@ -21,7 +21,7 @@ class Prometheus(Tracker):
 
     name = "prometheus"
 
-    def __init__(self, settings: flags.Settings, folder: pathlib.Path):
+    def __init__(self, settings: flags.Args, folder: pathlib.Path):
         """Listens on --metrics-port."""
         from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 

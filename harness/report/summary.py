@@ -51,7 +51,7 @@ def print_samples(samples: list[dict[str, Any]]) -> None:
 
 
 @contextlib.contextmanager
-def json_alone(settings: flags.Settings) -> Iterator[TextIO]:
+def json_alone(settings: flags.Args) -> Iterator[TextIO]:
     """Yields stdout. Inside, with --json, all that is printed goes to stderr: one object is alone on stdout."""
     stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr) if settings.json else contextlib.nullcontext():
@@ -59,7 +59,7 @@ def json_alone(settings: flags.Settings) -> Iterator[TextIO]:
 
 
 def print_evaluation(
-    settings: flags.Resolved,
+    settings: flags.Settings,
     data: Any,
     state: states.TrainState | None,
     losses: dict[str, float],
@@ -157,7 +157,7 @@ def describe_training(metrics: dict, state: states.TrainState, seconds: float) -
     return f"{words}, {held_out}" if held_out else words
 
 
-def next_commands(settings: flags.Resolved, folder: pathlib.Path, step: int, metrics: dict) -> str:
+def next_commands(settings: flags.Settings, folder: pathlib.Path, step: int, metrics: dict) -> str:
     """What can be done with what this run left after `step`, as commands to paste: go on, and export. `metrics` are the
     figures of its last line."""
     launcher, newest = job.launcher(), base.newest_checkpoint(folder)
@@ -183,7 +183,7 @@ def next_commands(settings: flags.Resolved, folder: pathlib.Path, step: int, met
 
 
 def describe_stop(
-    settings: flags.Resolved, folder: pathlib.Path, step: int, signal: str, saved_in: pathlib.Path | None
+    settings: flags.Settings, folder: pathlib.Path, step: int, signal: str, saved_in: pathlib.Path | None
 ) -> str:
     """The last lines of a run that a signal ended after `step`. `signal` is empty where another rank got it, `saved_in`
     the folder of its checkpoints, None where the step could not be saved."""

@@ -34,7 +34,7 @@ OTHER_WEIGHTS = ("quantization_config", "transformers_weights")  # say how the s
 # ---- The folder ------------------------------------------------------------------------------------------------------
 
 
-def check_export(settings: flags.Settings, checkpoint: Checkpoint | None, folder: pathlib.Path | None) -> None:
+def check_export(settings: flags.Args, checkpoint: Checkpoint | None, folder: pathlib.Path | None) -> None:
     """Every rank calls this before anything is trained.
 
     Args:
@@ -50,7 +50,7 @@ def check_export(settings: flags.Settings, checkpoint: Checkpoint | None, folder
     base.broadcast_from_rank_0(lambda: check_place(settings, run_id))
 
 
-def check_place(settings: flags.Settings, run_id: str | None) -> None:
+def check_place(settings: flags.Args, run_id: str | None) -> None:
     """`check_export` of the run `run_id`, which is None for a new one."""
     final = folder_of(settings)
     try:
@@ -69,7 +69,7 @@ def check_place(settings: flags.Settings, run_id: str | None) -> None:
         raise base.UserError(f"--export: {settings.export} holds the export of another run; {advice}")
 
 
-def folder_of(settings: flags.Settings) -> pathlib.Path:
+def folder_of(settings: flags.Args) -> pathlib.Path:
     """The folder of --export, by a path that ends in its name: that of `.` is the current folder's."""
     return pathlib.Path(os.path.abspath(os.path.expanduser(settings.export)))
 
@@ -86,7 +86,7 @@ def header_of_export(folder: pathlib.Path) -> dict[str, str]:
     return {}
 
 
-def trained_on(settings: flags.Resolved, record: data.DataRecord | None) -> list[dict[str, Any]]:
+def trained_on(settings: flags.Settings, record: data.DataRecord | None) -> list[dict[str, Any]]:
     """The rules of the sources that weights were trained on, as far as they are known: by the run of `record`, and by
     that whose export they began with. Every rank calls this."""
     sources = [*record.removed.values(), *record.sources.values()] if record else []
@@ -96,14 +96,14 @@ def trained_on(settings: flags.Resolved, record: data.DataRecord | None) -> list
     return sources
 
 
-def checksum_of_command(settings: flags.Settings) -> str:
+def checksum_of_command(settings: flags.Args) -> str:
     """Tells commands apart by the flags that were given; their values, such as paths, are nothing to publish."""
-    given = json.dumps(dict(settings.given), sort_keys=True, default=str)
+    given = json.dumps(dict(settings.explicit), sort_keys=True, default=str)
     return hashlib.sha256(given.encode()).hexdigest()[:20]
 
 
 def export(
-    settings: flags.Resolved,
+    settings: flags.Settings,
     state: TrainState,
     tokenizer: PreTrainedTokenizerBase | None,
     ends: list[int],
@@ -165,17 +165,17 @@ def replace_folder(final: pathlib.Path, new: pathlib.Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def exports_adapters(settings: flags.Resolved) -> bool:
+def exports_adapters(settings: flags.Settings) -> bool:
     """Whether an export has the adapters alone."""
     return settings.lora_rank > 0 and settings.export_weights != "merged"
 
 
-def exported_tensors(settings: flags.Resolved, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def exported_tensors(settings: flags.Settings, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors that an export is made of: of adapters merged into a model, both."""
     return saved_tensors(model) if exports_adapters(settings) else persistent_tensors(model)
 
 
-def export_bytes(settings: flags.Resolved, model: PreTrainedModel) -> int:
+def export_bytes(settings: flags.Settings, model: PreTrainedModel) -> int:
     """The size of the weights that --export writes, in bytes, of all ranks."""
     tensors = exported_tensors(settings, model)
     if not exports_adapters(settings):
@@ -185,13 +185,13 @@ def export_bytes(settings: flags.Resolved, model: PreTrainedModel) -> int:
 
 def write_weights(
     folder: pathlib.Path,
-    settings: flags.Resolved,
+    settings: flags.Settings,
     state: TrainState,
     trained_on: list[dict[str, Any]],
     on_rank_0: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Writes the weights under the names that they have on the hub, into one file of at most MAX_SINGLE_FILE_BYTES, else
-    into a file for each decoder layer and one for what is in none: no rank ever holds the model. A file's
+    """Writes the weights under the names that they have on the hub, into one file of at most MAX_SINGLE_FILE_BYTES,
+    else into a file for each decoder layer and one for what is in none: no rank ever holds the model. A file's
     header has the run's id, the step, and checksums of the command and of what was trained on. Adapters alone are one
     file, by peft's names. Every rank calls this."""
     from safetensors.torch import save_file
@@ -252,7 +252,7 @@ def gather(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def write_configs(
     folder: pathlib.Path,
-    settings: flags.Resolved,
+    settings: flags.Settings,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     ends: list[int],
@@ -291,7 +291,7 @@ def model_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
 
 
 def generation_config(
-    settings: flags.Resolved, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, ends: list[int]
+    settings: flags.Settings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, ends: list[int]
 ) -> dict:
     """The generation config of an export: that of the source of the weights, or, where they began at random, the
     model's own with the tokens of the tokenizer. What ended documents, or answers of a chat, in training ends a text

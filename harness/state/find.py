@@ -37,7 +37,7 @@ def find_checkpoint(resume: str, folder: pathlib.Path | None) -> Checkpoint | No
 
 
 def load_for_inference(
-    settings: flags.Resolved, state: TrainState, config: PretrainedConfig, checkpoint: Checkpoint
+    settings: flags.Settings, state: TrainState, config: PretrainedConfig, checkpoint: Checkpoint
 ) -> Checkpoint:
     """Loads a checkpoint for what trains nothing, or with --average-checkpoints the mean of the newest ones up to it;
     returns the one that was loaded. A run that goes on may remove it meanwhile: then the next newest one of that run
@@ -59,7 +59,7 @@ def load_for_inference(
     return checkpoint
 
 
-def load_mean(settings: flags.Resolved, state: TrainState, config: PretrainedConfig, newest: pathlib.Path) -> None:
+def load_mean(settings: flags.Settings, state: TrainState, config: PretrainedConfig, newest: pathlib.Path) -> None:
     """Loads the mean of the weights of a run's newest --average-checkpoints complete checkpoints, summed in fp32, the
     same on any number of ranks. Every rank calls this.
 
@@ -146,7 +146,7 @@ def damage_of_file(checkpoint: pathlib.Path, name: str, size: int, checksum: str
     return "" if sha256(checkpoint / name) == checksum else f"{name} has changed"
 
 
-def find_recorded_data(settings: flags.Settings, checkpoint: Checkpoint | None) -> dict | None:
+def find_recorded_data(settings: flags.Args, checkpoint: Checkpoint | None) -> dict | None:
     """What a run recorded of its data, as a checkpoint's manifest has it: in the `checkpoint` of --resume, or in the
     config.json of --run-name or --config. None where they name no run."""
     if checkpoint:
@@ -170,7 +170,7 @@ def resumes_same_run(checkpoint: Checkpoint | None, folder: pathlib.Path) -> boo
     )
 
 
-def refuse_broken(settings: flags.Resolved, state: TrainState, checkpoint: Checkpoint | None) -> None:
+def refuse_broken(settings: flags.Settings, state: TrainState, checkpoint: Checkpoint | None) -> None:
     """Every rank calls this before anything is done with weights that may have been loaded.
 
     Raises:

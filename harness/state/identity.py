@@ -27,7 +27,7 @@ ADVICE = "a resumed run must have the same; to train on from these weights start
 
 
 def describe_identity(
-    settings: flag_rules.Resolved,
+    settings: flag_rules.Settings,
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     data: corpora.TrainingData,
@@ -47,7 +47,7 @@ def describe_identity(
     }
 
 
-def digest_of_base(settings: flag_rules.Resolved, config: PretrainedConfig) -> str | None:
+def digest_of_base(settings: flag_rules.Settings, config: PretrainedConfig) -> str | None:
     """The checksum of the frozen weights that adapters are trained for; None where the model itself is trained. Each
     rank reads them for itself: what has to be fetched first would take longer than the others wait for one."""
     if not settings.lora_rank:
@@ -64,7 +64,7 @@ def as_json(values: dict) -> dict:
 
 
 def check_resume(
-    settings: flag_rules.Resolved,
+    settings: flag_rules.Settings,
     config: PretrainedConfig,
     identity: dict,
     data: corpora.TrainingData,
@@ -110,7 +110,7 @@ def check_same_model(config: PretrainedConfig, manifest: dict) -> None:
             refuse(f"--model: {name}", value, now[name])
 
 
-def check_same_weights(settings: flag_rules.Resolved, config: PretrainedConfig, manifest: dict | None) -> None:
+def check_same_weights(settings: flag_rules.Settings, config: PretrainedConfig, manifest: dict | None) -> None:
     """Raises a UserError where the weights of a checkpoint, if there is one, are not those of this model, or are
     adapters of another base. Every rank calls this."""
     if manifest:
@@ -118,7 +118,7 @@ def check_same_weights(settings: flag_rules.Resolved, config: PretrainedConfig, 
         check_same_base(settings, digest_of_base(settings, config), manifest)
 
 
-def check_same_base(settings: flag_rules.Resolved, digest: str | None, manifest: dict) -> None:
+def check_same_base(settings: flag_rules.Settings, digest: str | None, manifest: dict) -> None:
     """Raises a UserError where the adapters of a checkpoint are others, or for other weights than those of `digest`."""
     refuse_changed(settings, manifest, ("lora_rank", "lora_alpha", "lora_targets"))
     if digest != manifest["base"]:
@@ -126,7 +126,7 @@ def check_same_base(settings: flag_rules.Resolved, digest: str | None, manifest:
         raise base.UserError(f"--model {settings.model}: {problem}; give the model as it was")
 
 
-def check_data(settings: flag_rules.Resolved, now: corpora.DataRecord, manifest: dict) -> list[str]:
+def check_data(settings: flag_rules.Settings, now: corpora.DataRecord, manifest: dict) -> list[str]:
     """What changed of the mixture, in words. Raises a UserError for a source that is not what it was at the checkpoint,
     or when it was removed."""
     before = corpora.renamed(corpora.read_record(manifest), now.sources)
@@ -140,7 +140,7 @@ def check_data(settings: flag_rules.Resolved, now: corpora.DataRecord, manifest:
     return corpora.describe_changes(before, now, manifest["samples"])
 
 
-def check_same_corpus(settings: flag_rules.Resolved, now: corpora.DataRecord, manifest: dict) -> None:
+def check_same_corpus(settings: flag_rules.Settings, now: corpora.DataRecord, manifest: dict) -> None:
     """Raises a UserError where the corpus of a run's own evaluation is not what the run read, so that what it held out
     cannot be told."""
     before = corpora.renamed(corpora.read_record(manifest), now.sources)
@@ -163,7 +163,7 @@ def differences(known: dict[str, dict], now: corpora.DataRecord) -> Iterator[tup
                 yield name, key.replace("_", " ")
 
 
-def refuse_changed(settings: flag_rules.Resolved, manifest: dict, names: Iterable[str]) -> None:
+def refuse_changed(settings: flag_rules.Settings, manifest: dict, names: Iterable[str]) -> None:
     """Raises a UserError for the first of some flags that is not what it was; returns where all are."""
     now = as_json(dataclasses.asdict(settings))
     for name in names:
@@ -198,7 +198,7 @@ def asked_batch(given: Mapping[str, Any]) -> tuple[int | str, int]:
 class Batch(NamedTuple):
     size: int  # sequences per rank and microbatch
     accumulation: int  # microbatches
-    given: Mapping[str, Any]  # the flags that count as given
+    explicit: Mapping[str, Any]  # the flags that count as typed
 
 
 def keep_global_batch(asked: Batch, manifest: dict) -> Batch:
@@ -210,15 +210,15 @@ def keep_global_batch(asked: Batch, manifest: dict) -> Batch:
         UserError: these ranks cannot share the global batch.
     """
     flags, given, world = manifest["flags"], manifest["given"], dist.get_world_size()
-    if asked.given.keys() & {*BATCH_FLAGS}:
-        if asked_batch(asked.given) != asked_batch(given):
+    if asked.explicit.keys() & {*BATCH_FLAGS}:
+        if asked_batch(asked.explicit) != asked_batch(given):
             return asked
         size = asked.size  # as given; of "auto" what fits here
     else:
         given_size, _ = asked_batch(given)
         size = given_size if isinstance(given_size, int) else flags["batch_size"]
         kept = {name: given[name] for name in BATCH_FLAGS if name in given}
-        asked = asked._replace(given={**asked.given, **kept})
+        asked = asked._replace(explicit={**asked.explicit, **kept})
     sequences = global_batch(flags, manifest["world_size"])
     fitting = [divisor for divisor in range(1, size + 1) if sequences % (world * divisor) == 0]
     if not fitting:
@@ -231,7 +231,7 @@ def keep_global_batch(asked: Batch, manifest: dict) -> Batch:
     return asked._replace(size=fitting[-1], accumulation=sequences_per_rank // fitting[-1])
 
 
-def count_eval_windows(settings: flag_rules.Settings, batch_size: int, manifest: dict | None) -> int:
+def count_eval_windows(settings: flag_rules.Args, batch_size: int, manifest: dict | None) -> int:
     """The held-out windows that --eval-steps are on these ranks, 0 without it; a run that goes on with its --eval-steps
     takes those that it took before."""
     if not settings.eval_steps or settings.eval_windows:  # those of a checkpoint that is evaluated are known

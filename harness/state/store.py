@@ -34,7 +34,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        settings: flags.Resolved,
+        settings: flags.Settings,
         folder: pathlib.Path,
         identity: dict,
         device: torch.device,
@@ -142,7 +142,10 @@ class Checkpoints:
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self.device)  # CUDA reports an error again at the next launch: not at the run's
             return None
-        return {name: dtensor_like(t, copies[name]) if isinstance(t, DTensor) else copies[name] for name, t in tensors.items()}
+        return {
+            name: dtensor_like(t, copies[name]) if isinstance(t, DTensor) else copies[name]
+            for name, t in tensors.items()
+        }
 
     def _together(self, work: Callable[[], Any], main_only: bool = False) -> tuple:
         """Does `work` on every rank, or with `main_only` on rank 0. Returns the results of all ranks; where it fails on

@@ -14,7 +14,7 @@ from conftest import STORIES, forked, metrics_of, parse, train, words
 from transformers import AutoTokenizer
 
 from harness import base
-from harness.base import UserError, of_all_ranks
+from harness.base import UserError, all_gather_objects
 from harness.data import contents, corpora, sources
 from harness.data.files import DataFile, find_files
 from harness.data.stream import Stream
@@ -79,7 +79,7 @@ def report_of_ranks(act) -> None:
         found = act()
     except UserError as error:
         found = f"error: {error}"
-    everyone = of_all_ranks(found)
+    everyone = all_gather_objects(found)
     if dist.get_rank() == 0:
         print(json.dumps(everyone), flush=True)
 

@@ -13,7 +13,7 @@ from conftest import ROOT, cold_python, parse, words
 
 from harness import flags
 from harness.flags.parser import EXAMPLES
-from harness.flags.settings import FLAGS, Settings
+from harness.flags.settings import FLAGS, Args
 from harness.flags.sources import Source, sources_of
 
 
@@ -70,7 +70,7 @@ def test_flags_beside_demo_win_wherever_they_stand():
     for argv in (["--demo", "--num-steps", "3", "--lr", "1"], ["--num-steps", "3", "--lr", "1", "--demo"]):
         settings = parse(argv)
         assert (settings.num_steps, settings.lr, settings.model, settings.dataset) == (3, 1, "demo", "demo")
-        assert settings.given == {"demo": True, "num_steps": 3, "lr": 1}
+        assert settings.explicit == {"demo": True, "num_steps": 3, "lr": 1}
 
 
 def test_of_a_flag_given_twice_the_last_counts_and_every_prompt_is_kept(toml):
@@ -99,8 +99,8 @@ def test_what_was_given_is_a_command_line_again():
     every_kind = "--dataset a=x.jsonl:0.7 b=y.jsonl:0.3 --mixture-stage 0.5:a=1 --mixture-stage 0.8:b=1 --no-compile"
     every_kind += " --document-mask --betas 0.8 0.9 --lr 1e-3 --num-tokens 20e9 --sample-prompt=-a --sample-prompt b"
     settings = parse(words(every_kind + " --plan-gpus 8,64 --plan --run-name=-r"))
-    assert parse(flags.as_words(settings.given)) == settings
-    again = flags.shell_command("python x.py", settings.given, lr=1, compile=True)
+    assert parse(flags.as_words(settings.explicit)) == settings
+    again = flags.shell_command("python x.py", settings.explicit, lr=1, compile=True)
     assert again.startswith("python x.py --dataset a=x.jsonl") and "--compile" in again.split()
 
 
@@ -108,13 +108,13 @@ def test_an_evaluation_has_the_flags_of_its_checkpoint_that_shape_the_loss(tmp_p
     """Those of the text too, unless another text is named."""
     of_text = {"dataset_split": "train[:90%]", "text_field": "body", "skip_bad_records": True, "seed": 7}
     of_model = {"sequence_length": 96, "document_mask": True, "precision": "fp32", "tokenizer": str(tmp_path)}
-    recorded = flags.record_flags(Settings())["flags"] | {"dataset": str(tmp_path), "eval_split": "test"}
+    recorded = flags.record_flags(Args())["flags"] | {"dataset": str(tmp_path), "eval_split": "test"}
     checkpoint = write_checkpoint(tmp_path / "run", 2, flags=recorded | of_text | of_model)
     run = ["--num-steps", "0", "--eval-interval", "1", "--resume", checkpoint]
     same, other = (vars(parse([*run, *text.split()])) for text in ("", f"--dataset {ROOT}/README.md"))
     assert same.items() >= (of_text | of_model | {"eval_split": "test"}).items()
     assert other.items() >= of_model.items()
-    assert (other["text_field"], other["eval_split"], other["seed"]) == (Settings().text_field, None, Settings().seed)
+    assert (other["text_field"], other["eval_split"], other["seed"]) == (Args().text_field, None, Args().seed)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

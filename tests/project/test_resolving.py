@@ -1,4 +1,4 @@
-"""Settings are given, then resolved once."""
+"""Args are given, then resolved once."""
 
 import ast
 import dataclasses
@@ -7,7 +7,7 @@ import re
 import pytest
 from conftest import ROOT, parse, words
 
-from harness.flags import Resolved
+from harness.flags import Settings
 from harness.model import load_config
 from harness.resolving import resolve
 
@@ -24,7 +24,7 @@ RUNS = [
 ]
 
 
-def resolved(flags: str) -> Resolved:
+def resolved(flags: str) -> Settings:
     """As a run on one rank has it; of auto batches the second smallest fits."""
     settings = parse(words(flags))
     return resolve(settings, load_config(settings.model), lambda known: 2 * known.batch_size_multiple())
@@ -33,7 +33,7 @@ def resolved(flags: str) -> Resolved:
 @pytest.mark.parametrize("flags", RUNS)
 def test_nothing_of_what_is_resolved_waits_to_be_decided(flags, device):
     settings = resolved(flags)
-    decided = {name: getattr(settings, name) for name in Resolved.__annotations__}
+    decided = {name: getattr(settings, name) for name in Settings.__annotations__}
     assert [name for name, value in decided.items() if value is None] == []
     assert [name for name, value in vars(settings).items() if value == "auto" and name != "resume"] == []
     assert settings.batch_size % settings.batch_size_multiple() == 0
@@ -43,7 +43,7 @@ def test_a_plan_resolves_as_the_run_does(device):
     flags = "--model demo --precision fp32 --no-compile --sequence-length 64 --eval-interval 5 --batch-size"
     for size in ("2", "auto"):
         run, plan = resolved(f"{flags} {size} --plan-gpu B200"), resolved(f"--plan {flags} {size} --plan-gpu B200")
-        assert dataclasses.replace(plan, plan=False, given=run.given) == run
+        assert dataclasses.replace(plan, plan=False, explicit=run.explicit) == run
 
 
 def test_what_was_resolved_stays_as_it_is_and_nothing_else_returns_settings():
@@ -53,7 +53,7 @@ def test_what_was_resolved_stays_as_it_is_and_nothing_else_returns_settings():
     for path in [ROOT / "train_fsdp.py", ROOT / "utils.py", *(ROOT / "harness").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             returns = ast.unparse(node.returns) if isinstance(node, ast.FunctionDef) and node.returns else ""
-            if re.search(r"\b(Settings|Resolved)\b", returns):
+            if re.search(r"\b(Args|Settings)\b", returns):
                 returning.add(node.name)
     # of a command line, of flags that were given; and a plan with the batch that it found
     assert returning == {"begin", "parse_args", "complete", "resolve", "make_plan"}

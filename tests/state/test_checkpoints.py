@@ -390,9 +390,9 @@ def test_a_save_is_in_no_figure_of_speed(run, tmp_path, monkeypatch):
 
 @needs_stager
 def test_a_save_under_way_keeps_its_values_and_the_next_one_is_skipped(run, finished, tmp_path, monkeypatch, capsys):
-    save, say, skipped = store.dcp.save, job.print0, threading.Event()
+    save, print0, skipped = store.dcp.save, job.print0, threading.Event()
     monkeypatch.setattr(store.dcp, "save", lambda *args, **to: skipped.wait(300) and save(*args, **to))
-    monkeypatch.setattr(job, "say", lambda *text: skipped.set() if text[0].startswith("skipped") else say(*text))
+    monkeypatch.setattr(job, "print0", lambda *text: skipped.set() if text[0].startswith("skipped") else print0(*text))
     run("r", "--checkpoint-interval", 2, "--keep-checkpoints", 9)
     assert names(tmp_path / "r") == checkpoint_names(2, 6)
     assert "training paused for" in capsys.readouterr().out

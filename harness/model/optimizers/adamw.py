@@ -94,7 +94,7 @@ def update(
         tensor.copy_(new if skip is None else torch.where(skip > 0, tensor.float(), new))
 
 
-def build(groups: list[dict], settings: flags.Resolved) -> AdamW:
+def build(groups: list[dict], settings: flags.Settings) -> AdamW:
     return AdamW(groups, lr=settings.lr, betas=settings.betas)
 
 

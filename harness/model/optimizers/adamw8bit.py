@@ -10,7 +10,7 @@ from harness import flags
 from harness.model.optimization import OptimizerKind, local
 
 
-def build(groups: list[dict], settings: flags.Resolved) -> torch.optim.Optimizer:
+def build(groups: list[dict], settings: flags.Settings) -> torch.optim.Optimizer:
     return adamw8bit()(groups, lr=settings.lr, betas=settings.betas)
 
 

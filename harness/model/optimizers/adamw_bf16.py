@@ -8,7 +8,7 @@ from harness.model.optimization import OptimizerKind
 from harness.model.optimizers.adamw import AdamW, update
 
 
-def build(groups: list[dict], settings: flags.Resolved) -> AdamW:
+def build(groups: list[dict], settings: flags.Settings) -> AdamW:
     one = torch.compile(update) if settings.compile else update
     return AdamW(groups, torch.bfloat16, one, lr=settings.lr, betas=settings.betas)
 

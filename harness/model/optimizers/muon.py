@@ -22,7 +22,7 @@ MOMENTUM = 0.95
 class Muon(AdamW):
     """A group with `matrices` is updated by Muon, any other by AdamW."""
 
-    def __init__(self, groups: list[dict], settings: flags.Resolved):
+    def __init__(self, groups: list[dict], settings: flags.Settings):
         self.ranks: Ranks | None = None  # since the first step
         super().__init__(groups, lr=settings.lr, betas=settings.betas)
 
@@ -85,7 +85,7 @@ def scale_of_update(size: tuple[int, int]) -> float:
     return 0.2 * max(size) ** 0.5
 
 
-def groups(model: nn.Module, settings: flags.Resolved) -> list[dict]:
+def groups(model: nn.Module, settings: flags.Settings) -> list[dict]:
     """The parameters that are matrices in a first group, with `matrices`; the others as AdamW groups them."""
     weights = [weight for weight in matrix_weights(model).values() if weight.parameter.requires_grad]
     first = {"params": [weight.parameter for weight in weights], "matrices": weights}

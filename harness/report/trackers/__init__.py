@@ -17,7 +17,7 @@ class Tracker:
 
     name = ""  # as --log-with has it
 
-    def __init__(self, settings: flags.Settings, folder: pathlib.Path):
+    def __init__(self, settings: flags.Args, folder: pathlib.Path):
         """Before anything is loaded. `folder` is the run's, in which alone a tracker may write.
 
         Raises:

@@ -18,7 +18,7 @@ class Tensorboard(Tracker):
 
     name = "tensorboard"
 
-    def __init__(self, settings: flags.Settings, folder: pathlib.Path):
+    def __init__(self, settings: flags.Args, folder: pathlib.Path):
         import tensorboard  # noqa: F401 - that it is there
 
         self.folder = folder

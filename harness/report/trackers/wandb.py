@@ -17,7 +17,7 @@ class Wandb(Tracker):
 
     name = "wandb"
 
-    def __init__(self, settings: flags.Settings, folder: pathlib.Path):
+    def __init__(self, settings: flags.Args, folder: pathlib.Path):
         import wandb
 
         self.settings, self.folder = settings, folder
