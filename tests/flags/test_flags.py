@@ -129,7 +129,7 @@ def test_a_file_sets_flags_of_every_kind_and_the_command_line_wins(toml):
         read = parse(argv)
         assert dataclasses.replace(read, config=None) == parse(wanted.split())
     assert parse([*toml("plan-gpus = [8, 64]"), "--plan"]).plan_gpus == (8, 64)
-    assert parse([*toml("num-steps = 3"), "--num-tokens", "32"]).given.keys() == {"num_tokens"}  # instead of it
+    assert parse([*toml("num-steps = 3"), "--num-tokens", "32"]).explicit.keys() == {"num_tokens"}  # instead of it
     mixture = parse(toml('dataset = ["web=x:0.7", "y:0.3"]\nmixture-stage = ["0.5:y=1", "0.8:web=1"]'))
     assert (mixture.dataset, mixture.mixture_stage) == (("web=x:0.7", "y:0.3"), ("0.5:y=1", "0.8:web=1"))
 

@@ -117,7 +117,7 @@ def test_one_that_fails_or_hangs_keeps_nobody(monkeypatch):
     monkeypatch.setattr(endings, "LISTENERS", [lambda code: 1 / 0, lambda code: never.wait(), heard.append])
     monkeypatch.setattr(endings, "ENDING", [])
     start = time.monotonic()
-    endings.announce(1, patience=0.5)
+    endings.announce(1, timeout=0.5)
     assert heard == [1]
     assert time.monotonic() - start < 30
     never.set()

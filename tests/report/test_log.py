@@ -317,7 +317,7 @@ def test_ctrl_c_leaves_the_page(disturbed, monkeypatch):
     monkeypatch.setattr(endings, "ENDING", [])
 
     def interrupt():  # what the thread that reads signals does before it ends the process
-        endings.announce(130, patience=60)
+        endings.announce(130, timeout=60)
         pages.append((disturbed.folder / "report.html").read_text())
         endings.ENDING.clear()
 
