@@ -31,7 +31,7 @@ def exit_with_parent() -> None:
         threading.Thread(target=watch, args=(int(os.environ[RUN]),), daemon=True).start()
 
 
-def start_plan(settings: flags.Settings, batch_size: int | str) -> subprocess.Popen:
+def start_plan(settings: flags.Settings, batch_size: int | str | None = None) -> subprocess.Popen:
     """Plan this run in another process, which sees no GPU and gives way to the training."""
     resolved: dict[str, Any] = {
         "plan": True,
@@ -41,7 +41,7 @@ def start_plan(settings: flags.Settings, batch_size: int | str) -> subprocess.Po
         "plan_gpu": settings.plan_gpu or torch.cuda.get_device_name(),
         "gpus_per_node": os.environ.get("LOCAL_WORLD_SIZE", settings.gpus_per_node),
         "compile": settings.compile,
-        "batch_size": batch_size,
+        "batch_size": batch_size or settings.batch_size,
     }
     for name in ("precision", "fp8_recipe", "fp8_emulate", "gradient_accumulation_steps"):
         if getattr(settings, name):  # a checkpoint may have decided it
@@ -98,7 +98,7 @@ def planning_in_background(
     if dist.get_rank() or not settings.own_plan or not has_gpu or steps_left <= 0:
         yield None
         return
-    process = start_plan(settings, settings.batch_size)
+    process = start_plan(settings)
     try:
         yield process
     finally:
