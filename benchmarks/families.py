@@ -121,7 +121,10 @@ def flops_on_real_tensors(config) -> float:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # it does not see into a grouped matmul
     tokens = torch.randint(1, 500, (1, SEQUENCE), generator=torch.Generator().manual_seed(0))
-    with FlopCounterMode(display=False, custom_mapping=models.MENDED) as counter, sdpa_kernel(SDPBackend.MATH):
+    with (
+        FlopCounterMode(display=False, custom_mapping=models.CORRECTED_FORMULAS) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     return counter.get_total_flops() / SEQUENCE
 

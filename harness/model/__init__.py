@@ -10,7 +10,7 @@ from harness.model.collectives import alias_unsharded_params, fsdp_group, make_r
 from harness.model.configs import choose_sequence_length, find_source, load_config, read_generation_config
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
-from harness.model.flops import MENDED, computes_every_score, count_flops, eager_on_meta, known_flops
+from harness.model.flops import CORRECTED_FORMULAS, computes_every_score, count_flops, eager_on_meta, known_flops
 from harness.model.lora import (
     adapter_injector,
     describe_adapters,
@@ -42,7 +42,7 @@ from harness.model.verify import verify_sharding
 from harness.model.weights import as_in_checkpoint, check_room, decoder_layers, layer_period, materialize, on_meta
 
 __all__ = [
-    "MENDED",
+    "CORRECTED_FORMULAS",
     "PretrainedWeights",
     "StepLoss",
     "adapt_forward",

@@ -67,7 +67,7 @@ def count_flops(model: nn.Module, tokens: int) -> int:
             kernels.
     """
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    counter = FlopCounterMode(display=False, custom_mapping=MENDED)
+    counter = FlopCounterMode(display=False, custom_mapping=CORRECTED_FORMULAS)
     try:
         with (
             without_packing_detection(),
@@ -114,4 +114,4 @@ def bmm_flops(first: torch.Size, second: torch.Size, *_: object, **__: object) -
     return 0 if is_rotary else bmm_flop(first, second)
 
 
-MENDED = {torch.ops.aten.convolution_backward: convolution_backward_flops, torch.ops.aten.bmm: bmm_flops}
+CORRECTED_FORMULAS = {torch.ops.aten.convolution_backward: convolution_backward_flops, torch.ops.aten.bmm: bmm_flops}
