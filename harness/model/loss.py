@@ -54,7 +54,7 @@ def chosen_terms(settings: flags.Settings) -> dict[str, Term]:
     return terms
 
 
-def values_of(terms: dict[str, Term], logits: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+def term_values(terms: dict[str, Term], logits: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: term(logits, target) for name, term in terms.items()}
 
 
@@ -79,7 +79,7 @@ def loss_and_gradient(
     if terms:
 
         def summed(logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            values = values_of(terms, logits, target)
+            values = term_values(terms, logits, target)
             return torch.stack([value.sum() for value in values.values()]).sum(), values
 
         gradient_of_terms, values = torch.func.grad(summed, has_aux=True)(logits.float())
@@ -151,11 +151,11 @@ def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_: object, **__: obje
     return total / (labels != IGNORE_INDEX).sum().clamp(min=1)
 
 
-def means_of(terms: dict[str, Term], logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+def term_means(terms: dict[str, Term], logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
     """The means of the terms over the labels that count, of logits (batch, seq, vocab) and labels (batch, seq)."""
     counted = (labels != IGNORE_INDEX).flatten()
     share = counted / counted.sum().clamp(min=1)
-    values = values_of(terms, logits.flatten(0, 1).float(), labels.flatten().clamp(min=0).unsqueeze(1))
+    values = term_values(terms, logits.flatten(0, 1).float(), labels.flatten().clamp(min=0).unsqueeze(1))
     return {name: value.dot(share) for name, value in values.items()}
 
 
@@ -257,7 +257,7 @@ def keep_logits(model: Any, terms: dict[str, Term]) -> None:
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         mean = full_loss(logits, labels)
-        means = means_of(terms, logits, labels) if terms and logits.requires_grad else {}
+        means = term_means(terms, logits, labels) if terms and logits.requires_grad else {}
         model.loss_terms = {name: term.detach() for name, term in means.items()}
         for term in means.values():
             mean = mean + (term - term.detach())  # for the gradient; the loss stays what it is
