@@ -21,7 +21,7 @@ def loss_without_data(model: nn.Module) -> float:
     tokens = (torch.arange(TOKENS, device=device) * vocabulary // TOKENS)[None]
     with evaluating(model), torch.compiler.set_stance("force_eager"):  # nothing is compiled for a shape that comes once
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    return mean_of_ranks(loss)
+    return mean_over_ranks(loss)
 
 
 def loss_and_norm(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict) -> tuple[float, float]:
@@ -38,10 +38,10 @@ def loss_and_norm(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dic
         loss.backward()
     norm = clip_grad_norm(optimizer, 0).item()
     optimizer.zero_grad()
-    return mean_of_ranks(loss), norm
+    return mean_over_ranks(loss), norm
 
 
-def mean_of_ranks(loss: torch.Tensor) -> float:
+def mean_over_ranks(loss: torch.Tensor) -> float:
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()

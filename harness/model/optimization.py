@@ -110,7 +110,7 @@ def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.T
         norm.square_()
         dist.all_reduce(norm, group=shards)
         norm.sqrt_()
-    norm = largest_of_replicas(norm, mesh)
+    norm = max_over_replicas(norm, mesh)
     if max_norm and hasattr(optimizer, "grad_scale"):
         optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1)
     elif max_norm:
@@ -118,7 +118,7 @@ def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.T
     return norm
 
 
-def largest_of_replicas(norm: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def max_over_replicas(norm: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The largest norm of all replicas, where NaN counts as infinite: a maximum of NaN is not defined everywhere.
 
     Replicas have the same gradients, unless something broke on one after they were reduced. That one alone would skip
