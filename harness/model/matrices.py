@@ -32,7 +32,7 @@ class MatrixWeight:
         return self.parameter.shape
 
     @property
-    def is_of_experts(self) -> bool:
+    def is_expert_stack(self) -> bool:
         return len(self.shape) == 3
 
     @property
@@ -48,7 +48,7 @@ class MatrixWeight:
 
     def count(self) -> int:
         """How many matrices it is."""
-        return len(self.outputs) * (self.shape[0] if self.is_of_experts else 1)
+        return len(self.outputs) * (self.shape[0] if self.is_expert_stack else 1)
 
     def split(self, rows: torch.Tensor, first_row: int = 0) -> list[torch.Tensor]:
         """A view of each matrix in (..., rows, columns), the rows of such weights from `first_row` on."""
@@ -71,22 +71,22 @@ def matrix_weights(model: nn.Module) -> dict[str, MatrixWeight]:
     for module in decoder_layers(model).modules():
         for own_name, parameter in module.named_parameters(recurse=False):
             name = names[id(parameter)]
-            if name not in found and is_of_matrices(module, own_name, parameter):
+            if name not in found and holds_matrices(module, own_name, parameter):
                 is_transposed = is_stored_input_by_output(module, parameter)
                 outputs = parameter.shape[-1 if is_transposed else -2]
                 projection = name.split(".")[-2] if own_name == "weight" else own_name
-                parts = outputs_of_matrices(config, module, projection, outputs)
+                parts = matrix_outputs(config, module, projection, outputs)
                 found[name] = MatrixWeight(parameter, parts, is_transposed)
     return found
 
 
-def is_of_matrices(module: nn.Module, own_name: str, parameter: nn.Parameter) -> bool:
+def holds_matrices(module: nn.Module, own_name: str, parameter: nn.Parameter) -> bool:
     if parameter.dim() == 3:
         return not isinstance(module, nn.Conv1d) and "bias" not in own_name
     return parameter.dim() == 2 and own_name == "weight" and not isinstance(module, nn.Embedding)
 
 
-def outputs_of_matrices(
+def matrix_outputs(
     config: transformers.PretrainedConfig, module: nn.Module, projection: str, outputs: int
 ) -> tuple[range, ...]:
     """Which outputs of a projection belong to each of its matrices."""

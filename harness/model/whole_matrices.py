@@ -53,7 +53,7 @@ def deal(weights: Iterable[MatrixWeight], world: int) -> list[Batch]:
     return batches
 
 
-def rows_of_shard(length: int, shard: int, shards: int) -> range:
+def shard_rows(length: int, shard: int, shards: int) -> range:
     """The indices of dimension 0 that a shard has, as FSDP2 and torch.chunk divide it; the last ones may be empty."""
     size = -(-length // shards)
     return range(min(shard * size, length), min((shard + 1) * size, length))
@@ -74,7 +74,7 @@ class Ranks:
 
     def rows(self, weight: MatrixWeight) -> range:
         """The rows of a weight of two dimensions that this rank has."""
-        return rows_of_shard(weight.shape[0], self.shard, self.shards)
+        return shard_rows(weight.shape[0], self.shard, self.shards)
 
     def places(self, batch: Batch, replica: int) -> list[tuple[int, int, MatrixWeight]]:
         """(shard, slot, weight) of the weights that a replica's ranks own."""
@@ -86,7 +86,7 @@ class Ranks:
     def empty(self, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
         """For the most rows that a shard has, of each slot of this replica: (shards, slots, rows, columns)."""
         length, columns = batch.weight.shape
-        rows = len(rows_of_shard(length, 0, self.shards))
+        rows = len(shard_rows(length, 0, self.shards))
         return torch.empty(self.shards, batch.slots, rows, columns, dtype=dtype, device=self.device)
 
     def gather(self, batch: Batch, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
@@ -108,7 +108,7 @@ class Ranks:
         """Begins to bring results, shaped as `whole` gave them, back to the ranks that have their rows."""
         sent = self.empty(batch, whole.dtype)
         for shard, shard_buffer in enumerate(sent):
-            rows = rows_of_shard(batch.weight.shape[0], shard, self.shards)
+            rows = shard_rows(batch.weight.shape[0], shard, self.shards)
             shard_buffer[: len(whole), : len(rows)] = whole[:, rows.start : rows.stop]
         return self.exchange(sent)
 
@@ -153,10 +153,10 @@ class WholeUpdate:
 
     def run(self, weights: list[MatrixWeight]) -> None:
         """Updates all weights. Ranks have the same ones, so they deal alike."""
-        divided = [weight for weight in weights if not weight.is_of_experts]
+        divided = [weight for weight in weights if not weight.is_expert_stack]
         tasks = [self.update_batch(batch) for batch in deal(divided, self.ranks.replicas * self.ranks.shards)]
         for weight in weights:
-            if weight.is_of_experts:
+            if weight.is_expert_stack:
                 tasks += self.expert_tasks(weight)
         interleave(tasks)
 

@@ -90,9 +90,9 @@ def groups(model: nn.Module, settings: flags.Settings) -> list[dict]:
     weights = [weight for weight in matrix_weights(model).values() if weight.parameter.requires_grad]
     first = {"params": [weight.parameter for weight in weights], "matrices": weights}
     result = [first | {"lr": settings.lr, "weight_decay": settings.weight_decay}]
-    of_muon = {id(weight.parameter) for weight in weights}
+    muon_ids = {id(weight.parameter) for weight in weights}
     for group in decay_matrices(model, settings):
-        others = [parameter for parameter in group["params"] if id(parameter) not in of_muon]
+        others = [parameter for parameter in group["params"] if id(parameter) not in muon_ids]
         result.append(group | {"params": others, "lr": settings.adamw_lr or settings.lr})
     return result
 
@@ -108,8 +108,8 @@ def describe(model: nn.Module) -> str:
             matrices[short] += found[name].count()
         elif parameter.requires_grad:
             others[short] += 1
-    of_muon = f"{matrices.total():,} matrices ({', '.join(matrices)})"
-    return f"{of_muon}; adamw on {others.total():,} other parameters ({', '.join(others)})"
+    muon_part = f"{matrices.total():,} matrices ({', '.join(matrices)})"
+    return f"{muon_part}; adamw on {others.total():,} other parameters ({', '.join(others)})"
 
 
 OPTIMIZER = OptimizerKind(Muon, groups=groups, describe=describe)
