@@ -285,10 +285,10 @@ def fuse_loss(model: Any, terms: dict[str, Term], compiled: bool) -> None:
     if compiled:
         chunk_loss = torch.compile(chunk_loss)
 
-    inputs_of_head: list[torch.Tensor] = []  # of the last forward only
+    head_inputs: list[torch.Tensor] = []  # of the last forward only
 
     def hand_through(hidden: torch.Tensor) -> torch.Tensor:
-        inputs_of_head[:] = [hidden]
+        head_inputs[:] = [hidden]
         return hidden
 
     def choose_head(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -296,7 +296,7 @@ def fuse_loss(model: Any, terms: dict[str, Term], compiled: bool) -> None:
 
     # transformers calls them logits; here they are the hidden states
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden = inputs_of_head.pop()
+        hidden = head_inputs.pop()
         if logits.requires_grad and not is_multiple(logits, hidden):
             raise base.UserError(
                 "--fused-loss: this model's logits are more than a linear of its hidden states; leave it out"

@@ -47,7 +47,7 @@ def find_files(folder: pathlib.Path, named: str | None) -> list[pathlib.Path]:
         raise base.UserError(f"--init pretrained: {problem}; {advice}")
     first = named or (WEIGHTS_NAME if (folder / WEIGHTS_NAME).is_file() else INDEX)
     if not (folder / first).is_file():
-        raise base.UserError(f"--init pretrained: no weights from {folder}: {why_none(folder)}")
+        raise base.UserError(f"--init pretrained: no weights from {folder}: {describe_missing_weights(folder)}")
     names = [first]
     if first.endswith(".json"):
         names = sorted(set(json.loads((folder / first).read_text())["weight_map"].values()))
@@ -104,7 +104,7 @@ def describe_unread(model: str) -> str:
     return f"random weights: {model} has weights, --init pretrained reads them"
 
 
-def why_none(folder: pathlib.Path) -> str:
+def describe_missing_weights(folder: pathlib.Path) -> str:
     """Why a folder's weights are not read, and how they can be."""
     if shards := sorted(path.name for path in folder.glob("*.safetensors")):
         advice = "fetch it from where they come from, or write one as docs/TROUBLESHOOTING.md has it"
@@ -187,8 +187,8 @@ class PretrainedWeights:
             raise
         except Exception as error:
             raise base.UserError(f"--init pretrained: no weights from {source} ({base.first_line(error)})") from error
-        self.refuse_codes(coded, scaled)
-        self.name_those_without_place(unexpected, {key.rpartition(".")[0] for key in coded})
+        self.refuse_undescribed_quantization(coded, scaled)
+        self.report_unused_tensors(unexpected, {key.rpartition(".")[0] for key in coded})
 
     def name_in_model(self, key: str) -> str:
         """The model's name of a tensor of the checkpoint."""
@@ -202,7 +202,7 @@ class PretrainedWeights:
             return key
         return name
 
-    def refuse_codes(self, coded: dict[str, str], scaled: set[str]) -> None:
+    def refuse_undescribed_quantization(self, coded: dict[str, str], scaled: set[str]) -> None:
         """Raises a UserError where weights are codes, by their types, and what they stand for is not known: the config
         does not say, or their module is not one of those that have scales."""
         for key, kind in coded.items():
@@ -215,7 +215,7 @@ class PretrainedWeights:
                 advice = "fetch all of its files again, or choose weights that are not quantized"
                 raise base.UserError(f"--init pretrained: {problem}, without scales; {advice}")
 
-    def name_those_without_place(self, unexpected: dict[str, list[str]], coded: set[str]) -> None:
+    def report_unused_tensors(self, unexpected: dict[str, list[str]], coded: set[str]) -> None:
         """Says which tensors are left out, but for those that the family ignores.
 
         Raises:
