@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from harness import base, flags
 from harness.base import IGNORE_INDEX
-from harness.model.attention import skip_packing_detection
+from harness.model.masks import prepare_masks
 from harness.model.routing import watch_routers
 from harness.model.weights import on_meta
 
@@ -164,7 +164,7 @@ def adapt_forward(model: Any, settings: flags.Settings) -> None:
     checked to arrive so; documents apart where they are masked; the router loss beside the loss. After a forward pass
     with gradients `model.loss_terms` has the means of `chosen_terms`. Comes before whatever wraps or compiles the
     layers."""
-    skip_packing_detection(model, settings.model, settings.document_mask)
+    prepare_masks(model, settings.model, settings.document_mask)
     terms = chosen_terms(settings)
     if settings.fused_loss:
         fuse_loss(model, terms, settings.compile)
