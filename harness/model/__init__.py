@@ -1,7 +1,7 @@
-"""The model wing: configs, tokenizer and weights; attention, loss and precision; what training does to weights. It runs
-on any number of ranks, and nothing in it knows of runs, checkpoints' files or reports.
+"""The model package: configs, tokenizer and weights; attention, loss and precision; optimizers and adapters. It runs on
+any number of ranks and knows nothing of runs, checkpoint files or reports.
 
-Elsewhere: `from harness import model as models`, as a model is called `model` there.
+Import it as `from harness import model as models`, as a model is called `model` elsewhere.
 """
 
 from harness.model.activations import checkpoint_activations

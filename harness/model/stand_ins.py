@@ -12,8 +12,8 @@ from harness.model.attention import any_attention_kernel
 
 @contextlib.contextmanager
 def without_data(choose_chunks: Callable) -> Iterator[None]:
-    """A context in which a step on fake CPU tensors runs as on a GPU: no step is skipped, and attention takes any kernel
-    that runs. `choose_chunks(starts)` returns the chunks of a loss to compute.
+    """A context in which a step on fake CPU tensors runs as on a GPU: no step is skipped, and attention may take any of
+    its kernels. `choose_chunks(starts)` returns the chunks of a loss to compute.
 
     Products are added in place, and multiplied in the dtype of their tensors. A real CPU may do neither; fake tensors
     need no CPU kernel for a dtype.
