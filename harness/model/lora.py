@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from harness import base, flags, job
 from harness.model.configs import find_source
 from harness.model.optimization import weight_dtype
+from harness.model.pretrained import quantization_fields
 from harness.model.routing import find_routers
 from harness.model.weights import decoder_layers, on_meta
 
@@ -264,11 +265,10 @@ def freeze_as_in(trained: Any, model: nn.Module) -> None:
 
 
 def refuse_quantized(settings: flags.Settings, config: transformers.PretrainedConfig) -> None:
-    """Raises a UserError where the weights to be frozen are quantized: they would be held dequantized, and adapters
-    be trained for weights that a server does not have."""
-    parts = (config, config.get_text_config())
-    if settings.init == "pretrained" and any(getattr(part, "quantization_config", None) for part in parts):
-        problem = f"the weights of {settings.model} are quantized, and adapters are trained here for whole ones"
+    """Raise a UserError if the weights to be frozen are quantized: adapters would be trained for their dequantized
+    values, which a server does not have."""
+    if settings.init == "pretrained" and quantization_fields(config):
+        problem = f"the weights of {settings.model} are quantized, and a base is held here in bf16 or fp32 only"
         raise base.UserError(f"--lora-rank: {problem}; choose weights that are not quantized")
 
 

@@ -274,7 +274,7 @@ def float8_without_a_config(folder):
 
 def float8_with_scales_of_another_name(folder):
     put(folder, in_float8(write(folder), "_scale"), quantization_config=FP8)
-    return "has scales that its quantization_config (fp8) does not read", "choose weights that are not quantized"
+    return "in F8_E4M3, without scales that its quantization_config reads", "choose weights that are not quantized"
 
 
 def float8_without_the_scale_of_one_weight(folder):
