@@ -213,7 +213,7 @@ class PretrainedWeights:
                 continue
             problem = f"{self.source} has {key} in {dtype}"
             if self.quantizer:
-                problem += f", without scales that its quantization_config reads"
+                problem += ", without scales that its quantization_config reads"
                 advice = "fetch all of its files again, or choose weights that are not quantized"
             else:
                 problem += ", and its config.json no quantization_config"
