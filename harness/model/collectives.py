@@ -56,7 +56,7 @@ class OneBuffer(DefaultReduceScatter):
         return tensor
 
 
-class WholeParameter(FSDPParam):
+class SingleRankParameter(FSDPParam):
     """A parameter of a shard group of one rank. FSDP2 would cast it into a new tensor and copy that into the unsharded
     parameter. Here the unsharded parameter is the parameter itself or, in another precision, its cast."""
 
@@ -105,7 +105,7 @@ def alias_unsharded_params(model: nn.Module, mesh: DeviceMesh, accumulates: bool
             # private: the shard and the hook have no public name
             casts_itself = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
             if not (parameter.offload_to_cpu or casts_itself):
-                parameter.__class__ = WholeParameter
+                parameter.__class__ = SingleRankParameter
 
 
 @torch.no_grad()

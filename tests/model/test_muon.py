@@ -14,11 +14,11 @@ from torch.optim import _muon as torchs
 from transformers import AutoConfig
 
 import train_fsdp
-from harness.model import newton_schulz, whole_matrices
+from harness.model import full_matrices, newton_schulz
+from harness.model.full_matrices import deal
 from harness.model.matrices import matrix_weights
 from harness.model.optimization import build_optimizer
 from harness.model.weights import on_meta
-from harness.model.whole_matrices import deal
 from harness.report.header import describe_setup
 from harness.state import TrainState
 
@@ -55,7 +55,7 @@ def test_weights_are_dealt_to_ranks_alike_in_batches_of_a_limited_size(monkeypat
     model_type, sizes_of_model = MODELS["llama"]
     weights = [*matrix_weights(on_meta(AutoConfig.for_model(model_type, **sizes_of_model))).values()] * 6
     for limit in (10**9, 3 * 2 * 48 * 56, 1):
-        monkeypatch.setattr(whole_matrices, "MAX_BATCH_BYTES", limit)
+        monkeypatch.setattr(full_matrices, "MAX_BATCH_BYTES", limit)
         owned, work = collections.Counter(), collections.Counter()
         for batch in deal(weights, world):
             assert len({weight.kind for of_rank in batch.owned for weight in of_rank}) == 1

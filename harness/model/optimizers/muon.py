@@ -11,10 +11,10 @@ from torch import nn
 
 from harness import flags
 from harness.model import newton_schulz
+from harness.model.full_matrices import FullUpdate, Ranks
 from harness.model.matrices import matrix_weights
 from harness.model.optimization import OptimizerKind, decay_matrices, local
 from harness.model.optimizers.adamw import AdamW
-from harness.model.whole_matrices import Ranks, WholeUpdate
 
 MOMENTUM = 0.95
 
@@ -48,7 +48,7 @@ class Muon(AdamW):
             # private: one kernel for all
             torch._foreach_add_(matrices, updates, alpha=-group["lr"] * scale_of_update(size))
 
-        WholeUpdate(self.ranks, newton_schulz.DTYPE, self.orthogonalize, add).run(weights)
+        FullUpdate(self.ranks, newton_schulz.DTYPE, self.orthogonalize, add).run(weights)
 
     def move_momenta(self, group: dict, parameters: list) -> None:
         """Move the momenta towards the gradients, overwrite the gradients with Nesterov's (which saves memory of their

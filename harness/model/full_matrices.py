@@ -1,4 +1,4 @@
-"""Whole matrices: assigns each sharded weight to an owner rank, sends the full gradient to the owner, and sends the
+"""Full matrices: assigns each sharded weight to an owner rank, sends the full gradient to the owner, and sends the
 owner's update back.
 
 Weights of one kind travel together: an all-to-all over the shard group sends each owner its full gradients, another
@@ -90,7 +90,7 @@ class Ranks:
         return torch.empty(self.shards, batch.slots, rows, columns, dtype=dtype, device=self.device)
 
     def gather(self, batch: Batch, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """Start to send this rank's gradient rows to their owners; `whole` joins the rows that it receives."""
+        """Start to send this rank's gradient rows to their owners; `join` makes full gradients of received rows."""
         sent, rows = self.empty(batch, dtype), len(self.rows(batch.weight))
         slots = self.owned_slots(batch, self.replica)
         if slots:
@@ -99,17 +99,17 @@ class Ranks:
             torch._foreach_copy_(targets, [local(weight.parameter.grad) for _, _, weight in slots])
         return self.exchange(sent)
 
-    def whole(self, batch: Batch, received: torch.Tensor) -> torch.Tensor:
+    def join(self, batch: Batch, received: torch.Tensor) -> torch.Tensor:
         """The full gradients from received rows, (weights that this rank owns, rows, columns)."""
         own = len(batch.owned[self.replica * self.shards + self.shard])
         return received[:, :own].transpose(0, 1).flatten(1, 2)[:, : batch.weight.shape[0]]
 
-    def give_back(self, batch: Batch, whole: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to send results, shaped as by `whole`, back to the ranks that have their rows."""
-        sent = self.empty(batch, whole.dtype)
+    def give_back(self, batch: Batch, full: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to send results, shaped as by `join`, back to the ranks that have their rows."""
+        sent = self.empty(batch, full.dtype)
         for shard, shard_buffer in enumerate(sent):
             rows = shard_rows(batch.weight.shape[0], shard, self.shards)
-            shard_buffer[: len(whole), : len(rows)] = whole[:, rows.start : rows.stop]
+            shard_buffer[: len(full), : len(rows)] = full[:, rows.start : rows.stop]
         return self.exchange(sent)
 
     def exchange(self, sent: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -139,7 +139,7 @@ class Ranks:
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeUpdate:
+class FullUpdate:
     """An update of weights that is computed from full matrices, each on one rank.
 
     `compute` turns gradients, matrices (count, rows, columns) in `dtype`, into updates, on the rank that owns them.
@@ -165,9 +165,9 @@ class WholeUpdate:
         ranks = self.ranks
         wait = ranks.gather(batch, self.dtype)
         yield
-        whole = ranks.whole(batch, wait())
-        self.compute_in_place(batch.weight, whole)
-        wait = ranks.give_back(batch, whole)
+        full = ranks.join(batch, wait())
+        self.compute_in_place(batch.weight, full)
+        wait = ranks.give_back(batch, full)
         yield
         wait = ranks.share(wait())
         yield
@@ -185,17 +185,17 @@ class WholeUpdate:
         ranks = self.ranks
         share = -(-len(experts) // ranks.replicas)
         own = local(weight.parameter.grad)[experts.start : experts.stop][ranks.replica * share :][:share]
-        whole = torch.zeros(share, *weight.shape[1:], dtype=self.dtype, device=ranks.device)
-        whole[: len(own)] = own
-        self.compute_in_place(weight, whole)
-        wait = ranks.share(whole)
+        full = torch.zeros(share, *weight.shape[1:], dtype=self.dtype, device=ranks.device)
+        full[: len(own)] = own
+        self.compute_in_place(weight, full)
+        wait = ranks.share(full)
         yield
         updates = wait().flatten(0, 1)[: len(experts)]
         self.receive([(weight, expert) for expert in experts], list(updates))
 
-    def compute_in_place(self, weight: MatrixWeight, whole: torch.Tensor) -> None:
+    def compute_in_place(self, weight: MatrixWeight, full: torch.Tensor) -> None:
         """Overwrite the gradients of weights, (count, rows, columns), with updates."""
-        for matrices in weight.split(whole) if len(whole) else ():
+        for matrices in weight.split(full) if len(full) else ():
             matrices.copy_(self.compute(matrices))
 
     def receive(self, updated: list[tuple], updates: list[torch.Tensor], first_row: int = 0) -> None:
