@@ -28,7 +28,7 @@ import families
 
 
 def windows(count: int, length: int) -> list[np.ndarray]:
-    """Random tokens, of which about every eighth ends a document."""
+    """Random tokens; about every eighth ends a document."""
     generator = np.random.default_rng(3)
     tokens = generator.integers(1, SIZES["vocab_size"], (count, length + 1))
     tokens[generator.random(tokens.shape) < 0.12] = END
@@ -116,7 +116,7 @@ def test_a_family_whose_documents_would_see_each_other_is_refused(family, fields
 
 
 def test_flash_attention_which_takes_no_mask_is_refused(monkeypatch):
-    """flags/rules.py refuses it first; here the kernel, which is not installed, is torch's."""
+    """flags/rules.py refuses it first; torch's kernel replaces flash attention's, which is not installed."""
     kernel = ALL_ATTENTION_FUNCTIONS["sdpa"]
     monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", kernel)
     model = build_small("llama")
@@ -161,7 +161,7 @@ def test_models_with_and_without_a_document_mask_live_in_one_process():
 
 @pytest.mark.slow
 def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documents(monkeypatch):
-    """torch trains with it on a GPU only: the forward pass alone, as the compiler sees it."""
+    """Only the forward pass, as the compiler sees it: torch trains with flex attention on a GPU only."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()

@@ -1,5 +1,5 @@
 """FLOPs per token are what torch's own counter counts, from a model or its config (every family: test_families.py), and
-PaLM's formula where it holds."""
+PaLM's formula if it holds."""
 
 import sys
 
@@ -62,7 +62,7 @@ def test_an_outer_product_that_takes_a_gradient_counts_and_one_of_rotary_angles_
 
 @pytest.mark.parametrize("takes_gradient, products", [(False, 2), (True, 3)])
 def test_of_a_convolution_the_gradients_that_are_asked_for_count(takes_gradient, products):
-    """Forward, the weight's gradient, and the input's where it takes one."""
+    """Forward, the weight's gradient, and the input's if it needs one."""
     inputs = torch.ones(1, 4, 16, requires_grad=takes_gradient)
     convolution = torch.nn.Conv1d(4, 4, 3, groups=4, padding=1)
     with FlopCounterMode(display=False, custom_mapping=flops.CORRECTED_FORMULAS) as counter:
