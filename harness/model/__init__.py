@@ -32,7 +32,7 @@ from harness.model.optimization import (
     memory_saving_optimizers,
 )
 from harness.model.precision import choose_precision
-from harness.model.pretrained import PretrainedWeights, describe_unread, digest_of_weights
+from harness.model.pretrained import PretrainedWeights, describe_unread, weights_digest
 from harness.model.routing import describe_routing
 from harness.model.sampling import evaluating, reshard, sample
 from harness.model.skipping import decide_skip, skips_on_device, step_or_skip
@@ -69,7 +69,6 @@ __all__ = [
     "describe_float8",
     "describe_routing",
     "describe_unread",
-    "digest_of_weights",
     "eager_on_meta",
     "evaluating",
     "find_optimizer",
@@ -101,6 +100,7 @@ __all__ = [
     "to_peft_names",
     "trained_on_meta",
     "verify_sharding",
+    "weights_digest",
     "without_data",
     "write_adapter_config",
 ]

@@ -22,7 +22,7 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     if rows > columns:
         x = x.mT
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
-    exact = dtype_of_products(x)
+    exact = product_dtype(x)
     a, b, c = POLYNOMIAL
     for _ in range(ITERATIONS):
         wide = x.to(exact)
@@ -32,7 +32,7 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     return x.mT if rows > columns else x
 
 
-def dtype_of_products(x: torch.Tensor) -> torch.dtype:
+def product_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of `x`, but fp32 on a CPU without bf16 instructions, on which bf16 may take fifty times as long. A GPU
     sums products of bf16 in fp32 too, so results rounded to bf16 differ by the order of the sums only. The plan of a
     GPU replaces this function, as its tensors are on the CPU."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers.quantizers import HfQuantizer
 
 WEIGHTS_NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
-SAMPLES, SAMPLE_BYTES = 4, 256  # per tensor in `digest_of_weights`
+SAMPLES, SAMPLE_BYTES = 4, 256  # per tensor in `weights_digest`
 PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names of dtypes whose values are the weights
 
 
@@ -67,7 +67,7 @@ def weight_files(source: configs.Source, config: transformers.PretrainedConfig) 
 
 
 @base.working()
-def digest_of_weights(source: configs.Source, config: transformers.PretrainedConfig) -> str:
+def weights_digest(source: configs.Source, config: transformers.PretrainedConfig) -> str:
     """A checksum that identifies weights: of the name, dtype and shape of each tensor, and of samples of its bytes, as
     many for a large tensor as for a small one. It does not depend on the division into files.
 

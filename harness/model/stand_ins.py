@@ -24,6 +24,6 @@ def without_data(choose_chunks: Callable) -> Iterator[None]:
         replace(loss, "chunk_starts", lambda tokens, size: choose_chunks(starts(tokens, size)))
         replace(skipping, "on_host", lambda skip: False)
         replace(loss, "add_product", lambda total, a, b: torch.addmm(total, a, b, out=total))
-        replace(newton_schulz, "dtype_of_products", lambda x: x.dtype)
+        replace(newton_schulz, "product_dtype", lambda x: x.dtype)
         stack.enter_context(any_attention_kernel())
         yield

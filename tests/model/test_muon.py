@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 def test_a_stack_in_bf16_is_torchs_iteration_but_for_the_rounding_of_sums(monkeypatch, multiplies_bf16, products):
     """A matrix of zeros stays zero."""
     monkeypatch.setattr(newton_schulz, "cpu_multiplies_bf16", lambda: multiplies_bf16)
-    assert newton_schulz.dtype_of_products(torch.zeros(1, dtype=torch.bfloat16)) == products
+    assert newton_schulz.product_dtype(torch.zeros(1, dtype=torch.bfloat16)) == products
     matrices = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(1))
     matrices[2] = 0
     for matrix, result in zip(matrices, newton_schulz.orthogonalize(matrices), strict=True):

@@ -46,7 +46,7 @@ class Muon(AdamW):
 
         def add(matrices: list[torch.Tensor], updates: list[torch.Tensor], size: tuple[int, int]) -> None:
             # private: one kernel for all
-            torch._foreach_add_(matrices, updates, alpha=-group["lr"] * scale_of_update(size))
+            torch._foreach_add_(matrices, updates, alpha=-group["lr"] * update_scale(size))
 
         FullUpdate(self.ranks, newton_schulz.DTYPE, self.orthogonalize, add).run(weights)
 
@@ -77,7 +77,7 @@ class Muon(AdamW):
         return updates if self.skip is None else updates.masked_fill_(self.skip > 0, 0)
 
 
-def scale_of_update(size: tuple[int, int]) -> float:
+def update_scale(size: tuple[int, int]) -> float:
     """The factor of the learning rate for a matrix of (outputs, inputs): with 0.2 sqrt(max) the root mean square of an
     update is about AdamW's, whose rate and weight decay carry over (arXiv 2502.16982; `match_rms_adamw` of
     torch.optim.Muon)."""
