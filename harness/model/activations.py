@@ -8,12 +8,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
-def checkpoint_activations(layer: nn.Module, which: str) -> None:
+def checkpoint_activations(layer: nn.Module, mode: str) -> None:
     """Make the backward pass of `layer` recompute activations: with "full" all but the layer's input, with "selective"
     the cheap ones, with "none" nothing."""
-    if which == "full":
+    if mode == "full":
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    elif which == "selective":
+    elif mode == "selective":
         recompute = functools.partial(checkpoint, use_reentrant=False, context_fn=selective_contexts)
         layer.forward = functools.partial(recompute, layer.forward)
 

@@ -48,13 +48,13 @@ class TokenCount:
 def sample(
     settings: flags.Settings,
     prompt: str,
-    ends: list[int],
+    stop_ids: list[int],
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
 ) -> dict[str, Any]:
     """A dict of `prompt`; `text`, the prompt with its continuation, both without special tokens; `tokens`, the number
-    of tokens generated; `ended`, True if the last of them is one of the token ids `ends`. Every rank calls this, with
+    of tokens generated; `ended`, True if the last of them is one of `stop_ids`. Every rank calls this, with
     the same random numbers."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
     # the length changes with every token: compiled code and cuDNN would prepare each one
@@ -69,11 +69,11 @@ def sample(
             top_k=20,
             use_cache=True,
             synced_gpus=dist.get_world_size() > 1,
-            eos_token_id=ends or None,  # None: never stops early
+            eos_token_id=stop_ids or None,  # None: never stops early
             pad_token_id=tokenizer.eos_token_id,
             streamer=TokenCount(),
         )
     shown, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (encoded["input_ids"][0], tokens[0]))
     assert isinstance(shown, str) and isinstance(text, str)  # decoded from one row of ids
     generated = tokens[0, encoded["input_ids"].shape[1] :].tolist()
-    return {"prompt": shown, "text": text, "tokens": len(generated), "ended": generated[-1] in ends}
+    return {"prompt": shown, "text": text, "tokens": len(generated), "ended": generated[-1] in stop_ids}
