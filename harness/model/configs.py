@@ -73,9 +73,9 @@ def load_config(model: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(source.config, revision=source.revision, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
         refuse_foreign_code(f"--model {model}", error)
-        nowhere = f"not a preset ({', '.join(flags.PRESETS)}), not a local folder, and not to be had from the hub"
+        nowhere = f"not a preset ({', '.join(flags.PRESETS)}), not a local folder, and not available from the hub"
         if flags.folder_of_adapters(model):
-            nowhere = f"adapters for {source}, which is no folder and not to be had from the hub; {NAME_BASE}"
+            nowhere = f"adapters for {source}, which is no folder and not available from the hub; {NAME_BASE}"
         problem = "its config.json cannot be used" if os.path.exists(source.config) else nowhere
         raise base.UserError(f"--model {model}: {problem} ({base.first_line(error)})") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -124,7 +124,7 @@ def refuse_foreign_code(flag: str, error: Exception) -> None:
     code."""
     if "trust_remote_code" in str(error):
         reason = "it asks for code of its own (auto_map), which is never run"
-        raise base.UserError(f"{flag}: {reason}; choose one that transformers knows by itself") from error
+        raise base.UserError(f"{flag}: {reason}; choose an architecture of transformers") from error
 
 
 def find_training_obstacle(config: PretrainedConfig) -> str:

@@ -107,12 +107,12 @@ def describe_unread(model: str) -> str:
 def describe_missing_weights(folder: pathlib.Path) -> str:
     """The reason for which a folder has no weights to read, and a way to make some."""
     if shards := sorted(path.name for path in folder.glob("*.safetensors")):
-        advice = "fetch it from where they come from, or write one as docs/TROUBLESHOOTING.md has it"
+        advice = "download it too, or write one as docs/TROUBLESHOOTING.md has it"
         return f"it has {shards[0]}, but neither {WEIGHTS_NAME} nor {INDEX}; {advice}"
     gguf = sorted(path.name for path in folder.glob("*.gguf"))
     options = f", gguf_file='{gguf[0]}'" if gguf else ""
     command = f"AutoModelForCausalLM.from_pretrained('{folder}'{options}).save_pretrained(DIR)"
-    return f"it has no {WEIGHTS_NAME}; {command} of transformers writes what it has as safetensors into a new folder"
+    return f"it has no {WEIGHTS_NAME}; {command} of transformers converts them to safetensors in a new folder"
 
 
 def quantization_fields(config: transformers.PretrainedConfig) -> dict | None:
@@ -217,7 +217,7 @@ class PretrainedWeights:
                 advice = "fetch all of its files again, or choose weights that are not quantized"
             else:
                 problem += ", and its config.json no quantization_config"
-                advice = "add the one that it was quantized with, or choose weights that are not quantized"
+                advice = "add the one of its quantization, or choose weights that are not quantized"
             raise base.UserError(f"--init pretrained: {problem}; {advice}")
 
     def report_unused_tensors(self, unused: dict[str, list[str]]) -> None:

@@ -112,8 +112,8 @@ def describe_routing(model: Any) -> str:
     if not find_routers(model):
         return ""
     if model.routing is None:
-        return f"{type(model).__name__.removeprefix('FSDP')} has no router loss here: nothing balances its experts"
+        return f"{type(model).__name__.removeprefix('FSDP')} has no router loss here, so nothing balances its experts"
     coefficient = model.routing.coefficient
     if coefficient:
-        return f"{coefficient:g} x the router loss is trained on beside the loss (router_aux_loss_coef)"
-    return "balanced by nothing: router_aux_loss_coef is 0 or output_router_logits is false in config.json"
+        return f"{coefficient:g} x the router loss is added to the loss that is trained (router_aux_loss_coef)"
+    return "no router loss: router_aux_loss_coef is 0 or output_router_logits is false in config.json"

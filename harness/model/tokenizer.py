@@ -39,7 +39,7 @@ def load_tokenizer(settings: flags.Args, config: PretrainedConfig) -> PreTrained
         elif not flags.may_be_on_the_hub(source):
             raise base.UserError(f"--tokenizer {source}: no such folder; {advice}") from error
         else:
-            problem = "no folder, and not to be had from the hub"
+            problem = "no folder, and not available from the hub"
             advice = f"`hf auth login` where {source} is gated, or a network; else {advice}"
         if settings.tokenizer is None and settings.model in flags.PRESETS:
             problem += f"; the preset {settings.model} has its config alone here"

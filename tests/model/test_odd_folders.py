@@ -266,10 +266,7 @@ def a_tensor_of_another_shape(folder):
 
 def float8_without_a_config(folder):
     put(folder, in_float8(write(folder)))
-    return (
-        "_proj.weight in F8_E4M3, and its config.json no quantization_config",
-        "add the one that it was quantized with",
-    )
+    return ("_proj.weight in F8_E4M3, and its config.json no quantization_config", "add the one of its quantization")
 
 
 def float8_with_scales_of_another_name(folder):
@@ -299,7 +296,7 @@ def float8_whose_blocks_do_not_fit(folder):
 
 def int8_without_a_config(folder):
     put(folder, in_int8(write(folder)))
-    return "_proj.weight in I8, and its config.json no quantization_config", "add the one that it was"
+    return "_proj.weight in I8, and its config.json no quantization_config", "add the one of its quantization"
 
 
 def int8_without_the_package_that_reads_it(folder):

@@ -189,7 +189,9 @@ def test_the_revision_of_the_base_is_that_which_adapters_name(hub, adapters, dev
     assert train([*SMALL, *command, "--cache-dir", tmp_path / "cache"], device) == 0
     exported = base.read_json(tmp_path / "export" / base.ADAPTER_CONFIG)
     assert (exported["base_model_name_or_path"], exported["revision"]) == ("me/base", "old")
-    with pytest.raises(base.UserError, match="adapters for me/base at revision new, which is no folder and not to be"):
+    with pytest.raises(
+        base.UserError, match="adapters for me/base at revision new, which is no folder and not available"
+    ):
         build(adapters(revision="new"), device)
 
 
