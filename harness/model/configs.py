@@ -124,7 +124,7 @@ def refuse_foreign_code(flag: str, error: Exception) -> None:
     code."""
     if "trust_remote_code" in str(error):
         reason = "it asks for code of its own (auto_map), which is never run"
-        raise base.UserError(f"{flag}: {reason}; choose an architecture of transformers") from error
+        raise base.UserError(f"{flag}: {reason}; choose one without code of its own") from error
 
 
 def find_training_obstacle(config: PretrainedConfig) -> str:

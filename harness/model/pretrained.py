@@ -112,7 +112,7 @@ def describe_missing_weights(folder: pathlib.Path) -> str:
     gguf = sorted(path.name for path in folder.glob("*.gguf"))
     options = f", gguf_file='{gguf[0]}'" if gguf else ""
     command = f"AutoModelForCausalLM.from_pretrained('{folder}'{options}).save_pretrained(DIR)"
-    return f"it has no {WEIGHTS_NAME}; {command} of transformers converts them to safetensors in a new folder"
+    return f"it has no {WEIGHTS_NAME}; {command} of transformers converts its weights into a new folder"
 
 
 def quantization_fields(config: transformers.PretrainedConfig) -> dict | None:
