@@ -13,7 +13,7 @@ Three things differ from torchao's defaults. With tensorwise a rank casts its sh
 weight in place of 2; a weight needs its scale before that, so all of them are found after each optimizer step by one
 all-reduce. The cast itself is compiled (`patches.cast_before_all_gather`), which torchao's eager one is not. Linears
 that torchao measured to gain nothing stay in bf16. The price is a patch of torchao's weight class and the names marked
-private below, for each new version of torchao to keep.
+private below, which a new version of torchao may break.
 
 The alternative is a linear of our own: an autograd.Function with three `torch._scaled_mm`, as nanochat has it, without
 torchao. It was rejected because the float8 all-gather would need a tensor subclass too, and tests on CPUs an emulation.
