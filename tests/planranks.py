@@ -144,7 +144,7 @@ def plan_all(ranks: int, flags: dict[str, list[str]], out: pathlib.Path) -> None
 
 def main(flags: dict[str, list[str]], out: pathlib.Path) -> None:
     device = start_processes()
-    newton_schulz.dtype_of_products = lambda x: x.dtype  # as on a GPU
+    newton_schulz.product_dtype = lambda x: x.dtype  # as on a GPU
     result = {name: measure(argv, device) for name, argv in flags.items()}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))

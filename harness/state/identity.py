@@ -52,7 +52,7 @@ def digest_of_base(settings: flag_rules.Settings, config: PretrainedConfig) -> s
     rank reads them for itself: what has to be fetched first would take longer than the others wait for one."""
     if not settings.lora_rank:
         return None
-    return base.call_on_all_ranks(lambda: models.digest_of_weights(models.find_source(settings.model), config))
+    return base.call_on_all_ranks(lambda: models.weights_digest(models.find_source(settings.model), config))
 
 
 def fields_of(config: PretrainedConfig) -> dict:

@@ -1,4 +1,4 @@
-"""Muon: the same on any sharding as on whole matrices in one process, each matrix computed once."""
+"""Muon: the same on any sharding as on full matrices in one process, each computed once."""
 
 import collections
 import json
@@ -14,11 +14,11 @@ from torch.optim import _muon as torchs
 from transformers import AutoConfig
 
 import train_fsdp
-from harness.model import newton_schulz, whole_matrices
+from harness.model import full_matrices, newton_schulz
+from harness.model.full_matrices import deal
 from harness.model.matrices import matrix_weights
 from harness.model.optimization import build_optimizer
 from harness.model.weights import on_meta
-from harness.model.whole_matrices import deal
 from harness.report.header import describe_setup
 from harness.state import TrainState
 
@@ -34,9 +34,9 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("multiplies_bf16, products", [(True, torch.bfloat16), (False, torch.float32)])
 def test_a_stack_in_bf16_is_torchs_iteration_but_for_the_rounding_of_sums(monkeypatch, multiplies_bf16, products):
-    """And a matrix of zeros stays zero."""
+    """A matrix of zeros stays zero."""
     monkeypatch.setattr(newton_schulz, "cpu_multiplies_bf16", lambda: multiplies_bf16)
-    assert newton_schulz.dtype_of_products(torch.zeros(1, dtype=torch.bfloat16)) == products
+    assert newton_schulz.product_dtype(torch.zeros(1, dtype=torch.bfloat16)) == products
     matrices = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(1))
     matrices[2] = 0
     for matrix, result in zip(matrices, newton_schulz.orthogonalize(matrices), strict=True):
@@ -46,7 +46,7 @@ def test_a_stack_in_bf16_is_torchs_iteration_but_for_the_rounding_of_sums(monkey
 
 
 def products(weight) -> int:
-    """What orthogonalizing its matrices takes, in proportion."""
+    """The relative cost of orthogonalizing a weight's matrices."""
     return sum(min(sides) ** 2 * (2 * max(sides) + min(sides)) for sides in weight.sizes)
 
 
@@ -55,15 +55,15 @@ def test_weights_are_dealt_to_ranks_alike_in_batches_of_a_limited_size(monkeypat
     model_type, sizes_of_model = MODELS["llama"]
     weights = [*matrix_weights(on_meta(AutoConfig.for_model(model_type, **sizes_of_model))).values()] * 6
     for limit in (10**9, 3 * 2 * 48 * 56, 1):
-        monkeypatch.setattr(whole_matrices, "MAX_BATCH_BYTES", limit)
+        monkeypatch.setattr(full_matrices, "MAX_BATCH_BYTES", limit)
         owned, work = collections.Counter(), collections.Counter()
         for batch in deal(weights, world):
-            assert len({weight.kind for of_rank in batch.owned for weight in of_rank}) == 1
-            sizes = [2 * sum(weight.shape.numel() for weight in of_rank) for of_rank in batch.owned]
+            assert len({weight.kind for rank_weights in batch.owned for weight in rank_weights}) == 1
+            sizes = [2 * sum(weight.shape.numel() for weight in rank_weights) for rank_weights in batch.owned]
             assert max(sizes) <= limit or max(map(len, batch.owned)) == 1
-            for rank, of_rank in enumerate(batch.owned):
-                owned.update(of_rank)
-                work[rank] += sum(map(products, of_rank))
+            for rank, rank_weights in enumerate(batch.owned):
+                owned.update(rank_weights)
+                work[rank] += sum(map(products, rank_weights))
         assert owned == collections.Counter(weights)
         assert max(work.values()) < 1.2 * min(work.values())
 
@@ -101,13 +101,13 @@ def check_losses(folder, ranks: int, runs: dict, steps: int = muonranks.STEPS) -
         assert len(own[name]) == steps
 
 
-def test_losses_of_two_ranks_are_those_of_whole_matrices_in_one_process(folder):
+def test_losses_of_two_ranks_are_those_of_full_matrices_in_one_process(folder):
     check_losses(folder, 2, QUICK, steps=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RUNS)
-def test_losses_of_any_number_of_ranks_are_those_of_whole_matrices_in_one_process(folder, ranks):
+def test_losses_of_any_number_of_ranks_are_those_of_full_matrices_in_one_process(folder, ranks):
     check_losses(folder, ranks, RUNS[ranks])
 
 
@@ -122,8 +122,8 @@ RESUMES = [  # ranks, sequences of a microbatch, sharding
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_with_other_numbers_of_ranks_and_stages_as_if_nothing_had_been(folder, tmp_path):
-    """Of sizes that none of these numbers divides; two steps each, beside all of them on one rank."""
+def test_a_checkpoint_continues_on_other_numbers_of_ranks_and_stages_as_if_uninterrupted(folder, tmp_path):
+    """Two steps on each number of ranks, which divides no size; compared with all steps on one rank."""
     common = words(f"--optimizer muon --model {folder / 'uneven'} --dataset synthetic")
     common += words("--sequence-length 32 --precision fp32 --no-compile --lr-scheduler constant --lr 2e-3")
     common += words("--log-interval 1 --final-checkpoint --num-workers 0")
