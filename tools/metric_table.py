@@ -1,4 +1,4 @@
-"""The table of all figures, made from `harness.report.metrics`. A test compares docs/MONITORING.md with
+"""The table of all metrics, made from `harness.report.metrics`. A test compares docs/MONITORING.md with
 it:
 
     python -m tools.metric_table                     # prints the table
@@ -14,12 +14,12 @@ COMMAND = "tools.metric_table"
 
 
 def table() -> str:
-    """The table in Markdown, a row for each figure."""
+    """The table in Markdown, a row for each metric."""
     rows = []
-    for figure in report.METRICS.values():
-        name = f"`{figure.name}`" if figure.name else ""
-        words = re.sub(r"\w+_\w+", r"`\g<0>`", figure.words)
-        rows.append(f"| `{figure.key}` | {name} | {figure.unit} | {words} |\n")
+    for metric in report.METRICS.values():
+        name = f"`{metric.tracker_name}`" if metric.tracker_name else ""
+        words = re.sub(r"\w+_\w+", r"`\g<0>`", metric.description)
+        rows.append(f"| `{metric.key}` | {name} | {metric.unit} | {words} |\n")
     return "| key | in the trackers | unit | what it is |\n|---|---|---|---|\n" + "".join(rows)
 
 

@@ -31,7 +31,7 @@ from harness import state as states
 from harness.report import page
 from harness.report.files import MetricsFile, describe_run, write_config
 from harness.report.health import StepResult, count_skipped, first_not_finite, read_results, read_routing, read_terms
-from harness.report.metrics import NOTES, gather_metrics, with_run_times
+from harness.report.metrics import EXTRA_KEYS, gather_metrics, with_run_times
 from harness.report.profiling import dump_memory, profiling
 from harness.report.prometheus import Prometheus
 from harness.report.summary import describe_held_out, describe_skipped, print_samples, summarize
@@ -276,7 +276,7 @@ class Log(contextlib.AbstractContextManager):
                 dump_memory(self.folder)
         elif metrics and "final" not in metrics:  # it was killed behind its last checkpoint
             metrics = metrics | with_run_times(speed, self.state) | (planned or {})
-        metrics = {key: value for key, value in metrics.items() if key not in NOTES}
+        metrics = {key: value for key, value in metrics.items() if key not in EXTRA_KEYS}
         if not self.file:
             return metrics
         if metrics and "final" not in self.last:

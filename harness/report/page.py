@@ -10,7 +10,7 @@ from typing import NamedTuple
 from harness import base, job
 from harness import flags as flag_rules
 from harness.report.files import describe_end, read_metrics
-from harness.report.metrics import METRICS, find
+from harness.report.metrics import METRICS, find_metric
 
 WIDTH, HEIGHT = 1000, 300  # of a chart's drawing, which CSS stretches
 POINTS = 120  # of a line; one of more numbers is drawn as their means and a band from the least to the greatest
@@ -99,10 +99,10 @@ def in_words(key: str) -> str:
 def draw_tiles(last: dict) -> str:
     """The last figures, in large."""
     tiles = []
-    for key, figure in METRICS.items():
-        if figure.tile and is_number(last.get(key)):
-            value = short(last[key]) if last[key] >= 1e6 else format(last[key], figure.tile)
-            unit = figure.unit if figure.unit in ("%", "GiB", "ms") else ""
+    for key, metric in METRICS.items():
+        if metric.tile and is_number(last.get(key)):
+            value = short(last[key]) if last[key] >= 1e6 else format(last[key], metric.tile)
+            unit = metric.unit if metric.unit in ("%", "GiB", "ms") else ""
             tiles.append(f"<div class=tile><small>{in_words(key)}</small><b>{value} {unit}</b></div>")
     return f"<div class=tiles>{''.join(tiles)}</div>"
 
@@ -158,13 +158,13 @@ class Axis(NamedTuple):
 
 def draw_charts(lines: list[dict], resumed: list[int]) -> str:
     """A chart for each title in the table of figures for which there are numbers, marked at the steps `resumed`."""
-    charts: dict[str, dict[str, Line]] = {figure.chart: {} for figure in METRICS.values() if figure.chart}
+    charts: dict[str, dict[str, Line]] = {metric.chart: {} for metric in METRICS.values() if metric.chart}
     for key in dict.fromkeys(key for line in lines for key in line):
-        figure = find(key)
+        metric = find_metric(key)
         numbers = [(line["step"], line[key]) for line in lines if is_number(line.get(key))]
-        if figure and figure.chart and numbers:
+        if metric and metric.chart and numbers:
             name = key.partition("/")[2] or ("training" if key == "loss" else in_words(key))
-            charts[figure.chart][name] = numbers
+            charts[metric.chart][name] = numbers
     drawn = [draw_chart(title, named, resumed) for title, named in charts.items() if named]
     return f"<div class=charts>{''.join(drawn)}</div>"
 
@@ -181,12 +181,12 @@ def points_of(line: Line) -> list[tuple[float, float, float, float]]:
 
 def draw_chart(title: str, named: dict[str, Line], resumed: list[int]) -> str:
     """A chart of lines, by their names, over steps, with a mark at each step that the run was `resumed` from."""
-    figure = next(figure for figure in METRICS.values() if figure.chart == title)
+    metric = next(metric for metric in METRICS.values() if metric.chart == title)
     lines = {name: points_of(line) for name, line in named.items()}
     steps, least, _, greatest = map(sorted, zip(*(point for line in lines.values() for point in line), strict=True))
     # the start of a long run, and its spikes, lie far above the rest: they leave the picture
     high = greatest[-1 - len(greatest) // 20] if max(map(len, named.values())) > POINTS else greatest[-1]
-    low = least[0] if figure.unit == "nats per token" else min(least[0], 0.0)
+    low = least[0] if metric.unit == "nats per token" else min(least[0], 0.0)
     across, upward = widened(steps[0], steps[-1]), widened(low, high, margin=0.05)
     grid = "".join(f"M0 {HEIGHT - upward.place(tick, HEIGHT)}h{WIDTH}" for tick in upward.ticks())
     drawn, legend = [f'<path class=grid d="{grid}"/>'], []
@@ -213,7 +213,7 @@ def draw_chart(title: str, named: dict[str, Line], resumed: list[int]) -> str:
         for tick, words in across.ticks().items()
         if tick == int(tick)  # there is no half a step
     ]
-    heading = f"<h3>{title} <span>{figure.unit}</span></h3><div>{''.join(legend)}</div>"
+    heading = f"<h3>{title} <span>{metric.unit}</span></h3><div>{''.join(legend)}</div>"
     svg = f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' preserveAspectRatio=none role=img aria-label='{title} over steps'>"
     return (
         f"<div class=card><div class=legend>{heading}</div>"

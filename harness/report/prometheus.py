@@ -9,7 +9,7 @@ import torch
 
 from harness import base, flags, job
 from harness import state as states
-from harness.report.metrics import find
+from harness.report.metrics import find_metric
 from harness.report.trackers import Tracker
 
 STATES = ("running", "done", "stopped", "failed")
@@ -63,7 +63,7 @@ class Prometheus(Tracker):
         self.running = job.state_of(exit_code)
 
     def collect(self) -> Iterator:
-        """The metrics as they are now; a figure is that of the last log line that had it."""
+        """The metrics as they are now; a metric is that of the last log line that had it."""
         from prometheus_client import Metric
 
         figures = self.figures | {"steps": self.state.step - self.first_step if self.state else 0}
@@ -87,8 +87,8 @@ class Prometheus(Tracker):
 
 
 def describe(key: str) -> str:
-    """The HELP of a figure."""
-    figure = find(key) or find(f"{key}/SOURCE")
-    if figure:
-        return f"{figure.words}, {figure.unit}" if figure.unit else figure.words
+    """The HELP of a metric."""
+    metric = find_metric(key) or find_metric(f"{key}/SOURCE")
+    if metric:
+        return f"{metric.description}, {metric.unit}" if metric.unit else metric.description
     return key.replace("_", " ")

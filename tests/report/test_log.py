@@ -71,7 +71,7 @@ theoretical_tflops_total peak_memory_active peak_memory_alloc peak_memory_reserv
 
 def test_every_promised_key_has_its_row_and_a_name_of_its_own():
     assert {*SPEC.split()} <= METRICS.keys()
-    assert len({figure.name for figure in METRICS.values()}) == len(METRICS)
+    assert len({metric.tracker_name for metric in METRICS.values()}) == len(METRICS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_a_gate_is_judged_by_the_figures_of_the_last_line():
     args = parse(["--min-mfu", "50", "--max-memory-gib", "70"])
     with pytest.raises(UserError) as unmeasured:
         check_gates(args, {})
-    assert "the MFU was not measured, as no step came after the 10 of warmup" in str(unmeasured.value)
+    assert "the MFU was not measured: no step came after the 10 warmup steps" in str(unmeasured.value)
     assert "peak_memory_reserved was not measured" in str(unmeasured.value) and unmeasured.value.exit_code == 3
     check_gates(args, {"mfu_percent": 50.0, "peak_memory_reserved": 70.0})
     for mfu, memory, gate in ((49.9, 60, "--min-mfu 50"), (51, 70.1, "--max-memory-gib 70")):
@@ -241,9 +241,9 @@ def test_a_gate_is_judged_by_the_figures_of_the_last_line():
 
 def test_what_cannot_be_measured_here_is_refused_before_anything_begins(run):
     for flags, said in {
-        "--min-mfu 40": "--min-mfu: there is no MFU without the device's peak; give --peak-tflops",
-        "--max-memory-gib 4": "--max-memory-gib: memory is measured on a GPU only",
-        "--memory-snapshot": "--memory-snapshot: memory is measured on a GPU only",
+        "--min-mfu 40": "--min-mfu: the peak of this device is unknown; give --peak-tflops",
+        "--max-memory-gib 4": "--max-memory-gib: memory is measured on GPUs only",
+        "--memory-snapshot": "--memory-snapshot: memory is measured on GPUs only",
     }.items():
         with pytest.raises(UserError, match=re.escape(said)) as refused:
             run(*flags.split())

@@ -149,8 +149,8 @@ def test_a_run_of_20_000_lines_stays_below_50_kb_with_its_spikes_in_a_band_and_i
 def test_losses_of_sources_and_of_routers_have_charts_where_there_are_some(tmp_path):
     lines = [line(step, **{"eval_loss/web": 2.0, "eval_loss/v1.2-b": 3.0, "router_loss": 1.0}) for step in (1, 2, 3)]
     page = page_of(write_run(tmp_path / "r", lines))
-    assert set(charts_of(page)) - {*CHARTS} == {"Held-out loss by source", "Router loss"}
-    assert drawing_of(page, "Held-out loss by source").count("<polyline") == 2 and "v1.2-b 3" in text_of(page)
+    assert set(charts_of(page)) - {*CHARTS} == {"Eval loss by source", "Router loss"}
+    assert drawing_of(page, "Eval loss by source").count("<polyline") == 2 and "v1.2-b 3" in text_of(page)
     assert drawing_of(page, "Memory").count("<polyline") == 2
 
 

@@ -7,7 +7,7 @@ import pathlib
 
 from harness import flags
 from harness import state as states
-from harness.report.metrics import find, named
+from harness.report.metrics import find_metric, to_tracker_names
 
 
 class Tracker:
@@ -31,7 +31,7 @@ class Tracker:
 
     def log(self, metrics: dict) -> None:
         """A line of metrics.jsonl, by its keys, without what was not measured, such as speed in the warmup or the loss
-        of a skipped step. `figures.named` gives the names to show."""
+        of a skipped step. `to_tracker_names` gives the names to show."""
 
     def finish(self, metrics: dict) -> None:
         """The last line, with the averages after warmup, of a run that took all its steps."""
@@ -44,10 +44,10 @@ def over_tokens(metrics: dict[str, float]) -> dict[str, float]:
     """The losses of a line, which are shown over tokens too: so runs of different batch sizes compare."""
     losses = {}
     for key, value in metrics.items():
-        figure = find(key)
-        if figure and figure.unit == "nats per token":
+        metric = find_metric(key)
+        if metric and metric.unit == "nats per token":
             losses[f"by_tokens/{key}"] = value
     return losses
 
 
-__all__ = ["Tracker", "named", "over_tokens"]
+__all__ = ["Tracker", "over_tokens", "to_tracker_names"]

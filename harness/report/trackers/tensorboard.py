@@ -9,7 +9,7 @@ from typing import Any
 from harness import flags
 from harness import state as states
 from harness.report.files import read_metrics
-from harness.report.trackers import Tracker, named, over_tokens
+from harness.report.trackers import Tracker, over_tokens, to_tracker_names
 
 
 class Tensorboard(Tracker):
@@ -39,7 +39,7 @@ class Tensorboard(Tracker):
         return f"tensorboard --logdir {shlex.quote(str(self.folder))}"
 
     def log(self, metrics: dict) -> None:
-        for name, value in named(metrics).items():
+        for name, value in to_tracker_names(metrics).items():
             self.writer.add_scalar(name, value, metrics["step"])
         self._log_over_tokens(metrics)
         self.writer.flush()  # a kill loses nothing
@@ -52,7 +52,7 @@ class Tensorboard(Tracker):
     def finish(self, metrics: dict) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        averages = {f"final/{name}": value for name, value in named(metrics).items()}
+        averages = {f"final/{name}": value for name, value in to_tracker_names(metrics).items()}
         # not `add_hparams`, which makes a run of its own
         file: Any = self.writer.file_writer  # None once it is closed
         for summary in hparams(self.given, averages):

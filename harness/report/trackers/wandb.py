@@ -5,7 +5,7 @@ import shlex
 
 from harness import base, flags, job
 from harness import state as states
-from harness.report.trackers import Tracker, named, over_tokens
+from harness.report.trackers import Tracker, over_tokens, to_tracker_names
 
 STEP = "train/step"
 FINISH_SECONDS = 60  # that the end of a run waits for what is not uploaded
@@ -54,11 +54,13 @@ class Wandb(Tracker):
         return self.run.url or f"offline; later: wandb sync {pattern}"
 
     def log(self, metrics: dict) -> None:
-        self.run.log({STEP: metrics["step"]} | named(metrics) | over_tokens(metrics), step=self.row, commit=True)
+        self.run.log(
+            {STEP: metrics["step"]} | to_tracker_names(metrics) | over_tokens(metrics), step=self.row, commit=True
+        )
         self.row += 1
 
     def finish(self, metrics: dict) -> None:
-        self.run.summary.update(named(metrics))
+        self.run.summary.update(to_tracker_names(metrics))
 
     def close(self, exit_code: int) -> None:
         import wandb
