@@ -56,7 +56,7 @@ def test_the_demo_learns_says_so_and_ends_with_a_story_and_no_warning(demo):
     assert process.stdout.count(f"\n{PROMPT}") == 2  # after the evaluation at step 6, and at the end
     *_, stories, after = process.stdout.split("\n\n")
     assert stories.startswith(PROMPT)
-    assert re.match("export +.*\ngo on +.*\nreport +.*/first/report.html$", after)
+    assert re.match("export +.*\nresume +.*\nreport +.*/first/report.html$", after)
 
 
 def test_each_logged_step_is_a_line_of_metrics_and_the_last_one_holds_the_averages(demo):

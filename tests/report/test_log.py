@@ -301,7 +301,7 @@ def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room_again(dis
     assert steps_in(disturbed.folder) == [*range(1, 9), 8]
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed")]
     assert told == [
-        "failed     metrics.jsonl, from step 3 on: File too large; its lines wait in memory, the run goes on"
+        "failed     metrics.jsonl, from step 3 on: File too large; its lines wait in memory, the run continues"
     ]
 
 

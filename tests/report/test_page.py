@@ -171,7 +171,7 @@ def test_a_page_says_where_the_run_comes_from_and_marks_where_it_was_resumed(tmp
     page = page_of(folder)
     text = text_of(page)
     assert "model 2,623,744 parameters command python train_fsdp.py --demo --lr 5e-4 commit 59e27bd" in text
-    assert "started 2026-11-20 10:00:00 UTC resumed 2026-11-21 10:00:00 UTC, from step 10 on" in text
-    assert "from step 30 on, changed: lr 0.001 -> 0.0005" in text
+    assert "started 2026-11-20 10:00:00 UTC resumed 2026-11-21 10:00:00 UTC, from step 10" in text
+    assert "from step 30, changed: lr 0.001 -> 0.0005" in text
     marks = re.findall(r'<path class=resumed d="M(\d+) 0v300">', drawing_of(page, "Loss"))
     assert [int(mark) for mark in marks] == [round(1000 * 9 / 39), round(1000 * 29 / 39)]

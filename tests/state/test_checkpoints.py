@@ -241,7 +241,7 @@ def test_a_finished_run_keeps_its_last_state_unless_told_not_to(run, finished, t
         name = "run" + flags.replace(" ", "")
         assert run(name, *words(flags)) == 0
         assert [path.name for path in saved.complete_checkpoints(tmp_path / name)] == checkpoint_names(*kept), flags
-        is_older = f"kept       step-00000004, which these commands take: step {STEPS} was not saved"
+        is_older = f"kept       step-00000004, used by these commands: step {STEPS} was not saved"
         assert (is_older in capsys.readouterr().out) == (kept == [4]), flags
 
 
