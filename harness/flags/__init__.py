@@ -1,14 +1,14 @@
-"""Flags: every flag, the command line and the files that set them, the rules between them, and the commands that the
-program prints. Imports no torch, so that --help and a wrong flag answer at once.
+"""Flags: all flags, the command line and files that set them, rules between them, and printed commands. Imports no
+torch, so that --help and errors are printed at once.
 
-    settings = flags.parse_args()     a mistake ends the process with one line
-    flags.complete(given)             the settings of flags that were given, such as those that a checkpoint records
-    settings.explicit                    {field: value} of the flags that the command line and --config gave
-    flags.record_flags(settings)      {"given": ..., "flags": ...}, for config.json and a checkpoint's manifest
-    flags.flags_where(name, value)    the flags of which settings.py says so, such as what a resumed run may not change
-    flags.contradiction(settings)     what does not go together, as an error; empty where all is well
+    args = flags.parse_args()         exits with one line on a mistake
+    args.explicit                     {field: value} of the flags on the command line and in --config
+    flags.complete(explicit)          `Args` from explicit flags, such as those recorded in a checkpoint
+    flags.record_flags(settings)      {"given": explicit ones, "flags": all}, for config.json and a manifest
+    flags.flags_where(name, value)    the flags whose metadata in settings.py has this value
+    flags.contradiction(args)         the first contradiction as an error; empty if there is none
 
-A flag is one field of `Args` in settings.py, which says all of it; what it contradicts is a row in rules.py.
+A flag is one field of `Args` in settings.py; its contradictions are in rules.py.
 """
 
 from harness.flags.checkpoints import checkpoint_folder, folder_of_adapters, no_checkpoint, read_adapter_config

@@ -72,7 +72,7 @@ def flag(
             for that value.
         on_resume: what a resumed run may do with it: nothing (`same`), change it and report that, or change it freely.
         from_checkpoint: when a run of no step (--num-steps 0, --show-samples) takes it from its checkpoint, see
-            `checkpoints.flags_of_checkpoint`; empty is never.
+            `checkpoints.checkpoint_flags`; empty is never.
         not_inherited: whether the config.json of a run does not give it to another run.
         options: argparse's own.
     """

@@ -163,7 +163,7 @@ def test_so_many_tokens_have_a_decay_and_a_resume_is_judged_by_the_warmup_that_i
     run("w", f"--num-tokens 320 --batch-size 2 {decay} --warmup-steps 6")
     too_long = words(f"{small} --run-name w --resume auto --num-steps 12 --batch-size 2")
     refused = python(*too_long, *words(decay.replace("4", "7")))
-    assert "--decay-steps 7: after the warmup there are 6 steps" in refused.stderr
+    assert "--decay-steps 7: the run has 6 steps after warmup" in refused.stderr
 
 
 @pytest.mark.smoke
