@@ -1,8 +1,7 @@
-"""The table of all metrics, made from `harness.report.metrics`. A test compares docs/MONITORING.md with
-it:
+"""The table of all metrics, made from `harness.report.metrics`. A test compares docs/MONITORING.md with it:
 
-    python -m tools.metric_table                     # prints the table
-    python -m tools.metric_table docs/MONITORING.md    # puts it between the two markers of that file
+python -m tools.metric_table                     # prints the table
+python -m tools.metric_table docs/MONITORING.md    # updates it in that file
 """
 
 import re
@@ -20,7 +19,7 @@ def table() -> str:
         name = f"`{metric.tracker_name}`" if metric.tracker_name else ""
         words = re.sub(r"\w+_\w+", r"`\g<0>`", metric.description)
         rows.append(f"| `{metric.key}` | {name} | {metric.unit} | {words} |\n")
-    return "| key | in the trackers | unit | what it is |\n|---|---|---|---|\n" + "".join(rows)
+    return "| key | in trackers | unit | meaning |\n|---|---|---|---|\n" + "".join(rows)
 
 
 if __name__ == "__main__":

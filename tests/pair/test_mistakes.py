@@ -95,8 +95,8 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--num-steps 0": "--num-steps: 0 trains nothing; add --eval-interval 1",
     "--num-steps 0 --sample-prompt Once": "--num-steps: 0 trains nothing, and the weights are random",
     "--resume auto --num-steps 0 --export e": "--resume: --num-steps 0 needs one checkpoint",
-    "--plan-gpu Voodoo": "--plan-gpu 'Voodoo': not a kind that plans know",
-    "--plan --plan-gpu cpu": "--plan-gpu 'cpu': not a kind that plans know",
+    "--plan-gpu Voodoo": "--plan-gpu 'Voodoo': unknown GPU; give one of",
+    "--plan --plan-gpu cpu": "--plan-gpu 'cpu': unknown GPU; give one of",
     "--json": "--json: only with --plan, or with --num-steps 0 and --eval-interval",
     "--fp8-recipe rowwise": "--fp8-recipe/--fp8-emulate: only with --precision fp8",
 }
