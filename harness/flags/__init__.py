@@ -37,7 +37,7 @@ from harness.flags.settings import (
     is_place,
     record_flags,
 )
-from harness.flags.sources import Source, Stage, name_of, sources_of, splits_overlap, stages_of
+from harness.flags.sources import Source, Stage, parse_sources, parse_stages, source_name, splits_overlap
 
 __all__ = [
     "ASSETS",
@@ -70,15 +70,15 @@ __all__ = [
     "make_parser",
     "may_be_on_the_hub",
     "misfits_float8",
-    "name_of",
     "no_checkpoint",
     "not_a_folder_name",
     "parse_args",
+    "parse_sources",
+    "parse_stages",
     "read_adapter_config",
     "record_flags",
     "run_flags",
     "shell_command",
-    "sources_of",
+    "source_name",
     "splits_overlap",
-    "stages_of",
 ]

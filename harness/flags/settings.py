@@ -28,7 +28,7 @@ from harness.flags.flag_types import (
     token_count,
 )
 from harness.flags.schedules import SCHEDULES
-from harness.flags.sources import Source, sources_of
+from harness.flags.sources import Source, parse_sources
 
 ASSETS = base.ROOT / "assets"
 PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))}
@@ -456,7 +456,7 @@ class Args:
 
     def sources(self) -> list[Source]:
         """What --dataset names."""
-        return sources_of(self.dataset)
+        return parse_sources(self.dataset)
 
     def describe_dataset(self) -> str:
         """--dataset as it was typed."""

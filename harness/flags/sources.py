@@ -29,14 +29,14 @@ class Stage:
     weights: dict[str, Fraction]
 
 
-def sources_of(dataset: str | tuple[str, ...]) -> list[Source]:
+def parse_sources(dataset: str | tuple[str, ...]) -> list[Source]:
     """Parse --dataset. Sources without an explicit name that would share one are numbered: `a-1`, `a-2`."""
     words = [dataset] if isinstance(dataset, str) else dataset
     parsed = [parse_source(word) for word in words]
-    names = Counter(name or name_of(dataset) for name, dataset, _ in parsed)
+    names = Counter(name or source_name(dataset) for name, dataset, _ in parsed)
     sources = []
     for number, (name, dataset, weight) in enumerate(parsed, 1):
-        default_name = name_of(dataset)
+        default_name = source_name(dataset)
         if names[default_name] > 1:
             default_name = f"{default_name}-{number}"
         sources.append(Source(name or default_name, dataset, weight))
@@ -63,7 +63,7 @@ def exists(dataset: str) -> bool:
     return os.path.exists(os.path.expanduser(dataset))
 
 
-def name_of(dataset: str) -> str:
+def source_name(dataset: str) -> str:
     """The default name of a source: the last part of its path or id, without suffixes and punctuation."""
     parts = [part for part in re.split(r"[/\\]", dataset) if part and not glob.has_magic(part)]
     name = parts[-1] if parts else "data"
@@ -75,7 +75,7 @@ def same_dataset(one: str | Sequence[str], other: str | Sequence[str]) -> bool:
     """True if two values of --dataset have the same sources, whatever their weights; JSON has lists for tuples."""
 
     def names_and_paths(dataset: str | Sequence[str]) -> set[tuple[str, str]]:
-        sources = sources_of(dataset if isinstance(dataset, str) else tuple(dataset))
+        sources = parse_sources(dataset if isinstance(dataset, str) else tuple(dataset))
         return {(s.name, os.path.realpath(s.dataset) if exists(s.dataset) else s.dataset) for s in sources}
 
     return names_and_paths(one) == names_and_paths(other)
@@ -134,14 +134,14 @@ def parse_stage(text: str) -> Stage:
     return Stage(Fraction(begin.strip()), weights)
 
 
-def stages_of(texts: tuple[str, ...] | None) -> list[Stage]:
+def parse_stages(texts: tuple[str, ...] | None) -> list[Stage]:
     """The stages of --mixture-stage, sorted by their beginning."""
     return sorted((parse_stage(text) for text in texts or ()), key=lambda stage: stage.begin)
 
 
 def mixture_problem(dataset: str | tuple[str, ...], stage_texts: tuple[str, ...] | None) -> str:
     """An error in the sources and stages of a run; empty if there is none."""
-    sources, stages = sources_of(dataset), stages_of(stage_texts)
+    sources, stages = parse_sources(dataset), parse_stages(stage_texts)
     names = [source.name for source in sources]
     datasets = [source.dataset for source in sources]
     repeated = [name for name, count in Counter(names).items() if count > 1]
