@@ -11,7 +11,7 @@ torch, so that --help and errors are printed at once.
 A flag is one field of `Args` in settings.py; its contradictions are in rules.py.
 """
 
-from harness.flags.checkpoints import checkpoint_folder, folder_of_adapters, no_checkpoint, read_adapter_config
+from harness.flags.checkpoints import adapter_folder, checkpoint_folder, no_checkpoint, read_adapter_config
 from harness.flags.commands import as_flags, as_words, run_flags, shell_command
 from harness.flags.migration import TRAINERS
 from harness.flags.parser import complete, make_parser, parse_args
@@ -56,6 +56,7 @@ __all__ = [
     "Settings",
     "Source",
     "Stage",
+    "adapter_folder",
     "as_flags",
     "as_words",
     "checkpoint_folder",
@@ -64,7 +65,6 @@ __all__ = [
     "default_lr",
     "default_warmup",
     "flags_where",
-    "folder_of_adapters",
     "is_pattern",
     "is_place",
     "make_parser",

@@ -55,7 +55,7 @@ def checkpoint_flags(args: Args) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
-def folder_of_adapters(model: str) -> pathlib.Path | None:
+def adapter_folder(model: str) -> pathlib.Path | None:
     """The folder of --model if it has adapters of peft and no model; else None."""
     path = pathlib.Path(model).expanduser()
     has_adapters = (path / base.ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
@@ -68,7 +68,7 @@ def adapter_flags(model: str) -> dict[str, Any]:
     Raises:
         UserError: from `read_adapter_config`.
     """
-    if not folder_of_adapters(model):
+    if not adapter_folder(model):
         return {}
     config = read_adapter_config(model)
     targets = config["target_modules"]
