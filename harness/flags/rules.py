@@ -183,9 +183,9 @@ def wrong_adapters(args: Args) -> Iterator[str]:
     if args.init == "random" and not args.plan:
         yield "--lora-rank: the weights are random; give --init pretrained"
     if args.precision == "fp8":
-        yield "--lora-rank: not supported with --precision fp8; use bf16"
+        yield "--lora-rank: not with --precision fp8; use bf16"
     if args.optimizer == "muon":
-        yield "--lora-rank: not supported with --optimizer muon; use adamw"
+        yield "--lora-rank: not with --optimizer muon; use adamw"
     if len(args.lora_targets or ()) > 1 and any(map(is_pattern, args.lora_targets)):
         yield "--lora-targets: a pattern is given with others; give names or a single pattern"
 

@@ -69,7 +69,7 @@ def test_each_logged_step_is_a_line_of_metrics_and_the_last_one_holds_the_averag
         assert ("eval_loss" in line) == (line["step"] in (6, 12))
         figures = [value for key, value in line.items() if key != "samples"]
         assert all(isinstance(value, int | float) and math.isfinite(value) for value in figures)
-        assert all(find_metric(key) for key in line if key not in EXTRA_KEYS)  # a row of the table of figures
+        assert all(find_metric(key) for key in line if key not in EXTRA_KEYS)  # a row of the table of metrics
         assert ("samples" in line) == (line["step"] == 6 or "final" in line)
     *logged, final = lines
     assert final["final"] is True and not any("final" in line for line in logged)

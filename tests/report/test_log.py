@@ -62,7 +62,7 @@ def test_the_same_command_after_the_end_changes_nothing_and_another_one_goes_on(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Figures
+# Metrics
 
 SPEC = """step loss router_loss expert_load_max eval_loss grad_norm learning_rate tokens_seen tokens_per_sec
 tokens_per_sec_per_gpu steps_per_sec step_time_ms data_wait_percent mfu_percent actual_tflops_per_sec
@@ -215,7 +215,7 @@ def test_the_memory_record_is_written_when_asked_and_when_memory_runs_out(device
 # Gates
 
 
-def test_a_missed_gate_is_exit_code_3_with_one_line_that_names_figure_and_gate(tmp_path):
+def test_a_missed_gate_is_exit_code_3_with_one_line_that_names_metric_and_gate(tmp_path):
     gate = ["--num-steps", "3", "--perf-warmup-steps", "1", "--peak-tflops", "100", "--min-mfu", "60"]
     process = python(*TINY.split(), *gate, "--output-dir", tmp_path, "--run-name", "it")
     assert process.returncode == 3
@@ -226,7 +226,7 @@ def test_a_missed_gate_is_exit_code_3_with_one_line_that_names_figure_and_gate(t
     assert json.loads((tmp_path / "it" / "config.json").read_text())["starts"][0]["exit_code"] == 3
 
 
-def test_a_gate_is_judged_by_the_figures_of_the_last_line():
+def test_a_gate_is_judged_by_the_metrics_of_the_last_line():
     args = parse(["--min-mfu", "50", "--max-memory-gib", "70"])
     with pytest.raises(UserError) as unmeasured:
         check_gates(args, {})

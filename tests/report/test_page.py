@@ -16,10 +16,10 @@ CHARTS = ["Loss", "Throughput", "MFU", "Step time", "Memory", "Gradient norm", "
 
 def line(step: int, **more) -> dict:
     """A log line of a run on GPUs."""
-    figures = {"loss": 8 / step, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_seen": 1000 * step}
-    figures |= {"tokens_per_sec": 5e4, "step_time_ms": 20.0, "mfu_percent": 41.5}
-    figures |= {"peak_memory_active": 30.0, "peak_memory_alloc": 31.0, "peak_memory_reserved": 40.0}
-    return {"step": step, "data_wait_percent": 0.5} | figures | more
+    metrics = {"loss": 8 / step, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_seen": 1000 * step}
+    metrics |= {"tokens_per_sec": 5e4, "step_time_ms": 20.0, "mfu_percent": 41.5}
+    metrics |= {"peak_memory_active": 30.0, "peak_memory_alloc": 31.0, "peak_memory_reserved": 40.0}
+    return {"step": step, "data_wait_percent": 0.5} | metrics | more
 
 
 def write_run(folder: pathlib.Path, lines: list) -> pathlib.Path:
@@ -68,7 +68,7 @@ def charts_of(page: str) -> list[str]:
     return re.findall(r"<h3>(.*?) <span>", page)
 
 
-def test_a_page_has_the_runs_figures_words_and_plan(full):
+def test_a_page_has_the_runs_metrics_words_and_plan(full):
     page = page_of(full)
     text = text_of(page)
     assert charts_of(page) == CHARTS
@@ -96,7 +96,7 @@ def test_text_is_only_text_and_the_page_asks_for_nothing(full):
         ([{"step": step, "loss": 0.0, "grad_norm": -1.0, "learning_rate": 0} for step in (5, 6)], "ended at step 6"),
     ],
 )
-def test_a_run_with_hardly_any_figures_or_odd_ones_has_a_page(tmp_path, lines, state):
+def test_a_run_with_hardly_any_metrics_or_odd_ones_has_a_page(tmp_path, lines, state):
     folder = write_run(tmp_path / "r", lines)
     assert state in text_of(page_of(folder))
     (folder / "config.json").write_text("[")

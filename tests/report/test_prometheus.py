@@ -66,7 +66,7 @@ def watched(tmp_path_factory):
     return scrapes, folder / "it"
 
 
-def test_a_run_is_seen_from_before_its_first_step_to_its_end_with_the_figures_of_its_lines(watched):
+def test_a_run_is_seen_from_before_its_first_step_to_its_end_with_the_metrics_of_its_lines(watched):
     scrapes, folder = watched
     states = [state_of(samples) for samples in scrapes]
     assert states[0] == "running" and set(states) <= {"running", "done"}

@@ -48,7 +48,7 @@ def line(step: int, **more) -> dict:
     return {"step": step, "loss": 5.0 / step, "tokens_seen": 64 * step} | more
 
 
-def test_both_have_the_figures_of_each_source_over_steps_and_losses_over_tokens(opened, tmp_path):
+def test_both_have_the_metrics_of_each_source_over_steps_and_losses_over_tokens(opened, tmp_path):
     sources = ("web", "v1.2-wiki_en", "step")
     trackers = opened("all")
     assert {tracker.name for tracker in trackers} >= {"wandb", "tensorboard"}
