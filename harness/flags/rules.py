@@ -53,6 +53,8 @@ def contradictions(args: Args) -> Iterator[str]:
         yield problem
     if problem := trained_eval_split(args):
         yield problem
+    if args.dataset == "synthetic" and (args.streaming or args.document_mask):
+        yield f"--{'streaming' if args.streaming else 'document-mask'}: synthetic tokens have no documents; leave it out"
     if args.streaming and args.packing in ("best-fit", "none"):
         problem = "needs the lengths of all documents, unknown in a stream"
         yield f"--packing {args.packing}: {problem}; leave out --streaming"
@@ -140,8 +142,8 @@ def without_effect(args: Args) -> Iterator[str]:
             "keep_checkpoints", "there are no saves without --checkpoint-interval and --final-checkpoint"
         )
     if args.dataset == "synthetic":
-        fields = "dataset_split eval_split skip_bad_records text_field dataset_config packing streaming document_mask"
-        yield from no_effect(fields, "synthetic tokens are random numbers, without files or documents")
+        fields = "dataset_split eval_split skip_bad_records text_field dataset_config packing"
+        yield from no_effect(fields, "synthetic tokens come from no file")
     if args.packing == "none":
         yield from no_effect("document_mask", "with --packing none a sequence has one document")
     datasets = [source.dataset for source in args.sources()]
