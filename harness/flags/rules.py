@@ -54,7 +54,8 @@ def contradictions(args: Args) -> Iterator[str]:
     if problem := trained_eval_split(args):
         yield problem
     if args.dataset == "synthetic" and (args.streaming or args.document_mask):
-        yield f"--{'streaming' if args.streaming else 'document-mask'}: synthetic tokens have no documents; leave it out"
+        name = "streaming" if args.streaming else "document_mask"
+        yield f"{as_flag(name)}: synthetic tokens have no documents; leave it out"
     if args.streaming and args.packing in ("best-fit", "none"):
         problem = "needs the lengths of all documents, unknown in a stream"
         yield f"--packing {args.packing}: {problem}; leave out --streaming"
