@@ -139,9 +139,7 @@ def without_effect(args: Args) -> Iterator[str]:
             needed = " or ".join(map(condition_text, conditions))
             yield f"{as_flag(name)}: only with {needed}; give that too, or leave it out"
     if not args.saves_during_training() and not args.saves_final_checkpoint():
-        yield from no_effect(
-            "keep_checkpoints", "there are no saves without --checkpoint-interval and --final-checkpoint"
-        )
+        yield from no_effect("keep_checkpoints", "nothing is saved without --checkpoint-interval or --final-checkpoint")
     if args.dataset == "synthetic":
         fields = "dataset_split eval_split skip_bad_records text_field dataset_config packing"
         yield from no_effect(fields, "synthetic tokens come from no file")
