@@ -61,7 +61,7 @@ def test_the_best_is_kept_beside_the_newest_and_what_exports_it_is_said(flags, r
     command = command[next(i for i, word in enumerate(command) if word.startswith("--")) :]
     assert train(command, device) == 0
     assert f"exported   {run}-best, step {best}" in capfd.readouterr().out
-    goes_on = words(re.search(r"^from best +a new run goes on with (.*)$", said, re.MULTILINE)[1].replace("NAME", "q"))
+    goes_on = words(re.search(r"^from best +a new run starts with (.*)$", said, re.MULTILINE)[1].replace("NAME", "q"))
     assert train([*flags("8"), *goes_on], device) == 0
     assert losses(run.with_name("q")).keys() == {step for step in (4, 6, 8) if step > best}
 
