@@ -6,7 +6,7 @@ import pathlib
 import pytest
 from conftest import words, write_model
 
-from harness.flags import sources_of
+from harness.flags import parse_sources
 
 DEMO = pathlib.Path(__file__).parent.parent / "assets" / "demo"
 END = 0  # end-of-text of the demo tokenizer
@@ -52,7 +52,7 @@ def line_of(tokenizer, tmp_path):
 
     def line_of(source, with_tokenizer=tokenizer, **options) -> str:
         reading = corpora.Reading(with_tokenizer, 4, **{"vocab_size": 1536, "cache_dir": tmp_path / "cache"} | options)
-        corpus = corpora.inspect_source(sources_of(str(source))[0], "train", ("input_ids", "text"), None)
+        corpus = corpora.inspect_source(parse_sources(str(source))[0], "train", ("input_ids", "text"), None)
         return reading.open(corpus, "train")[1]
 
     return line_of

@@ -1,5 +1,4 @@
-"""The table of all flags, docs/FLAGS.md: `python -m tools.flag_table > docs/FLAGS.md`. A test compares
-that file with what this makes."""
+"""The table of all flags: `python -m tools.flag_table > docs/FLAGS.md`. A test compares that file with it."""
 
 import argparse
 
@@ -7,20 +6,19 @@ from harness import base, flags
 
 BEGINNING = """# All flags
 
-As `--help` has them, in its groups; made from the parser by \
-`python -m tools.flag_table > docs/FLAGS.md`. In brackets stands the default. \
-What the main flags trade is in the [README](../README.md#what-it-trades), names of other trainers in \
-[Migration](MIGRATION.md). `--config FILE` sets them too, as `batch-size = 4` or `batch_size = 4`.
+The text of `--help`, made by `python -m tools.flag_table > docs/FLAGS.md`. Defaults are in brackets. \
+The [README](../README.md#what-it-trades) has the trade-offs of the main flags, [Migration](MIGRATION.md) the names in \
+other trainers. `--config FILE` sets them too, as `batch-size = 4` or `batch_size = 4`.
 """
 
 
 def escaped(text: str) -> str:
-    """Text for a cell of a table."""
+    """Escape text for a table cell."""
     return text.replace("%%", "%").replace("|", "\\|")
 
 
 def shown(action: argparse.Action) -> str:
-    """A flag as it is typed: its names and what stands behind them."""
+    """A flag as it is typed: its names and values."""
     names = ", ".join(f"`{name}`" for name in action.option_strings)
     if action.nargs == 0:
         return names
@@ -29,7 +27,7 @@ def shown(action: argparse.Action) -> str:
 
 
 def table() -> str:
-    """The page in Markdown, a table for each group of --help that has flags of this program."""
+    """The page in Markdown, with a table for each group of --help."""
     parts = [BEGINNING]
     for group in flags.make_parser()._action_groups:
         rows = [

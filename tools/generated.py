@@ -1,4 +1,4 @@
-"""Generated parts of pages: the commands of this folder print a table, or put it between its two markers in a page."""
+"""Generated parts of pages: print a table, or put it between its two markers in a page."""
 
 import argparse
 import pathlib
@@ -8,10 +8,10 @@ from harness import base
 
 
 def between_markers(page: str, command: str, table: str) -> str:
-    """A page in Markdown with a table between the markers of the command that makes it.
+    """A Markdown page with `table` between the markers of `command`.
 
     Raises:
-        ValueError: it lacks one of them.
+        ValueError: a marker is missing.
     """
     begin, end = f"<!-- begin: python -m {command} -->\n", f"<!-- end: python -m {command} -->"
     before, found_begin, rest = page.partition(begin)
@@ -22,7 +22,7 @@ def between_markers(page: str, command: str, table: str) -> str:
 
 
 def main(command: str, table: str) -> None:
-    """The command line of a module that makes a table."""
+    """The command line of a module that prints `table`."""
     base.ignore_closed_pipes()
     parser = argparse.ArgumentParser(prog=f"python -m {command}")
     help = "put the table between its markers in this file [print it]"

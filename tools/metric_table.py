@@ -1,8 +1,7 @@
-"""The table of all figures, made from `harness.report.metrics`. A test compares docs/MONITORING.md with
-it:
+"""The table of all metrics, made from `harness.report.metrics`. A test compares docs/MONITORING.md with it:
 
-    python -m tools.metric_table                     # prints the table
-    python -m tools.metric_table docs/MONITORING.md    # puts it between the two markers of that file
+python -m tools.metric_table                     # prints the table
+python -m tools.metric_table docs/MONITORING.md    # updates it in that file
 """
 
 import re
@@ -14,13 +13,13 @@ COMMAND = "tools.metric_table"
 
 
 def table() -> str:
-    """The table in Markdown, a row for each figure."""
+    """The table in Markdown, a row for each metric."""
     rows = []
-    for figure in report.METRICS.values():
-        name = f"`{figure.name}`" if figure.name else ""
-        words = re.sub(r"\w+_\w+", r"`\g<0>`", figure.words)
-        rows.append(f"| `{figure.key}` | {name} | {figure.unit} | {words} |\n")
-    return "| key | in the trackers | unit | what it is |\n|---|---|---|---|\n" + "".join(rows)
+    for metric in report.METRICS.values():
+        name = f"`{metric.tracker_name}`" if metric.tracker_name else ""
+        words = re.sub(r"\w+_\w+", r"`\g<0>`", metric.description)
+        rows.append(f"| `{metric.key}` | {name} | {metric.unit} | {words} |\n")
+    return "| key | in trackers | unit | meaning |\n|---|---|---|---|\n" + "".join(rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ COMMAND = "tools.migration_table"
 
 
 def table() -> str:
-    """The tables in Markdown, one for each trainer under a heading of its own."""
+    """The tables in Markdown, one per trainer."""
     parts = []
     for trainer, rows in flags.TRAINERS.items():
         parts.append(f"\n## From {trainer}\n\n| there | here | |\n|---|---|---|\n")

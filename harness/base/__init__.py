@@ -1,12 +1,11 @@
-"""Base: what every wing stands on: errors, ranks, text, GPUs, versions, and a stdout that never fails. Most of it
-imports no torch, and none of it knows a wing."""
+"""Base: errors, ranks, text, GPUs, versions, checkpoint folders, and a stdout that never fails, for all packages. It
+imports none of them, and most of it no torch."""
 
 from harness.base.console import exit_with_error, ignore_closed_pipes, print_json, record_error, send
 from harness.base.devices import CLOCK_STOPPED, GIB, give_back_freed_memory, memory_metrics, wait_for_device
 from harness.base.errors import NoSplitError, UserError
 from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, Gpu, choose_kind, find_gpu, unlisted
 from harness.base.hub import answer_from_cache_without_network
-from harness.base.labels import IGNORE_INDEX
 from harness.base.ranks import (
     WORK,
     all_gather_objects,
@@ -53,6 +52,8 @@ from harness.base.versions import (
     refuse_old_python,
     version_parts,
 )
+
+IGNORE_INDEX = -100  # label of tokens without a loss, as in torch and transformers
 
 __all__ = [
     "ADAPTER_CONFIG",

@@ -1,16 +1,15 @@
-"""Devices: the unit of memory, waiting for the GPU, how much of its memory was taken, what the host's memory keeps, and
-the mark of what no clock counts."""
+"""Devices: synchronization and memory of the GPU, and memory of the host."""
 
-from __future__ import annotations  # older interpreters read this far, to be told so
+from __future__ import annotations  # for older interpreters, which `versions` refuses
 
 import ctypes
 
 GIB = 2**30
-CLOCK_STOPPED = "clock stopped"  # in a profile, what utils.PerformanceTracker leaves out
+CLOCK_STOPPED = "clock stopped"  # the mark in a profile while utils.PerformanceTracker is paused
 
 
 def wait_for_device() -> None:
-    """Returns when this process's GPU has done all that it was given; at once without a GPU."""
+    """Synchronize this process's GPU, if it uses one."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -18,11 +17,9 @@ def wait_for_device() -> None:
 
 
 def memory_metrics() -> dict[str, float]:
-    """The peaks of this process on its GPU since the last reset in GiB, by torch's caching allocator; `{}` without one.
-
-    `peak_memory_active` counts blocks in use or still awaited by a stream, `peak_memory_alloc` what tensors were given,
-    `peak_memory_reserved` what the process held of the card.
-    """
+    """Peak memory of this process on its GPU since the last reset, in GiB, from torch's caching allocator: `active` for
+    blocks in use or awaited by a stream, `alloc` allocated to tensors, `reserved` held by the allocator. Empty without
+    a GPU."""
     import torch
 
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
@@ -33,8 +30,8 @@ def memory_metrics() -> dict[str, float]:
 
 
 def give_back_freed_memory() -> None:
-    """Has the C library return to the system what was freed: glibc keeps it, as blocks of up to 32 MiB come from its
-    heap. Others, which have no malloc_trim, are left alone."""
+    """Return freed host memory to the system: glibc keeps blocks of up to 32 MiB in its heap. No effect with other C
+    libraries, which lack malloc_trim."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)

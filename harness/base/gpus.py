@@ -1,7 +1,7 @@
-"""GPUs: the table of their dense peaks, memory and links by the vendors' datasheets, and the names by which users and
-drivers call them. Imports no torch, so that a wrong --plan-gpu is answered at once."""
+"""GPUs: dense peaks, memory and links from the vendors' datasheets, and the names that users and drivers have for them.
+Imports no torch, so that a wrong --plan-gpu fails at once."""
 
-from __future__ import annotations  # older interpreters read this far, to be told so
+from __future__ import annotations  # for older interpreters, which `versions` refuses
 
 import csv
 import re
@@ -9,25 +9,25 @@ from typing import Any, NamedTuple, get_type_hints
 
 from harness.base.versions import ROOT
 
-# What a process holds of the card beyond what its tensors need, in GiB; assumed, not measured.
+# GPU memory of a process beyond its tensors, in GiB; assumed, not measured
 CONTEXT_GIB = 0.6  # CUDA context, cuBLAS and cuDNN with their workspaces
 NCCL_GIB = 0.5  # buffers of each communicator that spans more than one rank
 
 
 class Gpu(NamedTuple):
-    """A row of assets/gpus.csv; 0 is a figure that is not known."""
+    """A row of assets/gpus.csv; 0 for unknown."""
 
-    name: str  # a pattern of the driver's device name
-    plan_name: str  # what users of --plan-gpu call it; empty where nothing but the peak is known
+    name: str  # pattern of the driver's device name
+    plan_name: str  # for --plan-gpu; empty if only the peak is known
     peak_tflops: float  # dense, bf16, fp32 accumulation
     memory_gib: float
     memory: float  # GB/s
-    link: float  # GB/s in each direction, to the GPUs of its node
-    network: float  # GB/s in each direction, its share of the node's network cards
-    fp8: float  # float8's matmul rate over that of bf16; 0 without float8
-    hopper: float  # 1 for a data-centre GPU of Hopper's generation or a later one
-    matmul_share: float  # the most of the peak that a bf16 matmul reaches
-    fp8_share: float  # the same of a float8 matmul, of its own peak
+    link: float  # GB/s per direction, to GPUs of the same node
+    network: float  # GB/s per direction, its share of the node's network cards
+    fp8: float  # float8 matmul rate over bf16's; 0 without float8
+    hopper: float  # 1 for data-centre GPUs from Hopper on
+    matmul_share: float  # best bf16 matmul over the peak
+    fp8_share: float  # best float8 matmul over its peak
     source: str
 
 
@@ -42,13 +42,13 @@ def read_gpus() -> list[Gpu]:
     return gpus
 
 
-# By the vendors' datasheets, see CONTRIBUTING.md; the first whose name fits. A bare "H100" is none: its forms differ.
+# The first row that matches a name counts. A bare "H100" matches none, as its variants differ.
 GPUS = read_gpus()
-PLANNED = tuple(gpu.plan_name for gpu in GPUS if gpu.plan_name)  # the kinds that plans know; a name means the first
+PLANNED = tuple(gpu.plan_name for gpu in GPUS if gpu.plan_name)  # for --plan-gpu
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The kind of a GPU by its driver's name; None, never a guess, for an unlisted one, a laptop's, a slice of one."""
+    """The row for a driver's device name; None for unlisted GPUs, laptop variants and MIG slices, never a guess."""
     if re.search(r"\b(MIG|GRID|Laptop|Max-Q)\b|-\d+[ABCQ]$", name):
         return None
     for gpu in GPUS:
@@ -58,29 +58,29 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def choose_kind(typed: str) -> tuple[str, list[str]]:
-    """The kind that plans take a name for, and the other kinds that the name fits; ("", []) where plans know none. A
-    name fits a kind whose first words it is, however they are joined: `h100-nvl`, `RTX4090`, `4090`, and `A100` two
-    kinds. A driver's name stands for itself."""
-    fitting = [kind for kind in PLANNED if joined(typed) in beginnings(kind)]
-    if fitting:
-        return fitting[0], fitting[1:]
+    """(kind for a name of --plan-gpu, other matching kinds); ("", []) for an unknown name. A name matches a kind whose
+    first words it is, however joined: `h100-nvl`, `RTX4090`, `4090`; `A100` matches two. A driver's name is its own
+    kind."""
+    matching = [kind for kind in PLANNED if without_separators(typed) in short_names(kind)]
+    if matching:
+        return matching[0], matching[1:]
     gpu = find_gpu(typed)
     return (typed, []) if gpu and gpu.memory_gib else ("", [])
 
 
-def joined(name: str) -> str:
-    """A name in capitals, without what stands between its words."""
+def without_separators(name: str) -> str:
+    """A name in capitals without spaces, hyphens and underscores."""
     return re.sub(r"[\s_-]", "", name).upper()
 
 
-def beginnings(kind: str) -> set[str]:
-    """`RTX`, `RTX4090` and `4090` of `RTX 4090`."""
+def short_names(kind: str) -> set[str]:
+    """`RTX`, `RTX4090` and `4090` for `RTX 4090`."""
     words = kind.split()
-    names = {joined("".join(words[:count])) for count in range(1, len(words) + 1)}
-    return names | {joined(kind.removeprefix("RTX "))}
+    names = {without_separators("".join(words[:count])) for count in range(1, len(words) + 1)}
+    return names | {without_separators(kind.removeprefix("RTX "))}
 
 
 def unlisted(gpu: str) -> str:
-    """That plans do not know a kind of GPU, as an error."""
-    known = f"They know {', '.join(PLANNED)}; a row in assets/gpus.csv adds another"
-    return f"--plan-gpu {gpu!r}: not a kind that plans know. {known}"
+    """The error for an unknown --plan-gpu."""
+    advice = f"give one of {', '.join(PLANNED)}, or add a row to assets/gpus.csv"
+    return f"--plan-gpu {gpu!r}: unknown GPU; {advice}"

@@ -1,6 +1,6 @@
-"""The Hugging Face hub where there is no network."""
+"""Hub: the Hugging Face hub without a network."""
 
-from __future__ import annotations  # older interpreters read this far, to be told so
+from __future__ import annotations  # for older interpreters, which `versions` refuses
 
 import os
 import socket
@@ -10,15 +10,13 @@ from harness.base.text import is_url
 
 
 def answer_from_cache_without_network(source: str) -> None:
-    """Makes the hub libraries answer from their caches at once where `source` is not local and the hub has no address.
-
-    Otherwise they would try for 20 s, for each file, with a warning for each try.
-    """
+    """Set the hub libraries to offline mode if `source` is not local and the hub's address cannot be resolved.
+    Otherwise they retry for 20 s for each file, with warnings."""
     from huggingface_hub import constants
 
     has_proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-    elsewhere = is_url(source) and not source.startswith("hf://")
-    if has_proxy or elsewhere or os.path.exists(source):
+    is_elsewhere = is_url(source) and not source.startswith("hf://")
+    if has_proxy or is_elsewhere or os.path.exists(source):
         return
     try:
         socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)

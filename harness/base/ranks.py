@@ -1,6 +1,6 @@
-"""Ranks: how the processes of a job give each other Python objects."""
+"""Ranks: collectives of Python objects, and marks of ranks that work without waiting for others."""
 
-from __future__ import annotations  # older interpreters read this far, to be told so
+from __future__ import annotations  # for older interpreters, which `versions` refuses
 
 import contextlib
 import functools
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
-WORK: list[Callable[[], str]] = []  # what this process does without waiting for other ranks, innermost last
+WORK: list[Callable[[], str]] = []  # descriptions of this process's work, innermost last
 
 
 @contextlib.contextmanager
 def working(describe: Callable[[], str] = str) -> Iterator[None]:
-    """Mark this rank as working: it waits for no other rank, so however long this takes, it has not stalled.
-    `describe` says how far it is, such as "1.2 GB written". Also a decorator."""
+    """Mark this rank as working: it waits for no other rank and has not stalled, however long it takes. `describe`
+    returns its progress, such as "1.2 GB written". Also a decorator."""
     WORK.append(describe)
     try:
         yield
@@ -30,7 +30,7 @@ def working(describe: Callable[[], str] = str) -> Iterator[None]:
 
 @functools.cache
 def count_compiling_as_work() -> None:
-    """Has every compilation of this process, from now on, count as work."""
+    """Mark this process as working during all later compilations."""
     from torch._dynamo import callback  # private: no public name says that the compiler runs
 
     def describe() -> str:
@@ -41,8 +41,8 @@ def count_compiling_as_work() -> None:
 
 
 def call_on_all_ranks(make: Callable[[], T]) -> T:
-    """What `make` returns on this rank. What it raises on any rank is raised on every rank, so that no rank waits for
-    one that has given up; every rank calls this."""
+    """Call `make` on every rank and return its result on this one. An error on any rank is raised on all ranks, so that
+    none waits for a failed one. Every rank calls this."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -56,7 +56,7 @@ def call_on_all_ranks(make: Callable[[], T]) -> T:
 
 @working()
 def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """(what `make` returns, or None; what it raises, as something that can be pickled, or None)."""
+    """(result of `make` or None, its exception in a form that can be pickled or None)."""
     try:
         return make(), None
     except UserError as error:
@@ -66,10 +66,8 @@ def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def broadcast_from_node_main(make: Callable[[], T], is_main: bool) -> T:
-    """Calls `make` where `is_main`, one process of each node or of the world, and gives the others its result, pickled.
-
-    Every rank calls this. What `make` raises is raised on every rank, so that no rank waits for one that has given up.
-    """
+    """Call `make` on each rank with `is_main`, one per node or in the world, and broadcast its pickled result to the
+    ranks after it. An error is raised on all ranks. Every rank calls this."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -81,23 +79,23 @@ def broadcast_from_node_main(make: Callable[[], T], is_main: bool) -> T:
             raise error_of_rank
     main_ranks = [rank for rank, (main, _) in enumerate(outcomes) if main]
     answer = result
-    for main_rank in main_ranks:  # a broadcast of each: a gathering would hold a large tokenizer once for each rank
+    for main_rank in main_ranks:  # a gather would hold a large tokenizer once per rank
         message = [result]
         dist.broadcast_object_list(message, src=main_rank)
-        if main_rank <= dist.get_rank():  # the last one is of this rank's own node
+        if main_rank <= dist.get_rank():  # the last one is on this rank's node
             answer = message[0]
     return answer
 
 
 def broadcast_from_rank_0(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, on every rank; what it raises, too."""
+    """Call `make` on rank 0 and return its result, or raise its error, on every rank."""
     import torch.distributed as dist
 
     return broadcast_from_node_main(make, not dist.is_initialized() or dist.get_rank() == 0)
 
 
 def all_gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """`mine` of each rank, pickled, in the order of the ranks."""
+    """Gather `mine`, pickled, from each rank, in the order of ranks. Every rank of the group calls this."""
     import torch.distributed as dist
 
     everyone: list = [None] * dist.get_world_size()

@@ -1,7 +1,6 @@
-"""Saved: which checkpoints a run's folder holds and what their manifests record. Without
-torch, as flags and job ask here too."""
+"""Saved: the checkpoints in a run's folder and their manifests, without torch."""
 
-from __future__ import annotations  # older interpreters read this far, to be told so
+from __future__ import annotations  # for older interpreters, which `versions` refuses
 
 import contextlib
 import hashlib
@@ -10,18 +9,18 @@ import os
 import pathlib
 import re
 
-MANIFEST = "manifest.json"  # of a checkpoint; it records the flags of the run too
-ADAPTER_CONFIG = "adapter_config.json"  # of a folder of adapters, as peft writes it
-FORMAT = 1  # of a checkpoint; another one is refused
-LEFT_OVER = re.compile(r"\.step-[0-9]{8}\.(writing|deleting)")
+MANIFEST = "manifest.json"  # of a checkpoint; includes the flags of the run
+ADAPTER_CONFIG = "adapter_config.json"  # of a folder of adapters, by peft
+FORMAT = 1  # version of the checkpoint format; others are refused
+UNFINISHED = re.compile(r"\.step-[0-9]{8}\.(writing|deleting)")
 
 
 def read_json(path: pathlib.Path) -> dict:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        OSError: it cannot be read, or is no regular file, of which a FIFO would be waited for.
-        ValueError: it holds no object.
+        OSError: it cannot be read, or is not a regular file: a FIFO would block.
+        ValueError: it does not hold an object.
     """
     if path.exists() and not path.is_file():
         raise OSError(0, "not a regular file", str(path))
@@ -35,14 +34,14 @@ def read_json(path: pathlib.Path) -> dict:
 
 
 def read_config(folder: pathlib.Path) -> dict:
-    """config.json of a run's folder; {} where there is none that can be read."""
+    """Read config.json in a run's folder; empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return read_json(folder / "config.json")
     return {}
 
 
 def sync_to_disk(path: pathlib.Path) -> None:
-    """Makes a file's content durable, or the names in a folder."""
+    """fsync a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -57,13 +56,13 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_in_name(path: pathlib.Path) -> int | None:
-    """The step that stands in a checkpoint's name, `step-` and eight digits; None for any other name."""
+    """The step in a checkpoint's name, `step-` and eight digits; None for other names."""
     return int(path.name[5:]) if re.fullmatch("step-[0-9]{8}", path.name) else None
 
 
 def named_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
-    """What has a checkpoint's name in a run's folder, the oldest first: complete checkpoints, damaged ones, files or
-    links in the place of one."""
+    """All paths in a run's folder with the name of a checkpoint, oldest first: complete and damaged ones, also files
+    and links."""
     try:
         return sorted(path for path in (folder / "checkpoints").iterdir() if step_in_name(path) is not None)
     except OSError:
@@ -71,8 +70,8 @@ def named_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def complete_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The complete checkpoints of a run's folder, the oldest first: folders, no links to one, whose manifest is whole.
-    The files that the manifest lists are not read."""
+    """The complete checkpoints in a run's folder, oldest first: folders, not links, with an intact manifest. The files
+    that it lists are not read."""
     found = []
     for path in named_checkpoints(folder):
         with contextlib.suppress(OSError, ValueError):
@@ -83,36 +82,37 @@ def complete_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def newest_checkpoint(folder: pathlib.Path | None) -> pathlib.Path | None:
-    """The newest complete checkpoint of a run's folder; None where there is none."""
+    """The newest complete checkpoint in a run's folder; None if there is none."""
     paths = complete_checkpoints(folder) if folder else []
     return paths[-1] if paths else None
 
 
 def unfinished_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Folders of checkpoints that were being written or deleted when their run was killed."""
-    return [path for path in folder.glob("checkpoints/.step-*") if LEFT_OVER.fullmatch(path.name)]
+    """Folders of checkpoints whose run was killed while it wrote or deleted them."""
+    return [path for path in folder.glob("checkpoints/.step-*") if UNFINISHED.fullmatch(path.name)]
 
 
 # ---- Manifests -------------------------------------------------------------------------------------------------------
 
 
 def dump_with_checksum(manifest: dict) -> str:
-    """The text of a manifest with its checksum."""
+    """A manifest as JSON text with its checksum."""
     return json.dumps(manifest | {"sha256": manifest_checksum(manifest)}, indent=1)
 
 
 def manifest_checksum(manifest: dict) -> str:
-    """Checksum of a manifest as JSON holds it: integer keys are strings there, which sort in another order."""
+    """The checksum of a manifest after a round trip through JSON, where integer keys become strings and sort
+    differently."""
     written = json.loads(json.dumps(manifest))
     return hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(checkpoint: pathlib.Path) -> dict:
-    """A checkpoint's manifest without its checksum.
+    """Read a checkpoint's manifest, without its checksum.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is damaged, of another format, or of another step than the checkpoint's name.
+        ValueError: it is damaged, or has another format or step than expected.
     """
     try:
         manifest = read_json(checkpoint / MANIFEST)
@@ -120,10 +120,10 @@ def read_manifest(checkpoint: pathlib.Path) -> dict:
     except (ValueError, KeyError) as error:
         raise ValueError(f"{MANIFEST} cannot be read") from error
     if manifest.get("format") != FORMAT:
-        problem = f"{MANIFEST} is of format {manifest.get('format')}, and this program reads {FORMAT}"
-        raise ValueError(f"{problem}: go on with the version that wrote it, or export from there")
+        problem = f"{MANIFEST} has format {manifest.get('format')}, and this version reads {FORMAT}"
+        raise ValueError(f"{problem}: resume or export with the version that wrote it")
     if written != manifest_checksum(manifest):
         raise ValueError(f"{MANIFEST} has changed")
     if step_in_name(checkpoint) not in (None, step):
-        raise ValueError(f"{MANIFEST} is of step {step}")
+        raise ValueError(f"{MANIFEST} has step {step}")
     return manifest

@@ -1,6 +1,6 @@
-"""Text: numbers and names as they stand in messages, and the file of a chat template."""
+"""Text: names, numbers and errors in messages, and files of chat templates."""
 
-from __future__ import annotations  # older interpreters read this far, to be told so
+from __future__ import annotations  # for older interpreters, which `versions` refuses
 
 import pathlib
 import re
@@ -11,7 +11,7 @@ from harness.base.versions import ROOT
 
 
 def shortened(names: list[str], count: int = 5) -> str:
-    """The first names of a list, and how many more there are."""
+    """The first names of a list, and the number of the others."""
     shown = ", ".join(names[:count])
     if len(names) <= count:
         return shown
@@ -19,16 +19,16 @@ def shortened(names: list[str], count: int = 5) -> str:
 
 
 def is_url(name: str) -> bool:
-    """Whether a name is that of something in a store, such as `s3://bucket/folder`, and no path and no hub id."""
+    """True for a URL such as `s3://bucket/folder`, false for a path or hub id."""
     return re.match(r"[a-zA-Z][\w+.-]*(://|::)", name) is not None
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, at most 300 characters, with those after it as long as a colon
-    announces them; its type where the message is empty. Without what a library advises its callers."""
+    """The first line of an exception's message, with the next lines while it ends with a colon, at most 300 characters;
+    the exception's type if it is empty. Advice for callers of transformers is removed."""
     message = str(error).strip() or type(error).__name__
     if isinstance(error, KeyError):
-        message = f"no {message}"  # it is nothing but the key
+        message = f"no {message}"  # its message is only the key
     line, *others = [line.strip() for line in message.splitlines() if line.strip()]
     while line.endswith(":") and others:
         line = f"{line} {others.pop(0)}"
@@ -36,7 +36,7 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(message: str) -> str:
-    """A message as one line, whatever the names in it hold."""
+    """A message with its line breaks escaped."""
     return message.replace("\r", "\\r").replace("\n", "\\n")
 
 
@@ -47,17 +47,21 @@ def counted(count: int, name: str) -> str:
 
 
 def one_or_more(words: str | Iterable[str]) -> str:
-    """A word as it is, several with blanks between them: the value of a flag that takes one or more."""
+    """A word, or several joined by blanks."""
     return words if isinstance(words, str) else " ".join(map(str, words))
 
 
 def chat_templates() -> dict[str, pathlib.Path]:
-    """The chat templates that have a name."""
+    """{name: file} of the included chat templates."""
     return {path.stem: path for path in sorted((ROOT / "assets" / "chat_templates").glob("*.jinja"))}
 
 
 def read_template(name: str | None) -> str | None:
-    """The template that --chat-template names, one of `chat_templates` or a file; None without one."""
+    """Read the template of --chat-template, one of `chat_templates` or a file; None without one.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     if name is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Versions: of this program and of the packages that it uses, read without importing them, and the error for an
-interpreter that cannot run it. Called first by the script. It must run on any Python 3."""
+"""Versions: those of this program and its packages, read without imports, and errors for unsuitable interpreters. It
+must run on any Python 3."""
 
-from __future__ import annotations  # older interpreters read this far, to be told so
+from __future__ import annotations  # for older interpreters, which are refused here
 
 import argparse
 import contextlib
@@ -19,11 +19,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 OLDEST_PYTHON = (3, 11)
 OLDEST = {"torch": (2, 11), "transformers": (5, 17)}  # of requirements-floor.txt
 OLDEST_TORCHAO = (0, 18)  # before it a compiled cast to float8 could store NaN (torchao issue 4652)
-IMPORTED = ("accelerate", "filelock", "numpy", "psutil", "safetensors", "torch", "tqdm", "transformers")
+REQUIRED = ("accelerate", "filelock", "numpy", "psutil", "safetensors", "torch", "tqdm", "transformers")
 
 
 def installed(package: str) -> str | None:
-    """The version of a package, None where it is not installed."""
+    """The version of a package, None if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     with contextlib.suppress(PackageNotFoundError):
@@ -31,12 +31,12 @@ def installed(package: str) -> str | None:
 
 
 def version_parts(number: str) -> tuple[int, ...]:
-    """The first two numbers of a version, to compare."""
+    """The first two numbers of a version, for comparisons."""
     return tuple(map(int, re.findall(r"\d+", number)[:2]))
 
 
 def package_versions() -> dict[str, str]:
-    """The versions of Python and of the packages on which a run's results depend, by name."""
+    """{name: version} of Python and the packages that affect the results of a run."""
     numbers = {"python": sys.version.split()[0]}
     for name in ("torch", "transformers", "accelerate", "torchao", "datasets"):
         number = installed(name)
@@ -46,14 +46,14 @@ def package_versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of this program, with `-dirty` where files have changed since; None where git does not know one."""
+    """The commit of this program, with `-dirty` if files have changed; None outside a git repository."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
 
 class ShowVersion(argparse.Action):
-    """--version."""
+    """The action of --version."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         number = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
@@ -63,14 +63,14 @@ class ShowVersion(argparse.Action):
 
 
 def refuse_old_python() -> None:
-    """Ends the process with 2 where this interpreter is too old."""
+    """Exit with code 2 if this interpreter is too old."""
     if sys.version_info < OLDEST_PYTHON:
         exit_with_error("Python {}; {}.{} or newer is needed".format(sys.version.split()[0], *OLDEST_PYTHON))
 
 
 def refuse_missing_packages() -> None:
-    """Ends the process with 2 where this interpreter lacks a package that the program imports, or has too old a one."""
-    missing = [name for name in IMPORTED if not find_spec(name)]
+    """Exit with code 2 if a required package is missing or too old."""
+    missing = [name for name in REQUIRED if not find_spec(name)]
     if missing:
         exit_with_error(f"which lacks {', '.join(missing)}")
     for name, oldest in OLDEST.items():
@@ -80,6 +80,6 @@ def refuse_missing_packages() -> None:
 
 
 def exit_with_error(problem: str) -> NoReturn:
-    """Ends the process with 2, as it is of the wrong interpreter."""
+    """Exit with code 2, with advice to use the interpreter of ./setup.sh."""
     advice = f"run ./setup.sh, then start it with {ROOT / '.venv' / 'bin' / 'python'}"
     console.exit_with_error(f"train_fsdp.py: error: this is {os.path.abspath(sys.executable)}, {problem}; {advice}")

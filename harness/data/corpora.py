@@ -105,7 +105,7 @@ def find_apart(settings: flags.Flags) -> Corpus:
     with named_by_eval_split():
         listing = files.find_files(place)
         split = next((name for name in (DEFAULT_EVAL_SPLIT, "test") if name in listing.splits), "train")
-        source = flags.Source(flags.name_of(place), place, None)
+        source = flags.Source(flags.source_name(place), place, None)
         corpus = inspect_source(source, split, text_field_of(settings), None)
     return dataclasses.replace(corpus, is_apart=True)
 
@@ -414,7 +414,7 @@ def open_windows(
     """The windows of one corpus, or of several mixed, for `utils.get_dataset`."""
     if not (shuffle or isinstance(dataset, str)):
         raise base.UserError("shuffle=False: a mixture has the order that its shares and its seed give; leave it out")
-    sources = flags.sources_of(dataset if isinstance(dataset, str) else tuple(dataset))
+    sources = flags.parse_sources(dataset if isinstance(dataset, str) else tuple(dataset))
     look = functools.partial(inspect_source, split=split, text_field=text_field, subset=subset)
     corpora = base.broadcast_from_node_main(lambda: [look(source) for source in sources], reading.is_main)
     refuse_unused(["--chat-template"] if reading.chat_template else [], corpora)

@@ -304,7 +304,7 @@ def record_of_run(
     """
     given = {source.name: None if source.weight is None else str(source.weight) for source in settings.sources()}
     asked = {"weights": given, "stages": list(settings.mixture_stage or ())}
-    stages = flags.stages_of(settings.mixture_stage)
+    stages = flags.parse_stages(settings.mixture_stage)
     planned = begin_segments(weights, per_sample, stages, settings.num_steps, samples_per_step, step, samples)
     if before is None:
         plain = next(iter(sources)) if len(sources) == 1 else None
@@ -336,7 +336,7 @@ def same_mixture(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
     def stages(texts: list[str]) -> list[tuple]:
         # a source that a stage does not name has no share in it
-        parsed = flags.stages_of(tuple(texts))
+        parsed = flags.parse_stages(tuple(texts))
         return [(stage.begin, {n: share for n, share in shares(stage.weights).items() if share}) for stage in parsed]
 
     same_weights = shares(one["weights"]) == shares(other["weights"])

@@ -1,17 +1,17 @@
-"""Flags: every flag, the command line and the files that set them, the rules between them, and the commands that the
-program prints. Imports no torch, so that --help and a wrong flag answer at once.
+"""Flags: all flags, the command line and files that set them, rules between them, and printed commands. Imports no
+torch, so that --help and errors are printed at once.
 
-    settings = flags.parse_args()     a mistake ends the process with one line
-    flags.complete(given)             the settings of flags that were given, such as those that a checkpoint records
-    settings.explicit                    {field: value} of the flags that the command line and --config gave
-    flags.record_flags(settings)      {"given": ..., "flags": ...}, for config.json and a checkpoint's manifest
-    flags.flags_where(name, value)    the flags of which settings.py says so, such as what a resumed run may not change
-    flags.contradiction(settings)     what does not go together, as an error; empty where all is well
+    args = flags.parse_args()         exits with one line on a mistake
+    args.explicit                     {field: value} of the flags on the command line and in --config
+    flags.complete(explicit)          `Args` from explicit flags, such as those recorded in a checkpoint
+    flags.record_flags(settings)      {"given": explicit ones, "flags": all}, for config.json and a manifest
+    flags.flags_where(name, value)    the flags whose metadata in settings.py has this value
+    flags.contradiction(args)         the first contradiction as an error; empty if there is none
 
-A flag is one field of `Args` in settings.py, which says all of it; what it contradicts is a row in rules.py.
+A flag is one field of `Args` in settings.py; its contradictions are in rules.py.
 """
 
-from harness.flags.checkpoints import checkpoint_folder, folder_of_adapters, no_checkpoint, read_adapter_config
+from harness.flags.checkpoints import adapter_folder, checkpoint_folder, no_checkpoint, read_adapter_config
 from harness.flags.commands import as_flags, as_words, run_flags, shell_command
 from harness.flags.migration import TRAINERS
 from harness.flags.parser import complete, make_parser, parse_args
@@ -39,7 +39,7 @@ from harness.flags.settings import (
     is_place,
     record_flags,
 )
-from harness.flags.sources import Source, Stage, name_of, sources_of, splits_overlap, stages_of
+from harness.flags.sources import Source, Stage, parse_sources, parse_stages, source_name, splits_overlap
 
 __all__ = [
     "ASSETS",
@@ -59,6 +59,7 @@ __all__ = [
     "Settings",
     "Source",
     "Stage",
+    "adapter_folder",
     "as_flags",
     "as_words",
     "batch_size_multiple",
@@ -68,21 +69,20 @@ __all__ = [
     "default_lr",
     "default_warmup",
     "flags_where",
-    "folder_of_adapters",
     "is_pattern",
     "is_place",
     "make_parser",
     "may_be_on_the_hub",
     "misfits_float8",
-    "name_of",
     "no_checkpoint",
     "not_a_folder_name",
     "parse_args",
+    "parse_sources",
+    "parse_stages",
     "read_adapter_config",
     "record_flags",
     "run_flags",
     "shell_command",
-    "sources_of",
+    "source_name",
     "splits_overlap",
-    "stages_of",
 ]

@@ -1,5 +1,5 @@
-"""Checkpoints, as far as flags need them before torch is loaded: which one --resume means, and the flags of the run in
-it. Whether its files are undamaged is found out when it is loaded."""
+"""Checkpoints: which one --resume names, and the flags recorded in it, read before torch is loaded. Their files are
+verified when they are loaded."""
 
 import json
 import pathlib
@@ -9,11 +9,11 @@ from harness import base
 from harness.flags.settings import PRESETS, Args, flags_where
 from harness.flags.sources import same_dataset
 
-PEFT_DEFAULTS = {"r": 8, "lora_alpha": 8}  # of a LoraConfig, for an adapter_config.json without them
+PEFT_DEFAULTS = {"r": 8, "lora_alpha": 8}  # of peft.LoraConfig
 
 
 def checkpoint_folder(resume: str) -> pathlib.Path:
-    """The checkpoint that --resume PATH means: itself, or the newest of a run's folder."""
+    """The checkpoint of --resume PATH: the path itself, or the newest in the folder of a run."""
     path = pathlib.Path(resume).expanduser()
     if (path / base.MANIFEST).exists():
         return path
@@ -21,11 +21,10 @@ def checkpoint_folder(resume: str) -> pathlib.Path:
 
 
 def no_checkpoint(resume: str) -> str:
-    """Why there is no checkpoint at --resume PATH, and what could be resumed instead; empty where there is one, even a
-    damaged one."""
+    """An error if --resume PATH has no checkpoint, with nearby ones; empty if it has one, even a damaged one."""
     path, checkpoint = pathlib.Path(resume).expanduser(), checkpoint_folder(resume)
-    is_named_as_one = base.step_in_name(path) is not None or (path / base.MANIFEST).exists()
-    if checkpoint.is_dir() and (checkpoint != path or is_named_as_one):
+    has_its_name = base.step_in_name(path) is not None or (path / base.MANIFEST).exists()
+    if checkpoint.is_dir() and (checkpoint != path or has_its_name):
         return ""
     problem = "it holds no checkpoint" if path.is_dir() else "no such folder"
     if path.parent.name == "checkpoints":
@@ -34,42 +33,42 @@ def no_checkpoint(resume: str) -> str:
         folders = {folder.parent for folder in (*path.parent.glob("*/checkpoints"), *path.glob("*/checkpoints"))}
         others = {folder for folder in folders if base.newest_checkpoint(folder)}
     if others:
-        return f"{problem}; what can be resumed is {', '.join(map(str, sorted(others)[-3:]))}"
-    return f"{problem}, and no checkpoint is beside it; a run saves some with --checkpoint-interval"
+        return f"{problem}; checkpoints nearby: {', '.join(map(str, sorted(others)[-3:]))}"
+    return f"{problem}, and there is no checkpoint nearby; --checkpoint-interval saves some"
 
 
-def flags_of_checkpoint(settings: Args) -> dict[str, Any]:
-    """The flags that a run of no step takes from the checkpoint of its --resume where none is given: those of the
-    model, for an evaluation or --show-samples those of the data, unless another --dataset is given, and for samples
-    the chat template. None where the checkpoint cannot be read, which is reported when it is loaded."""
+def checkpoint_flags(args: Args) -> dict[str, Any]:
+    """The flags that an evaluation, export or --show-samples takes from its checkpoint by default: those of the model,
+    and for evaluations and --show-samples those of the data, unless --dataset is another one. Empty if the checkpoint
+    cannot be read, which is an error when it is loaded."""
     try:
-        flags = base.read_manifest(checkpoint_folder(settings.resume))["flags"]
+        flags = base.read_manifest(checkpoint_folder(args.resume))["flags"]
     except (OSError, ValueError, KeyError):
         return {}
     names = flags_where("from_checkpoint", "model")
-    is_same = same_dataset(settings.explicit.get("dataset", flags["dataset"]), flags["dataset"])
-    if is_same and (settings.eval_interval or settings.show_samples is not None):
+    is_same = same_dataset(args.explicit.get("dataset", flags["dataset"]), flags["dataset"])
+    if is_same and (args.eval_interval or args.show_samples is not None):
         names += flags_where("from_checkpoint", "data")
-        if "eval_steps" not in settings.explicit:
+        if "eval_steps" not in args.explicit:
             names.append("eval_windows")
     found = {name: flags[name] for name in names if name in flags}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
-def folder_of_adapters(model: str) -> pathlib.Path | None:
-    """The folder that --model names where it is one of peft's, adapters without a model; else None."""
+def adapter_folder(model: str) -> pathlib.Path | None:
+    """The folder of --model if it has adapters of peft and no model; else None."""
     path = pathlib.Path(model).expanduser()
-    is_one = (path / base.ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
-    return path if is_one and model not in PRESETS else None
+    has_adapters = (path / base.ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
+    return path if has_adapters and model not in PRESETS else None
 
 
-def flags_of_adapters(model: str) -> dict[str, Any]:
-    """The flags that train on the adapters in a folder of peft's, where --model names one; none for anything else.
+def adapter_flags(model: str) -> dict[str, Any]:
+    """The flags that train the adapters in --model; empty if it is no folder of adapters.
 
     Raises:
-        UserError: as `read_adapter_config` does.
+        UserError: from `read_adapter_config`.
     """
-    if not folder_of_adapters(model):
+    if not adapter_folder(model):
         return {}
     config = read_adapter_config(model)
     targets = config["target_modules"]
@@ -82,11 +81,11 @@ def flags_of_adapters(model: str) -> dict[str, Any]:
 
 
 def read_adapter_config(model: str) -> dict[str, Any]:
-    """The adapter_config.json of a folder of adapters that --model names, with peft's defaults where fields of numbers
-    are missing.
+    """The adapter_config.json of --model, with peft's default rank and alpha. `harness/model/lora.py` checks the fields
+    that are not used before torch is loaded.
 
     Raises:
-        UserError: it cannot be read, or a field is missing or of another kind.
+        UserError: it cannot be read, or a field is missing or of the wrong type.
     """
     try:
         config = PEFT_DEFAULTS | base.read_json(pathlib.Path(model).expanduser() / base.ADAPTER_CONFIG)
@@ -96,18 +95,18 @@ def read_adapter_config(model: str) -> dict[str, Any]:
     targets = config.get("target_modules")
     names = targets if isinstance(targets, list) else [targets]
     checks = {
-        "peft_type": (config.get("peft_type") == "LORA", '"LORA" alone is trained here'),
-        "r": (is_count(config["r"]), "it is a positive integer"),
-        "lora_alpha": (is_count(config["lora_alpha"]), "it is a positive integer"),
+        "peft_type": (config.get("peft_type") == "LORA", 'only "LORA" is supported'),
+        "r": (is_count(config["r"]), "give a positive integer"),
+        "lora_alpha": (is_count(config["lora_alpha"]), "give a positive integer"),
         "target_modules": (
             bool(names) and all(name and isinstance(name, str) for name in names),
-            "it is a list of the names of the linears that have adapters, or a pattern of them",
+            "give a list of names of linears, or a pattern",
         ),
         "base_model_name_or_path": (
             isinstance(config.get("base_model_name_or_path"), str | None),
-            "it is the folder or hub id of the model that the adapters are for",
+            "give the folder or hub id of the base model",
         ),
-        "revision": (isinstance(config.get("revision"), str | None), "it is the revision of the base on the hub"),
+        "revision": (isinstance(config.get("revision"), str | None), "give a revision of the base model"),
     }
     for field, (is_right, wanted) in checks.items():
         if not is_right:
@@ -117,5 +116,5 @@ def read_adapter_config(model: str) -> dict[str, Any]:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value of a JSON file is a positive integer, 8.0 too."""
+    """True for a positive integer from JSON, also written as 8.0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**31 and value == int(value)

@@ -1,4 +1,4 @@
-"""Commands: flags as words of a command line, and the one place that makes a command to be pasted into a shell."""
+"""Commands: flags as words of a command line, and commands for the shell."""
 
 import shlex
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from harness.flags.settings import COLLECTED, Flags, as_flag
 
 
 def as_words(values: Mapping[str, Any]) -> list[str]:
-    """Fields of the settings and their values as words of a command line."""
+    """{field of `Args`: value} as words of a command line."""
     words = []
     for field, value in values.items():
         flag = as_flag(field)
@@ -19,24 +19,24 @@ def as_words(values: Mapping[str, Any]) -> list[str]:
         elif field not in COLLECTED and isinstance(value, list | tuple):
             words += [flag, *map(str, value)]
         else:
-            for text in value if isinstance(value, list | tuple) else [value]:  # each has the flag again
+            for text in value if isinstance(value, list | tuple) else [value]:  # the flag is repeated for each
                 is_like_a_flag = str(text).startswith("-")
                 words += [f"{flag}={text}"] if is_like_a_flag else [flag, str(text)]
     return words
 
 
 def as_flags(values: Mapping[str, object]) -> str:
-    """Fields of the settings and their values as flags, quoted for the shell."""
+    """{field of `Args`: value} as flags, quoted for the shell."""
     return shlex.join(as_words(values))
 
 
-def shell_command(launcher: str, given: Mapping[str, object] | None = None, **changes: object) -> str:
-    """A command for the shell: the launcher with its script, quoted already, then flags by their fields and values."""
-    return f"{launcher} {as_flags({**(given or {}), **changes})}".rstrip()
+def shell_command(launcher: str, explicit: Mapping[str, object] | None = None, **changes: object) -> str:
+    """A command for the shell: `launcher`, quoted already, with its script, then `explicit` flags with `changes`."""
+    return f"{launcher} {as_flags({**(explicit or {}), **changes})}".rstrip()
 
 
-def run_flags(settings: Flags, *given_anew: str) -> dict[str, object]:
-    """The flags that were given to a run, for a command that goes on with it, without the fields in `given_anew` and
-    those that say which run it is."""
-    left_out = {*given_anew, "resume", "run_name"}
-    return {name: value for name, value in settings.explicit.items() if name not in left_out}
+def run_flags(args: Flags, *replaced: str) -> dict[str, object]:
+    """The explicit flags of a run for a command that resumes it, without those in `replaced`, --resume and
+    --run-name."""
+    left_out = {*replaced, "resume", "run_name"}
+    return {name: value for name, value in args.explicit.items() if name not in left_out}

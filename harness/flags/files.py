@@ -1,4 +1,4 @@
-"""Files of flags: what --config reads, as words of a command line."""
+"""Files: the flags in a file of --config, as words of a command line."""
 
 import argparse
 import json
@@ -13,12 +13,12 @@ from harness.flags.settings import as_flag, flags_where
 
 
 def read_flags(file: str, actions: Mapping[str, argparse.Action]) -> list[str]:
-    """The flags in a file as words of a command line: TOML, with tables or without, or a run's config.json, of which
-    those that were given count, without what was that run's alone.
+    """Read flags as words of a command line, from TOML with or without tables, or from a run's config.json: its
+    explicit flags that another run inherits.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds no flags, or a key or value that is no flag's.
+        ValueError: it is not such a file, or has an unknown key or a value of the wrong kind.
     """
     path = pathlib.Path(file).expanduser()
     text = path.read_text(encoding="utf-8-sig")
@@ -26,48 +26,48 @@ def read_flags(file: str, actions: Mapping[str, argparse.Action]) -> list[str]:
     try:
         content = parse(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no {kind} ({error})") from error
+        raise ValueError(f"invalid {kind} ({error})") from error
     if kind == "JSON":
         content = content.get("given") if isinstance(content, dict) else None
         if not isinstance(content, dict):
-            problem = "it is not the config.json of a run: it has no flags that were given"
+            problem = "it is not the config.json of a run: it has no flags"
             raise ValueError(f"{problem} (a model's config.json goes to --model)")
         content = {name: value for name, value in content.items() if name not in flags_where("not_inherited", True)}
     words: dict[str, list[str]] = {}
-    for key, value in values_in(content):
+    for key, value in flat_items(content):
         flag = as_flag(key)
         if flag in words:
-            raise ValueError(f"{key} stands there twice")
-        words[flag] = words_of(key, flag, value, actions)
+            raise ValueError(f"{key} is given twice")
+        words[flag] = to_words(key, flag, value, actions)
     return [word for part in words.values() for word in part]
 
 
-def values_in(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The keys and values of a table and of those in it, however deep they lie: a name of a table says nothing."""
+def flat_items(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The items of a table and its subtables, without the names of these."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from values_in(value)
+            yield from flat_items(value)
         else:
             yield key, value
 
 
-def words_of(key: str, flag: str, value: Any, actions: Mapping[str, argparse.Action]) -> list[str]:
-    """A key of a file and its value as words of a command line; the parser checks numbers and choices.
+def to_words(key: str, flag: str, value: Any, actions: Mapping[str, argparse.Action]) -> list[str]:
+    """A key and its value as words of a command line. The parser checks numbers and choices.
 
     Raises:
-        ValueError: there is no such flag, or a switch has a value, or another flag none.
+        ValueError: an unknown flag, a switch with a value, or another flag without one.
     """
-    elsewhere = ("--config", "--help", "--version")
-    settable = {name for name in actions if name not in elsewhere and not name.startswith("--no-")}
+    excluded = ("--config", "--help", "--version")
+    settable = {name for name in actions if name not in excluded and not name.startswith("--no-")}
     switch = f"--{flag.removeprefix('--no-')}"
     if flag != switch and switch in settable and actions[switch].nargs == 0 and isinstance(value, bool):
-        raise ValueError(f"{key}: no such key; write {key[3:]} = {json.dumps(not value)}")
+        raise ValueError(f"{key}: unknown key; write {key[3:]} = {json.dumps(not value)}")
     if flag not in settable:
         raise ValueError(f"{key}: {no_such_flag(flag, settable)}")
     is_switch = actions[flag].nargs == 0
     if is_switch != isinstance(value, bool):
         wanted = "true or false" if is_switch else "a value"
-        raise ValueError(f"{key}: {json.dumps(value, default=str)} where {wanted} belongs")
-    if value is False and f"--no-{flag[2:]}" not in actions:  # it is off by default, and has no word for that
+        raise ValueError(f"{key}: {json.dumps(value, default=str)} is not {wanted}")
+    if value is False and f"--no-{flag[2:]}" not in actions:  # off by default, without a flag for it
         return []
     return as_words({actions[flag].dest: value})

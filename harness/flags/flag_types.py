@@ -1,4 +1,4 @@
-"""Types and actions of flags: what argparse makes of a value, and which values it refuses."""
+"""Types and actions of flags for argparse: conversion and range checks of values."""
 
 import argparse
 import errno
@@ -15,7 +15,7 @@ from harness.flags.sources import parse_source, parse_stage
 Number = TypeVar("Number", int, float)
 Choice = TypeVar("Choice", int, str)
 
-MAX_WORLD = 2**20  # ranks that are planned for
+MAX_WORLD = 2**20  # ranks in a plan
 TOKEN_UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
 MAX_SEQUENCES = 1_000_000  # of a microbatch
 
@@ -23,12 +23,12 @@ MAX_SEQUENCES = 1_000_000  # of a microbatch
 def number(
     kind: type[Number], min: float | None = None, max_exclusive: float = math.inf, other: str = ""
 ) -> Callable[[str], Number]:
-    """An argparse type: a number in [min, max_exclusive), by default positive; an integer fits 32 bits by default.
-    `other` is what the flag takes besides, for the error."""
+    """An argparse type: a number in [min, max_exclusive), by default positive; integers fit 32 bits by default.
+    `other` names other values that the flag takes, for the error."""
     if kind is int and max_exclusive == math.inf:
         max_exclusive = 2**31
     wanted = "a whole number" if kind is int else "a number" if max_exclusive < math.inf else "a finite number"
-    wanted += " above 0" if min is None else f" of at min {min}"
+    wanted += " above 0" if min is None else f" of at least {min}"
     if max_exclusive < math.inf:
         wanted += f" and below {max_exclusive}"
     if other:
@@ -49,7 +49,7 @@ def number(
 
 
 def percent(text: str) -> float:
-    """An argparse type: a percentage of at min 1; max_exclusive it a share is meant, most likely."""
+    """An argparse type: a percentage of at least 1; a value below is probably a fraction."""
     try:
         return number(float, 1, 100)(text)
     except argparse.ArgumentTypeError as error:
@@ -57,7 +57,7 @@ def percent(text: str) -> float:
 
 
 def choice(choices: Sequence[Choice]) -> Callable[[str], Choice | str]:
-    """An argparse type: one of these; argparse refuses any other text, and lists them."""
+    """An argparse type: one of `choices`; other texts are returned for argparse to refuse."""
     by_text = {str(one): one for one in choices}
     return lambda text: by_text.get(text, text)
 
@@ -72,12 +72,12 @@ def token_count(text: str) -> int:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text} is no number of tokens, such as 20e9, 20B, 1.5T or 500M") from None
     if value.denominator != 1 or not 0 < value < 10**18:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of tokens max_exclusive 1e18")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of tokens below 1e18")
     return int(value)
 
 
 def text(value: str) -> str:
-    """An argparse type: a text that is not blank, and that files and other programs can take."""
+    """An argparse type: a text that is not blank and can be encoded."""
     if not value.strip():
         raise argparse.ArgumentTypeError("its value is empty; give one, or leave the flag out")
     try:
@@ -105,8 +105,8 @@ def path_or_url(value: str) -> str:
 def path(value: str) -> str:
     """An argparse type: a text that can be the path of a local file or folder."""
     if base.is_url(value):
-        advice = "give a local path, and copy or sync it (docs/LAUNCH.md, Object stores)"
-        raise argparse.ArgumentTypeError(f"{value} is a URL, which is neither read nor written here; {advice}")
+        advice = "copy or sync the folder (docs/LAUNCH.md, Object stores)"
+        raise argparse.ArgumentTypeError(f"{value} is a URL, and a local path is needed; {advice}")
     return path_or_url(value)
 
 
@@ -134,7 +134,7 @@ def evaluation_interval(text: str) -> int | str:
 
 
 def stage(text: str) -> str:
-    """An argparse type: SHARE:NAME=WEIGHT,NAME=WEIGHT, which `sources.parse_stage` reads."""
+    """An argparse type: SHARE:NAME=WEIGHT,NAME=WEIGHT, checked by `sources.parse_stage`."""
     try:
         parse_stage(text)
     except ValueError as error:
@@ -143,14 +143,14 @@ def stage(text: str) -> str:
 
 
 class Collect(argparse.Action):
-    """A flag that may be given several times, and collects its values."""
+    """An action that collects the values of a repeated flag."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, value: Any, *others: object) -> None:
         setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), value))
 
 
 class DatasetWords(argparse.Action):
-    """--dataset: one plain word stays a text; several, or one with a name or a weight, are a tuple."""
+    """The action of --dataset: a text for one plain word, a tuple for several or one with a name or weight."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, *others: object) -> None:
         name, _, weight = parse_source(values[0])

@@ -1,18 +1,18 @@
-"""Flags of other trainers, and what to write here: the answer to a flag that this program does not have, and the tables
-of docs/MIGRATION.md, which `python -m tools.migration_table docs/MIGRATION.md` writes."""
+"""Flags of other trainers and their equivalents, for errors and for the tables of docs/MIGRATION.md, which `python -m
+tools.migration_table docs/MIGRATION.md` writes."""
 
 from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """Names that have one answer."""
+    """Names with one equivalent."""
 
-    theirs: str  # names, with blanks between them; where one is a flag of this program too, the note says what differs
-    here: str  # the flag, in Markdown; or, as a sentence, what there is instead
-    note: str = ""  # other defaults, what else there is to know
+    theirs: str  # separated by blanks; if one is a flag of this program too, the note has the difference
+    here: str  # a flag, or a sentence, in Markdown
+    note: str = ""  # other defaults, and differences
 
 
-# Answers that several names have
+# Equivalents of several names
 SIZES = "`--model FOLDER` with a config.json, which has the sizes"
 QUANTIZED = "no quantized base (QLoRA) is trained here, TRL and axolotl do that; `--lora-rank R` has its base in bf16"
 ON_ASSISTANT = "the loss is on the assistant's turns and on completions; `--chat-loss all` takes every token"

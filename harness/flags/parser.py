@@ -1,5 +1,5 @@
-"""The parser: from a command line and a file of flags to the settings. Imports nothing heavy, so that --help and a
-wrong flag answer at once."""
+"""The parser: from a command line and a file of flags to `Args`. Imports nothing heavy, so that --help and errors are
+printed at once."""
 
 import argparse
 import dataclasses
@@ -11,56 +11,56 @@ import types
 import typing
 
 from harness import base
-from harness.flags.checkpoints import flags_of_adapters, flags_of_checkpoint
+from harness.flags.checkpoints import adapter_flags, adapter_folder, checkpoint_flags
 from harness.flags.files import read_flags
 from harness.flags.flag_types import choice, number, text
 from harness.flags.names import no_such_flag
 from harness.flags.rules import contradiction
 from harness.flags.settings import ASSETS, FLAGS, LENGTHS, Args, Flags, as_flag, default_split, default_warmup
 
-MAX_STEPS = 2**31 - 1  # that --num-steps takes
+MAX_STEPS = 2**31 - 1  # of --num-steps
 EXAMPLES = """examples:
-  train_fsdp.py --demo                                                                # all embedded, a minute
-  train_fsdp.py --demo --dataset corpus.txt --eval-interval 100                       # the same on a text of yours
-  train_fsdp.py --plan --plan-gpus 8 --plan-gpu B200 --model llama3.1-8b              # will it fit, how fast; no GPU
+  train_fsdp.py --demo                                                                # model and data are included
+  train_fsdp.py --demo --dataset corpus.txt --eval-interval 100                       # the same on your own text
+  train_fsdp.py --plan --plan-gpus 8 --plan-gpu B200 --model llama3.1-8b              # memory and speed, without a GPU
   torchrun --nproc_per_node=8 train_fsdp.py --model llama3.1-8b --log-with wandb      # all GPUs of a node
-  torchrun --nproc_per_node=8 train_fsdp.py --checkpoint-interval 500 --resume auto   # goes on after a kill
-  train_fsdp.py --config outputs/tales/config.json --lr 1e-4                          # that run, but for one flag
+  torchrun --nproc_per_node=8 train_fsdp.py --checkpoint-interval 500 --resume auto   # resumes after a kill
+  train_fsdp.py --config outputs/tales/config.json --lr 1e-4                          # that run with another flag
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """Gives the flags that stand in the words of a command line, and no default: `Args` has those."""
+    """Parses explicit flags only: defaults are those of `Args`."""
 
-    origin = ""  # the file whose flags are parsed, as the beginning of an error; empty for the command line
-    as_json = False  # whether an error goes to stdout too, as a JSON object
+    origin = ""  # prefix of errors: the file whose flags are parsed; empty for the command line
+    as_json = False  # print errors on stdout too, as JSON objects
 
     def error(self, message: str) -> typing.NoReturn:
-        """Ends the process with 2 and one line, by rank 0; argparse would print its usage first."""
+        """Exit with code 2 and one line of rank 0, without argparse's usage text."""
         message = message.removeprefix("argument ")
-        message = message.replace("ignored explicit argument", "a switch, which takes no value; leave out")
+        message = message.replace("ignored explicit argument", "takes no value; leave out")
         line = base.one_line(f"{self.prog}: error: {self.origin}{message}")
         base.exit_with_error(line, self.as_json)
 
-    def given(self, words: list[str]) -> dict[str, typing.Any]:
-        """The fields of the settings whose flags stand in a command line, with their values. The last one counts."""
-        args, unknown = self.parse_known_args(words)
+    def parse_explicit(self, words: list[str]) -> dict[str, typing.Any]:
+        """{field of `Args`: value} for the flags of a command line. The last one counts."""
+        namespace, unknown = self.parse_known_args(words)
         if unknown:
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
-                self.error(f"{name}: unexpected argument, no flag takes it (switches have no value); --help lists them")
+                self.error(f"{name}: unexpected argument; --help lists the flags and their values")
             self.error(f"{name}: {no_such_flag(name, self.flags())}")
-        return vars(args)
+        return vars(namespace)
 
     def flags(self) -> dict[str, argparse.Action]:
         return self._option_string_actions  # private: argparse has no public list of a parser's flags
 
 
 def argument(field: dataclasses.Field, hint: typing.Any) -> dict:
-    """The options of argparse for a flag, from its field of the settings and the type of that field."""
+    """argparse's options for a flag, from its field of `Args` and the type of that field."""
     options = field.metadata["options"]
     metavar = {"metavar": field.name.split("_")[-1].upper()}
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # the other one is None
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # with None
         hint = typing.get_args(hint)[0]
     if "type" in options:
         return metavar | options
@@ -75,7 +75,7 @@ def argument(field: dataclasses.Field, hint: typing.Any) -> dict:
 
 
 def make_parser() -> Parser:
-    """The parser of the command line: each flag of `Flags`, in the groups of --help."""
+    """The parser with each flag of `Flags`, in the groups of --help."""
     parser = Parser(
         prog="train_fsdp.py",
         usage="%(prog)s [flags]",
@@ -85,7 +85,7 @@ def make_parser() -> Parser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--version", action=base.ShowVersion, nargs=0, help="of this program and of what it stands on")
+    parser.add_argument("--version", action=base.ShowVersion, nargs=0, help="versions of this program and its packages")
     group: typing.Any = parser  # or a group of it
     hints = typing.get_type_hints(Flags)
     for name, field in FLAGS.items():
@@ -96,82 +96,83 @@ def make_parser() -> Parser:
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
-    """The settings of a command line, by default this process's. A wrong one ends the process with a line that names
-    the flag."""
+    """Parse a command line, by default this process's. Exits with code 2 and one line that names a wrong flag."""
     parser = make_parser()
     words = sys.argv[1:] if argv is None else argv
     parser.as_json = "--json" in words
-    given = parser.given(words)
-    file = given.pop("config", None)
+    explicit = parser.parse_explicit(words)
+    file = explicit.pop("config", None)
     if file:
         parser.origin = f"--config {file}: "
         try:
-            from_file = parser.given(read_flags(file, parser.flags()))
+            from_file = parser.parse_explicit(read_flags(file, parser.flags()))
         except OSError as error:
             parser.error(error.strerror)
         except ValueError as error:
             parser.error(str(error))
         parser.origin = ""
-        if given.keys() & {*LENGTHS}:  # one of them replaces the other
+        if explicit.keys() & {*LENGTHS}:  # one of them replaces the other
             from_file = {name: value for name, value in from_file.items() if name not in LENGTHS}
-        given = from_file | given
+        explicit = from_file | explicit
     try:
-        settings = complete(given, file)
+        args = complete(explicit, file)
     except base.UserError as error:
         parser.error(str(error))
-    if problem := contradiction(settings):
+    if problem := contradiction(args):
         in_file = f" (with the flags of {file})" if file else ""
         parser.error(problem + in_file)
     if argv is None:
-        leave_out_accelerate()
-    return settings
+        drop_accelerate_settings()
+    return args
 
 
-def complete(given: dict[str, typing.Any], file: str | None = None) -> Args:
-    """The settings with these flags given, by a file of flags too: --demo, a checkpoint of which nothing is trained,
-    and other flags decide the defaults."""
-    defaults: dict[str, typing.Any] = {"config": file, "explicit": given}
-    if given.get("demo"):
+def complete(explicit: dict[str, typing.Any], file: str | None = None) -> Args:
+    """`Args` with these explicit flags, and `file` as --config. Defaults depend on --demo, on the checkpoint of an
+    evaluation or export, and on other flags.
+
+    Raises:
+        UserError: --model is a folder of adapters that does not fit the flags or cannot be read.
+    """
+    defaults: dict[str, typing.Any] = {"config": file, "explicit": explicit}
+    if explicit.get("demo"):
         recipe = json.loads((ASSETS / "demo" / "recipe.json").read_text(encoding="utf-8"))
-        if given.get("dataset", "demo") != "demo":
-            del recipe["sample_prompt"]  # it is that of the demo's stories; a text of the user's own has its own
-        if given.get("model", "demo") != "demo":
-            del recipe["compile"]  # the demo's four layers compile for longer than all its steps take
-        if given.get("init") == "pretrained":
-            del recipe["lr"]  # it is one of random weights
+        if explicit.get("dataset", "demo") != "demo":
+            del recipe["sample_prompt"]  # a prompt for the demo's data
+        if explicit.get("model", "demo") != "demo":
+            del recipe["compile"]  # off, as the demo model compiles for longer than it trains
+        if explicit.get("init") == "pretrained":
+            del recipe["lr"]  # for random weights
         defaults |= recipe
-    settings = Args(**defaults | given)
-    if adapters := flags_of_adapters(settings.model):
+    args = Args(**defaults | explicit)
+    if adapters := adapter_flags(args.model):
         defaults |= adapters
-        settings = Args(**defaults | given)
-    if (settings.num_steps == 0 or settings.show_samples) and settings.resume not in ("none", "auto"):
-        defaults |= flags_of_checkpoint(settings) | {"compile": False}
-        settings = Args(**defaults | given)
+        args = Args(**defaults | explicit)
+    if (args.num_steps == 0 or args.show_samples) and args.resume not in ("none", "auto"):
+        defaults |= checkpoint_flags(args) | {"compile": False}
+        args = Args(**defaults | explicit)
     changes: dict[str, typing.Any] = {}
-    if settings.num_tokens or settings.num_epochs:  # an upper bound, until `resolve` knows a step's tokens and the data
-        changes["num_steps"] = settings.num_tokens or MAX_STEPS
-    if settings.dataset_split is None and isinstance(settings.dataset, str):  # each of several has its own default
-        changes["dataset_split"] = default_split(settings.dataset, settings.streaming)
-    if settings.fp8_recipe is None and settings.precision == "fp8":
+    if args.num_tokens or args.num_epochs:  # an upper bound until `resolve` computes the steps
+        changes["num_steps"] = args.num_tokens or MAX_STEPS
+    if args.dataset_split is None and isinstance(args.dataset, str):  # each of several datasets has its own default
+        changes["dataset_split"] = default_split(args.dataset, args.streaming)
+    if args.fp8_recipe is None and args.precision == "fp8":
         changes["fp8_recipe"] = "tensorwise"
-    if flags_of_adapters(settings.model) and settings.init == "pretrained" and not settings.lora_rank:
-        raise base.UserError(
-            f"--lora-rank 0: {settings.model} is a folder of adapters; leave it out to go on from them"
-        )
-    if settings.lora_rank and settings.lora_alpha is None:
-        changes["lora_alpha"] = 2 * settings.lora_rank
-    if settings.warmup_steps is None:
-        steps = changes.get("num_steps", settings.num_steps)
-        changes["warmup_steps"] = default_warmup(settings.lr_scheduler, steps)
+    if adapter_folder(args.model) and args.init == "pretrained" and not args.lora_rank:
+        raise base.UserError(f"--lora-rank 0: {args.model} is a folder of adapters; leave it out to train them")
+    if args.lora_rank and args.lora_alpha is None:
+        changes["lora_alpha"] = 2 * args.lora_rank
+    if args.warmup_steps is None:
+        steps = changes.get("num_steps", args.num_steps)
+        changes["warmup_steps"] = default_warmup(args.lr_scheduler, steps)
     for name in ("betas", "sample_prompt", "lora_targets"):  # argparse and JSON have lists
-        value = getattr(settings, name)
+        value = getattr(args, name)
         changes[name] = value and tuple(value)
-    return dataclasses.replace(settings, **changes)
+    return dataclasses.replace(args, **changes)
 
 
-def leave_out_accelerate() -> None:
-    """Takes the settings of accelerate launch out of the environment, with a warning of rank 0 for each that differs
-    from the flags: sharding and compilation go by the flags alone. Precision is `models.choose_precision`'s."""
+def drop_accelerate_settings() -> None:
+    """Remove the settings of accelerate launch from the environment, with a warning on rank 0 for each one that is set:
+    only flags choose sharding and compilation. `models.choose_precision` handles precision."""
     decided_by = {
         "ACCELERATE_USE_FSDP": "--zero-stage",
         "ACCELERATE_USE_DEEPSPEED": "--zero-stage",
@@ -183,12 +184,11 @@ def leave_out_accelerate() -> None:
     for name, flags in decided_by.items():
         value = os.environ.pop(name, "").lower()
         if value not in ("", "no", "false"):
-            followed = f"{name}={value} (of accelerate launch or its config) is not followed"
-            warnings.append(f"{followed}: this program goes by {flags}")
+            warnings.append(f"{name}={value} (from accelerate launch or its config) is ignored: use {flags}")
     # accelerate sets the address for several processes, but starts one with --cpu or without a GPU
     if "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
         advice = "for CPU ranks give --multi_gpu --num_processes N, without --cpu"
-        warnings.append(f"accelerate launch: one rank was started, although --num_processes is larger; {advice}")
+        warnings.append(f"accelerate launch: it started one rank, although --num_processes is larger; {advice}")
     if os.environ.get("RANK", "0") == "0":
         for warning in warnings:
             print(f"train_fsdp.py: warning: {warning}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Rules: which flags do not go together, and which can have no effect beside the others."""
+"""Rules: contradictions between flags, and flags that have no effect."""
 
 import math
 import os
@@ -24,234 +24,237 @@ from harness.flags.settings import (
     is_pattern,
     is_place,
 )
-from harness.flags.sources import splits_overlap, wrong_mixture
+from harness.flags.sources import mixture_problem, splits_overlap
 
 FLASH = ("flash", "flash_attention_2")
 
 
-def contradiction(s: Flags) -> str:
-    """The first of what does not go together in the settings, as an error; empty where all is well."""
-    return next(contradictions(s), "")
+def contradiction(args: Flags) -> str:
+    """The first contradiction between flags, as an error; empty if there is none."""
+    return next(contradictions(args), "")
 
 
-def contradictions(s: Flags) -> Iterator[str]:
-    """The table of what does not go together, and of flags without effect, each as an error; the first one counts."""
-    lengths = [as_flag(name) for name in LENGTHS if name in s.explicit]
+def contradictions(args: Flags) -> Iterator[str]:
+    """Every contradiction and every flag without effect, as errors."""
+    lengths = [as_flag(name) for name in LENGTHS if name in args.explicit]
     if len(lengths) > 1:
-        yield f"{lengths[1]}: {lengths[0]} is given too; leave out one of them"
-    if s.resume == "auto" and s.num_steps == 0:
-        yield "--resume: --num-steps 0 takes one checkpoint, give its PATH"
-    if problem := unknown_model(s.model):
-        yield f"--model {s.model}: {problem}"
+        yield f"{lengths[1]}: {lengths[0]} is given too; leave one out"
+    if args.resume == "auto" and args.num_steps == 0:
+        yield "--resume: --num-steps 0 needs one checkpoint; give its PATH"
+    if problem := model_problem(args.model):
+        yield f"--model {args.model}: {problem}"
     for name in ("run_name", "project_name"):
-        value = getattr(s, name)
+        value = getattr(args, name)
         if value is not None and (problem := not_a_folder_name(value)):
             yield f"{as_flag(name)}: {value!r} is {problem}"
 
-    # What is trained on
-    if problem := wrong_mixture(s.dataset, s.mixture_stage):
+    # Data
+    if problem := mixture_problem(args.dataset, args.mixture_stage):
         yield problem
-    if problem := trained_eval_split(s):
+    if problem := trained_eval_split(args):
         yield problem
-    if s.streaming and s.dataset == "synthetic":
-        yield "--streaming: synthetic tokens are read from nowhere; use another --dataset"
-    if s.streaming and s.packing in ("best-fit", "none"):
-        needs = "it needs the lengths of all documents, which a stream does not have"
-        yield f"--packing {s.packing}: {needs}; leave out --streaming"
-    if s.num_tokens and s.packing == "none":
-        problem = "with --packing none the padding, which is no token, is not known before the data are read"
+    if args.dataset == "synthetic" and (args.streaming or args.document_mask):
+        name = "streaming" if args.streaming else "document_mask"
+        yield f"{as_flag(name)}: synthetic tokens have no documents; leave it out"
+    if args.streaming and args.packing in ("best-fit", "none"):
+        problem = "needs the lengths of all documents, unknown in a stream"
+        yield f"--packing {args.packing}: {problem}; leave out --streaming"
+    if args.num_tokens and args.packing == "none":
+        problem = "with --packing none the number of tokens in a step is unknown before the data are read"
         yield f"--num-tokens: {problem}; give --num-steps or --num-epochs"
-    if s.streaming and s.max_epochs:
-        yield "--max-epochs: how large a stream is, is not known; leave out --streaming"
-    if s.num_steps and not s.plan:
-        yield from without_epochs(s)
-    if s.document_mask and s.dataset == "synthetic":
-        yield "--document-mask: synthetic tokens are no documents; use another --dataset"
+    if args.streaming and args.max_epochs:
+        yield "--max-epochs: the size of a stream is unknown; leave out --streaming"
+    if args.num_steps and not args.plan:
+        yield from without_epochs(args)
 
-    # The model and its techniques
-    if s.document_mask and s.attention in FLASH:
-        yield f"--document-mask: not with {s.attention}; use flex_attention or sdpa"
-    if s.precision == "fp32" and s.attention in (*FLASH, "cudnn"):
-        yield f"--attention {s.attention}: takes no fp32; use sdpa, or another --precision"
-    if s.precision != "fp8" and (s.fp8_recipe or s.fp8_emulate):
+    # Model and precision
+    if args.document_mask and args.attention in FLASH:
+        yield f"--document-mask: not supported by --attention {args.attention}; use flex_attention or sdpa"
+    if args.precision == "fp32" and args.attention in (*FLASH, "cudnn"):
+        yield f"--attention {args.attention}: does not support fp32; use sdpa or --precision bf16"
+    if args.precision != "fp8" and (args.fp8_recipe or args.fp8_emulate):
         yield "--fp8-recipe/--fp8-emulate: only with --precision fp8"
-    if s.num_steps and (problem := misfits_float8(s)):
+    if args.num_steps and (problem := misfits_float8(args)):
         yield problem
-    yield from wrong_adapters(s)
-    if s.zero_stage == 0 and s.dp_replicate_size > 1:
-        yield "--dp-replicate-size: stage 0 replicates on every rank already"
+    yield from wrong_adapters(args)
+    if args.zero_stage == 0 and args.dp_replicate_size > 1:
+        yield "--dp-replicate-size: --zero-stage 0 replicates on every rank already; leave it out"
 
     # Optimizer, schedule
-    optimizer = OPTIMIZERS[s.optimizer]
-    if max(s.betas) > optimizer.max_beta:
-        why = f"rounded to bf16, a moment that moves by {1 - max(s.betas):.2g} of a difference stays where it is"
-        yield f"--betas: with {s.optimizer} at most {optimizer.max_beta}; {why}"
-    if s.precision in optimizer.same_as_adamw_in:
-        yield f"--optimizer: with {s.precision} the moments of adamw are bf16 already; leave {s.optimizer} out"
-    if problem := SCHEDULES[s.lr_scheduler].problem(s):
+    optimizer = OPTIMIZERS[args.optimizer]
+    if max(args.betas) > optimizer.max_beta:
+        reason = "larger ones make updates of the moments round to zero in bf16"
+        yield f"--betas: at most {optimizer.max_beta} with --optimizer {args.optimizer}; {reason}"
+    if problem := SCHEDULES[args.lr_scheduler].problem(args):
         yield problem
-    if s.num_steps and "warmup_steps" in s.explicit and s.warmup_steps > s.num_steps:
-        yield f"--warmup-steps {s.warmup_steps}: the run ends after {s.num_steps:,} steps; give at most so many"
+    if args.num_steps and "warmup_steps" in args.explicit and args.warmup_steps > args.num_steps:
+        yield f"--warmup-steps {args.warmup_steps}: the run has {args.num_steps:,} steps; give at most that many"
 
-    # What a run leaves
-    measured = s.num_steps - s.perf_warmup_steps - (PROFILED_STEPS if s.profile else 0)
+    # Measurements
+    measured = args.num_steps - args.perf_warmup_steps - (PROFILED_STEPS if args.profile else 0)
     for name in ("profile", "min_mfu"):
-        if getattr(s, name) and measured < 1:
-            enough = s.num_steps - measured + 1
+        if getattr(args, name) and measured < 1:
+            enough = args.num_steps - measured + 1
             yield f"{as_flag(name)}: no step is left to measure; give --num-steps at least {enough}"
 
-    # Without training
-    if s.num_steps == 0 and not (s.export or s.sample_prompt or s.eval_interval):
-        yield "--num-steps: 0 trains nothing; it goes with --eval-interval 1, --sample-prompt TEXT or --export DIR"
-    if s.num_steps == 0 and (s.eval_interval or not s.export) and s.resume == "none" and s.init == "random":
-        problem = "0 trains nothing, and random weights have nothing to show"
+    # Without training, and plans
+    if args.num_steps == 0 and not (args.export or args.sample_prompt or args.eval_interval):
+        yield "--num-steps: 0 trains nothing; add --eval-interval 1, --sample-prompt TEXT or --export DIR"
+    if (
+        args.num_steps == 0
+        and (args.eval_interval or not args.export)
+        and args.resume == "none"
+        and args.init == "random"
+    ):
+        problem = "0 trains nothing, and the weights are random"
         yield f"--num-steps: {problem}; give --resume PATH, or --model DIR --init pretrained"
-    if s.average_checkpoints and (s.num_steps or s.resume in ("none", "auto") or s.plan):
-        yield "--average-checkpoints: goes with --num-steps 0 and --resume RUN, the folder of a run"
-    if s.batch_size == "auto" and s.num_steps == 0:
-        yield "--batch-size: auto is for a run that trains, or its plan; give a number"
-    if s.json and not s.plan and (s.num_steps or not s.eval_interval):
+    if args.average_checkpoints and (args.num_steps or args.resume in ("none", "auto") or args.plan):
+        yield "--average-checkpoints: only with --num-steps 0 and --resume RUN, the folder of a run"
+    if args.batch_size == "auto" and args.num_steps == 0:
+        yield "--batch-size: auto is for training and plans; give a number"
+    if args.json and not args.plan and (args.num_steps or not args.eval_interval):
         yield "--json: only with --plan, or with --num-steps 0 and --eval-interval"
-    if s.plan_gpu and not base.choose_kind(s.plan_gpu)[0]:
-        yield base.unlisted(s.plan_gpu)
+    if args.plan_gpu and not base.choose_kind(args.plan_gpu)[0]:
+        yield base.unlisted(args.plan_gpu)
 
-    # Files that are not there, then what can have no effect
-    if os.environ.get("RANK", "0") == "0":  # the others' disks, which may differ, are looked at later
-        yield from missing_files(s)
-    if s.trains():
-        yield from without_effect(s)
+    # Missing files, then flags without effect
+    if os.environ.get("RANK", "0") == "0":  # other nodes check their disks later
+        yield from missing_files(args)
+    if args.trains():
+        yield from without_effect(args)
 
 
-def without_effect(s: Flags) -> Iterator[str]:
-    """The part of the table for flags that were given and can have no effect in a run that trains. A plan, an export
-    and a run of no step take a run's flags as they are."""
+def without_effect(args: Flags) -> Iterator[str]:
+    """An error for each explicit flag without effect on training. Plans, exports and evaluations accept them, as they
+    take the flags of a run."""
 
-    def idle(fields: str, why: str) -> Iterator[str]:
-        given = [as_flag(name) for name in fields.split() if name in s.explicit]
-        if given:
-            yield f"{', '.join(given)}: {why}; leave it out"
+    def no_effect(fields: str, reason: str) -> Iterator[str]:
+        named = [as_flag(name) for name in fields.split() if name in args.explicit]
+        if named:
+            yield f"{', '.join(named)}: no effect, {reason}; leave it out"
 
-    for name in s.explicit:
+    for name in args.explicit:
         conditions = FLAGS[name].metadata["only_with"].split()
-        if conditions and not any(is_met(s, condition) for condition in conditions):
-            needed = " or ".join(map(as_words_of_condition, conditions))
+        if conditions and not any(is_met(args, condition) for condition in conditions):
+            needed = " or ".join(map(condition_text, conditions))
             yield f"{as_flag(name)}: only with {needed}; give that too, or leave it out"
-    if not s.saves_during_training() and not s.saves_final_checkpoint():
-        yield from idle("keep_checkpoints", "no save is due without --checkpoint-interval and --final-checkpoint")
-    if s.dataset == "synthetic":
+    if not args.saves_during_training() and not args.saves_final_checkpoint():
+        yield from no_effect("keep_checkpoints", "nothing is saved without --checkpoint-interval or --final-checkpoint")
+    if args.dataset == "synthetic":
         fields = "dataset_split eval_split skip_bad_records text_field dataset_config packing"
-        yield from idle(fields, "synthetic tokens are read from nowhere")
-        if s.init == "random":
-            yield from idle("sample_prompt", "a model learns nothing to write from synthetic tokens")
-    if s.packing == "none":
-        yield from idle("document_mask", "with --packing none a sequence has one document")
-    places = [source.dataset for source in s.sources()]
-    if all(map(is_local, places)):
-        yield from idle("dataset_config", "only a data set of the hub has subsets")
-    if all(has_suffix(place, PLAIN_SUFFIXES) for place in places):
-        yield from idle("text_field", "plain text has no fields")
-    if len(places) == 1:
-        yield from idle("mixture_stage", "one source has no weights to change")
-    if s.gradient_accumulation_steps == 1:
-        yield from idle("defer_grad_sync", "one microbatch a step leaves nothing to defer")
-    if s.zero_stage == 1:
-        yield from idle("defer_grad_sync", "--zero-stage 1 does so by itself")
-    if not s.own_plan and s.explicit.get("batch_size") != "auto":
-        yield from idle("plan_gpu gpus_per_node", "nothing is planned with --no-own-plan")
+        yield from no_effect(fields, "synthetic tokens come from no file")
+    if args.packing == "none":
+        yield from no_effect("document_mask", "with --packing none a sequence has one document")
+    datasets = [source.dataset for source in args.sources()]
+    if all(map(is_local, datasets)):
+        yield from no_effect("dataset_config", "only datasets of the hub have subsets")
+    if all(has_suffix(dataset, PLAIN_SUFFIXES) for dataset in datasets):
+        yield from no_effect("text_field", "plain text has no fields")
+    if len(datasets) == 1:
+        yield from no_effect("mixture_stage", "a single source has no weights")
+    if args.gradient_accumulation_steps == 1:
+        yield from no_effect("defer_grad_sync", "a step has one microbatch")
+    if args.zero_stage == 1:
+        yield from no_effect("defer_grad_sync", "--zero-stage 1 implies it")
+    if not args.own_plan and args.explicit.get("batch_size") != "auto":
+        yield from no_effect("plan_gpu gpus_per_node", "--no-own-plan plans nothing")
 
 
-def is_met(s: Flags, condition: str) -> bool:
-    """Whether a flag is set as an `only_with` asks: `field`, anything but off, or `field=value`."""
+def is_met(args: Flags, condition: str) -> bool:
+    """True if a condition of `only_with` holds: `field`, which is then on, or `field=value`."""
     name, _, wanted = condition.partition("=")
-    value: Any = getattr(s, name)
+    value: Any = getattr(args, name)
     if wanted:
         return value == wanted
     return value not in (None, False, 0, "none")
 
 
-def as_words_of_condition(condition: str) -> str:
+def condition_text(condition: str) -> str:
     """A condition as words of a command line: `--lr-scheduler cosine`."""
     name, _, wanted = condition.partition("=")
     return f"{as_flag(name)} {wanted}".rstrip()
 
 
-def wrong_adapters(s: Flags) -> Iterator[str]:
-    """What does not go together with --lora-rank, and what needs it."""
-    if s.export_weights and not s.lora_rank:
-        yield "--export-weights: without --lora-rank an export has the whole model; leave it out"
-    if not s.lora_rank:
+def wrong_adapters(args: Flags) -> Iterator[str]:
+    """An error for each flag that contradicts --lora-rank or needs it."""
+    if args.export_weights and not args.lora_rank:
+        yield "--export-weights: without --lora-rank the full model is exported; leave it out"
+    if not args.lora_rank:
         return
-    if s.init == "random" and not s.plan:
-        yield "--lora-rank: adapters of random weights serve for nothing; give --init pretrained"
-    if s.precision == "fp8":
+    if args.init == "random" and not args.plan:
+        yield "--lora-rank: the weights are random; give --init pretrained"
+    if args.precision == "fp8":
         yield "--lora-rank: not with --precision fp8; use bf16"
-    if s.optimizer == "muon":
-        yield "--lora-rank: not with --optimizer muon, whose updates are for whole weights; use adamw"
-    if len(s.lora_targets or ()) > 1 and any(map(is_pattern, s.lora_targets)):
-        yield "--lora-targets: a pattern stands alone; give names, or one pattern that matches all"
+    if args.optimizer == "muon":
+        yield "--lora-rank: not with --optimizer muon; use adamw"
+    if len(args.lora_targets or ()) > 1 and any(map(is_pattern, args.lora_targets)):
+        yield "--lora-targets: a pattern is given with others; give names or a single pattern"
 
 
-def misfits_float8(s: Flags) -> str:
-    """Why float8 does not take the number of tokens of a microbatch, as an error; empty where it does, or where that
-    number is not known yet."""
-    if s.sequence_length is None or s.batch_size == "auto" or s.batch_size % s.batch_size_multiple() == 0:
+def misfits_float8(args: Flags) -> str:
+    """An error if float8 does not support the number of tokens in a microbatch; empty if it does, or if the number is
+    unknown yet."""
+    if args.sequence_length is None or args.batch_size == "auto" or args.batch_size % args.batch_size_multiple() == 0:
         return ""
-    unit = 16 // math.gcd(16, s.batch_size)
-    length = max(unit, round(s.sequence_length / unit) * unit)
-    batch = -(-s.batch_size // s.batch_size_multiple()) * s.batch_size_multiple()
-    what = f"--precision fp8 ({s.fp8_recipe}) takes batch x sequence in multiples of 16"
+    unit = 16 // math.gcd(16, args.batch_size)
+    length = max(unit, round(args.sequence_length / unit) * unit)
+    batch = -(-args.batch_size // args.batch_size_multiple()) * args.batch_size_multiple()
+    size = f"{args.batch_size} x {args.sequence_length}"
+    problem = f"--precision fp8 ({args.fp8_recipe}) needs a multiple of 16 tokens, and {size} is none"
     advice = f"give {length}, or --batch-size {batch}, or --fp8-recipe rowwise_with_gw_hp"
-    return f"--sequence-length {s.sequence_length}: {what}, {s.batch_size} x {s.sequence_length} is none; {advice}"
+    return f"--sequence-length {args.sequence_length}: {problem}; {advice}"
 
 
-def without_epochs(s: Flags) -> Iterator[str]:
-    """An error for each flag that counts epochs, where the data have none."""
-    why, otherwise = "", ""
-    if s.streaming:
-        why, otherwise = "how large a stream is, is not known", "leave out --streaming"
-    elif s.dataset == "synthetic":
-        why, otherwise = "random tokens have no end", "use another --dataset"
-    elif len(s.sources()) > 1 and (s.mixture_stage or any(source.weight is not None for source in s.sources())):
-        why, otherwise = "by weights each source is read at a rate of its own", "leave out the weights"
-    if why and s.num_epochs:
-        yield f"--num-epochs: {why}; give --num-steps or --num-tokens, or {otherwise}"
-    if why and s.eval_interval == "epoch":
-        yield f"--eval-interval epoch: {why}; give a number of steps, or {otherwise}"
+def without_epochs(args: Flags) -> Iterator[str]:
+    """An error for each flag that counts epochs, if the data have none."""
+    reason, otherwise = "", ""
+    if args.streaming:
+        reason, otherwise = "the size of a stream is unknown", "leave out --streaming"
+    elif args.dataset == "synthetic":
+        reason, otherwise = "synthetic tokens have no epochs", "use another --dataset"
+    elif len(args.sources()) > 1 and (
+        args.mixture_stage or any(source.weight is not None for source in args.sources())
+    ):
+        reason, otherwise = "weighted sources have different epochs", "leave out the weights"
+    if reason and args.num_epochs:
+        yield f"--num-epochs: {reason}; give --num-steps or --num-tokens, or {otherwise}"
+    if reason and args.eval_interval == "epoch":
+        yield f"--eval-interval epoch: {reason}; give a number of steps, or {otherwise}"
 
 
-def trained_eval_split(s: Flags) -> str:
-    """What is wrong with an --eval-split that holds what a run trains on, as an error; empty where nothing is."""
-    if not (s.eval_interval and s.eval_split and s.num_steps) or s.dataset == "synthetic":
+def trained_eval_split(args: Flags) -> str:
+    """An error if --eval-split contains training data; empty otherwise."""
+    if not (args.eval_interval and args.eval_split and args.num_steps) or args.dataset == "synthetic":
         return ""
-    if is_place(s.eval_split):  # its files are compared when they are listed
+    if is_place(args.eval_split):  # files are compared when they are listed
         return ""
-    for source in s.sources():
-        trained = s.dataset_split or default_split(source.dataset, s.streaming)
-        if splits_overlap(trained, s.eval_split):
+    for source in args.sources():
+        trained = args.dataset_split or default_split(source.dataset, args.streaming)
+        if splits_overlap(trained, args.eval_split):
             advice = "such as --dataset-split 'train[:90%]' --eval-split 'train[90%:]'"
-            return f"--eval-split {s.eval_split}: it is not apart from {trained!r}, which is trained on; {advice}"
+            return f"--eval-split {args.eval_split}: it overlaps the training split {trained!r}; {advice}"
     return ""
 
 
-def missing_files(s: Flags) -> Iterator[str]:
-    """An error for each file and folder of the flags that is not there."""
-    if s.resume not in ("none", "auto") and (problem := no_checkpoint(s.resume)):
-        yield f"--resume {s.resume}: {problem}"
-    for source in s.sources() if s.trains() else []:
+def missing_files(args: Flags) -> Iterator[str]:
+    """An error for each file and folder of the flags that does not exist."""
+    if args.resume not in ("none", "auto") and (problem := no_checkpoint(args.resume)):
+        yield f"--resume {args.resume}: {problem}"
+    for source in args.sources() if args.trains() else []:
         if not is_local(source.dataset) and not may_be_on_the_hub(source.dataset):
             yield f"--dataset {source.dataset}: no such file or folder"
-    place = s.eval_split if s.eval_interval and not s.plan else None
-    if is_place(place) and not is_local(place) and not may_be_on_the_hub(place):
-        yield f"--eval-split {place}: no such file or folder"
+    eval_data = args.eval_split if args.eval_interval and not args.plan else None
+    if is_place(eval_data) and not is_local(eval_data) and not may_be_on_the_hub(eval_data):
+        yield f"--eval-split {eval_data}: no such file or folder"
 
 
 def may_be_on_the_hub(name: str) -> bool:
-    """Whether the hub can have a model or data set of a name, by its form."""
+    """True if a name has the form of a hub id."""
     return name.count("/") <= 1 and not name.startswith(("/", ".", "~")) and not name.endswith("/")
 
 
-def unknown_model(model: str) -> str:
-    """Why a name is no model's; empty where it is a preset's or a folder's, or may be one of the hub."""
+def model_problem(model: str) -> str:
+    """A problem with --model; empty for a preset, a folder or a possible hub id."""
     path = os.path.expanduser(model)
     if model in PRESETS or os.path.isdir(path):
         return ""
@@ -262,7 +265,7 @@ def unknown_model(model: str) -> str:
 
 
 def not_a_folder_name(name: str) -> str:
-    """Why a folder cannot have a name; empty where it can."""
+    """A problem with a name for a folder; empty for a good one."""
     if name.strip(". ") == "" or re.search(r"[/\\#?%:]", name) or not name.isprintable():
         return "not a plain folder name"
     if len(os.fsencode(name)) > 200:

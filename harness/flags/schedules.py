@@ -1,12 +1,12 @@
-"""Schedules of the learning rate: a row each, which `--lr-scheduler` takes by its name. A row names the schedule of
-transformers, the options that it gets, and what is wrong with the flags where something is."""
+"""Learning-rate schedules: a row for each value of --lr-scheduler, with the schedule of transformers, its options, and
+a check of the flags."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 
 class StepFlags(Protocol):
-    """The settings that a schedule reads; `Args` itself is made of the rows here."""
+    """The fields of `Args` that a schedule reads. `Args` imports this file."""
 
     @property
     def num_steps(self) -> int: ...
@@ -19,38 +19,40 @@ class StepFlags(Protocol):
 
 
 class Schedule(NamedTuple):
-    """One row: each function is given the settings."""
+    """A row of the table."""
 
     transformers_name: str  # of `transformers.get_scheduler`
-    options: Callable[[StepFlags], dict] = lambda s: {}  # its `scheduler_specific_kwargs`
-    problem: Callable[[StepFlags], str] = lambda s: ""  # what does not go with it, as an error
+    options: Callable[[StepFlags], dict] = lambda args: {}  # its `scheduler_specific_kwargs`
+    problem: Callable[[StepFlags], str] = lambda args: ""  # an error, or empty
 
 
-def options_of_decay(s: StepFlags) -> dict:
-    """Without --decay-steps the decay is the last fifth of the run."""
-    steps = max(1, s.num_steps // 5) if s.decay_steps is None else s.decay_steps
-    return {"num_decay_steps": steps, "decay_type": s.decay_shape}
+def decay_options(args: StepFlags) -> dict:
+    """By default the decay is the last fifth of the run."""
+    steps = max(1, args.num_steps // 5) if args.decay_steps is None else args.decay_steps
+    return {"num_decay_steps": steps, "decay_type": args.decay_shape}
 
 
-def problem_of_constant(s: StepFlags) -> str:
-    return "--warmup-steps: the constant scheduler has no warmup; use constant_with_warmup" if s.warmup_steps else ""
+def constant_problem(args: StepFlags) -> str:
+    return (
+        "--warmup-steps: --lr-scheduler constant has no warmup; use constant_with_warmup" if args.warmup_steps else ""
+    )
 
 
-def problem_of_decay(s: StepFlags) -> str:
-    after_warmup = max(0, s.num_steps - s.warmup_steps)
-    if not s.num_steps or (s.decay_steps or 0) <= after_warmup:
+def decay_problem(args: StepFlags) -> str:
+    after_warmup = max(0, args.num_steps - args.warmup_steps)
+    if not args.num_steps or (args.decay_steps or 0) <= after_warmup:
         return ""
-    problem = f"after the warmup there are {after_warmup} steps"
-    return f"--decay-steps {s.decay_steps}: {problem}; give no more, or fewer --warmup-steps"
+    problem = f"the run has {after_warmup} steps after warmup"
+    return f"--decay-steps {args.decay_steps}: {problem}; give at most that many, or fewer --warmup-steps"
 
 
 SCHEDULES = {
-    "constant": Schedule("constant", problem=problem_of_constant),
+    "constant": Schedule("constant", problem=constant_problem),
     "constant_with_warmup": Schedule("constant_with_warmup"),
     "linear": Schedule("linear"),
     "cosine": Schedule("cosine"),
-    "cosine_with_min_lr": Schedule("cosine_with_min_lr", lambda s: {"min_lr_rate": 0.1}),
-    "polynomial": Schedule("polynomial", lambda s: {"lr_end": 0.0}),  # it refuses an lr below its own, 1e-7
+    "cosine_with_min_lr": Schedule("cosine_with_min_lr", lambda args: {"min_lr_rate": 0.1}),
+    "polynomial": Schedule("polynomial", lambda args: {"lr_end": 0.0}),  # its default, 1e-7, would refuse a smaller lr
     "inverse_sqrt": Schedule("inverse_sqrt"),
-    "warmup_stable_decay": Schedule("warmup_stable_decay", options_of_decay, problem_of_decay),
+    "warmup_stable_decay": Schedule("warmup_stable_decay", decay_options, decay_problem),
 }

@@ -28,7 +28,7 @@ from harness.flags.flag_types import (
     token_count,
 )
 from harness.flags.schedules import SCHEDULES
-from harness.flags.sources import Source, sources_of
+from harness.flags.sources import Source, parse_sources
 
 ASSETS = base.ROOT / "assets"
 PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))}
@@ -36,7 +36,7 @@ PRESETS["demo"] = ASSETS / "demo" / "config.json"
 TRACKERS_HELP = "; ".join(f"{name}: {help}" for name, help in TRACKERS.items())
 OPTIMIZERS_HELP = "; ".join(f"{name}: {optimizer.help}" for name, optimizer in OPTIMIZERS.items())
 PROFILED_STEPS = 3
-LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # of which a run has one
+LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # a run has one of them
 Precision = Literal["bf16", "fp8", "fp32", "bf16-pure"]
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Attention = Literal["sdpa", "flash", "cudnn", "flash_attention_2", "flex_attention", "eager"]
@@ -68,13 +68,12 @@ def flag(
     Args:
         group: opens a group of --help with this flag.
         min, max_exclusive: bounds of a number, which is positive where neither is given.
-        only_with: fields of the settings, one of which must be set for this flag to have an effect; `field=value` asks
-            for that value.
-        on_resume: what a resumed run may do with it: nothing (`same`), change it and report that, or change it freely.
-        from_checkpoint: when a run of no step (--num-steps 0, --show-samples) takes it from its checkpoint, see
-            `checkpoints.flags_of_checkpoint`; empty is never.
-        not_inherited: whether the config.json of a run does not give it to another run.
-        options: argparse's own.
+        only_with: fields, one of which must be on, or with `field=value` have that value; else the flag has no effect.
+        on_resume: a resumed run must keep it (`same`), reports a change (`reported`), or may change it (`free`).
+        from_checkpoint: used by --num-steps 0 and --show-samples if they take it from their checkpoint, see
+            `checkpoints.checkpoint_flags`; empty: never.
+        not_inherited: True if a run's config.json as --config does not set it.
+        options: for argparse.
     """
     options["help"] = help
     about = {"group": group, "min": min, "max_exclusive": max_exclusive, "only_with": only_with, "on_resume": on_resume}
@@ -88,11 +87,11 @@ class Flags:
 
     # fmt: off
     demo: bool = flag(
-        False, "the embedded model on the embedded stories; any flag given beside it wins",
-        group="all at once",
+        False, "the included model on the included stories; other flags override its values",
+        group="presets",
     )
     config: str | None = flag(
-        None, "TOML, or the config.json of a run, without its --run-name, --resume and --export; the command line wins",
+        None, "TOML, or a run's config.json without its --run-name, --resume, --export; the command line overrides it",
         metavar="FILE", type=path,
     )
 
@@ -106,18 +105,17 @@ class Flags:
     )
     lora_rank: int = flag(
         0,
-        "LoRA by peft: adapters of this rank are trained, the model's own weights are frozen, in bf16 but with "
-        "--precision fp32; 0 trains the model itself [0; that of a folder of adapters as --model]",
+        "LoRA with peft: adapters of this rank are trained; the weights of the model are frozen, in bf16 unless with "
+        "--precision fp32; 0 trains the full model [0; with a folder of adapters as --model theirs]",
         min=0, on_resume="same", from_checkpoint="model",
     )
     lora_alpha: int | None = flag(
-        None, "what adapters add is multiplied by this / --lora-rank [2 x rank]",
+        None, "the output of adapters is scaled by this / --lora-rank [2 x rank]",
         only_with="lora_rank", on_resume="same", from_checkpoint="model",
     )
     lora_targets: tuple[str, ...] | None = flag(
         None,
-        "linears of decoder layers that have adapters: names, or one pattern, as peft's target_modules takes them "
-        "[all]",
+        "linears of decoder layers that get adapters: names, or one pattern, as in peft's target_modules [all]",
         type=text, nargs="+", metavar="NAME", only_with="lora_rank", on_resume="same", from_checkpoint="model",
     )
     tokenizer: str | None = flag(None, "hub id or folder [the model's]", type=path_or_hub_id, from_checkpoint="model")
@@ -125,27 +123,27 @@ class Flags:
     dataset: str | tuple[str, ...] = flag(
         "roneneldan/TinyStories",
         f"hub id; {listed(SUFFIXES)} file, also {listed(COMPRESSIONS)}, a folder of them or a pattern in quotes; "
-        "synthetic (random tokens, for throughput runs); demo. Several are mixed: web=a.jsonl:0.7 b.jsonl:0.3 by "
-        "these shares of the tokens, without numbers by size [roneneldan/TinyStories]",
+        "synthetic (random tokens, for throughput runs); demo. Several are mixed: web=a.jsonl:0.7 b.jsonl:0.3 with "
+        "these shares of tokens, without numbers by size [roneneldan/TinyStories]",
         group="data", type=path_or_url, nargs="+", action=DatasetWords, metavar="DATASET", from_checkpoint="model",
     )
     mixture_stage: tuple[str, ...] | None = flag(
         None,
-        "from this share of the planned run on the sources have these weights, and those that are not named none; "
-        "each further one adds a stage [none]",
+        "new weights of the sources from this fraction of the run on, 0 for those not named; repeat it for more stages "
+        "[none]",
         metavar="SHARE:NAME=WEIGHT,...", type=stage, action=Collect, from_checkpoint="data",
     )
     max_epochs: float | None = flag(
-        None, "refuse a run in which a source would be repeated more often than this [any number]",
+        None, "refuse a run that would repeat a source more often than this [no limit]",
     )
     dataset_config: str | None = flag(
-        None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1 [its default]",
+        None, "subset of a hub dataset, such as wikitext's wikitext-103-raw-v1 [its default]",
         from_checkpoint="data",
     )
     text_field: str = flag(
         "text",
-        f"column of the text in {', '.join(FIELD_SUFFIXES)} and hub data [conversations, input_ids or text, the first "
-        "that is there]",
+        f"text column in {', '.join(FIELD_SUFFIXES)} and hub datasets [the first of conversations, input_ids and "
+        "text]",
         from_checkpoint="data",
     )
     dataset_split: str | None = flag(
@@ -154,16 +152,16 @@ class Flags:
     )
     eval_split: str | None = flag(
         None,
-        "what is held out: a split of --dataset, with an optional slice, or a file, folder, pattern or hub id of its "
-        "own [the split validation; where there is none one of every 20 documents]",
+        "eval split: a split of --dataset, with an optional slice, or another file, folder, pattern or hub id [the "
+        "split validation; if there is none, one of every 20 documents]",
         type=path_or_url, only_with="eval_interval", from_checkpoint="data",
     )
     sequence_length: int | None = flag(
-        None, "tokens per sample [8192, or as many positions as the model has]",
+        None, "tokens per sequence [8192, or the model's number of positions if smaller]",
         on_resume="same", from_checkpoint="model",
     )
     batch_size: int | Literal["auto"] = flag(
-        1, "sequences per rank and microbatch; auto takes the largest that fits by --plan [1]",
+        1, "sequences per rank and microbatch; auto takes the largest that --plan says fits [1]",
         type=batch_size, on_resume="reported", from_checkpoint="data",
     )
     gradient_accumulation_steps: int = flag(
@@ -172,14 +170,14 @@ class Flags:
     )
     document_mask: bool | None = flag(
         None,
-        "attention and labels stay inside each document, up to the tokenizer's end-of-text token [off, on for "
-        "conversations and labels but with --packing none]",
+        "attention and labels stay inside each document, which ends with the end-of-text token [off; on for "
+        "conversations and data with labels, unless with --packing none]",
         on_resume="reported", from_checkpoint="model",
     )
     packing: Literal["concatenate", "best-fit", "none"] | None = flag(
         None,
-        "concatenate cuts documents where a sequence ends; best-fit fills sequences with whole documents and pads "
-        "them; none pads each document to a sequence of its own [concatenate, best-fit for conversations and labels]",
+        "concatenate cuts documents at the end of a sequence; best-fit packs full documents and pads; none pads each "
+        "document to one sequence [concatenate; best-fit for conversations and data with labels]",
         on_resume="same", from_checkpoint="data",
     )
     chat_template: str | None = flag(
@@ -189,36 +187,35 @@ class Flags:
     )
     chat_loss: Literal["assistant", "all"] = flag(
         "assistant",
-        "tokens of a conversation that are trained on; of a prompt and its completion assistant is the completion "
-        "[assistant]",
+        "tokens of a conversation with a loss: those of the assistant, of completions too, or all [assistant]",
         from_checkpoint="data",
     )
     streaming: bool = flag(
-        False, "read and tokenize while training: no full download, no cache; whole splits only [off]",
+        False, "read and tokenize while training: no full download, no cache; full splits only [off]",
         on_resume="same", from_checkpoint="data",
     )
     streams: int | None = flag(
         None,
-        "lanes that --streaming cuts a corpus into, which ranks and workers divide [the smallest multiple of a step's "
-        "sequences that gives each file one]",
+        "shards of a stream, divided among ranks and workers [the smallest multiple of a step's sequences that is at "
+        "least the number of files]",
         max_exclusive=2**20, only_with="streaming",
     )
     skip_bad_records: bool = flag(
         False,
-        "count and leave out records that cannot be read: a text that is null or a number, broken JSON, bytes that "
-        "are not UTF-8 [the first one is an error]",
+        "count and skip unreadable records: a text that is null or a number, broken JSON, bytes that are not UTF-8 "
+        "[the first one is an error]",
         from_checkpoint="data",
     )
     num_workers: int | None = flag(
-        None, "data loading processes per rank [1; 0 where the CPU computes and the tokens are cached]",
+        None, "data loading processes per rank [1; 0 on a CPU with cached tokens]",
         min=0, max_exclusive=1025,
     )
-    cache_dir: str | None = flag(None, "where tokenized data is kept [~/.cache/train_fsdp]", type=path)
+    cache_dir: str | None = flag(None, "folder for tokenized data [~/.cache/train_fsdp]", type=path)
 
     zero_stage: Literal[0, 1, 2, 3] = flag(
         3,
-        "0 replicated, the DDP reference; 1 gradients reduced once per optimizer step, optimizer sharded (with one "
-        "microbatch the same as 2); 2 parameters kept after forward; 3 parameters resharded after forward [3]",
+        "0 replicated, like DDP; 1 gradients reduced once per optimizer step, optimizer sharded (same as 2 with one "
+        "microbatch); 2 parameters kept after forward; 3 parameters resharded after forward [3]",
         group="sharding", on_resume="reported",
     )
     dp_replicate_size: int = flag(1, "HSDP: this many replicas of the shard group [1]", on_resume="reported")
@@ -237,7 +234,7 @@ class Flags:
         on_resume="reported", from_checkpoint="model",
     )
     fp8_emulate: bool = flag(
-        False, "float8 numbers without float8 hardware, and without its speed",
+        False, "emulate float8 on other hardware, without its speed",
         from_checkpoint="model",
     )
     activation_checkpointing: Literal["none", "selective", "full"] = flag(
@@ -245,23 +242,23 @@ class Flags:
         "selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only [none]",
     )
     attention: Literal["auto", Attention] = flag(
-        "auto", "attention kernel; flash and cudnn are torch's own of that name and no other [auto]",
+        "auto", "attention kernel; flash and cudnn are torch's SDPA backends [auto]",
     )
     compile: bool | None = flag(None, "torch.compile each decoder layer [on with CUDA]")
-    fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
+    fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, without full logits [on]")
 
     num_steps: int = flag(
         1000,
-        "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates "
-        "(--eval-interval 1), generates samples (--sample-prompt) and exports (--export) [1000]",
+        "optimizer steps of the run, including those before a resume; 0 does not train, but evaluates (--eval-interval "
+        "1), generates samples (--sample-prompt) or exports (--export) [1000]",
         min=0, group="optimization", on_resume="reported",
     )
     num_tokens: int | None = flag(
-        None, "instead of --num-steps: tokens of the whole run, such as 20e9, 20B, 500M or 1.5T [--num-steps]",
+        None, "instead of --num-steps: tokens of the run, such as 20e9, 20B, 500M or 1.5T [--num-steps]",
         type=token_count,
     )
     num_epochs: float | None = flag(
-        None, "instead of --num-steps: how often the whole run reads its data, such as 3 or 0.5 [--num-steps]",
+        None, "instead of --num-steps: passes over the data, such as 3 or 0.5 [--num-steps]",
         max_exclusive=1_000_000,
     )
     optimizer: Literal[*OPTIMIZERS] = flag(  # type: ignore[valid-type]  # the rows of a table
@@ -269,34 +266,34 @@ class Flags:
         on_resume="same", from_checkpoint="model",
     )
     lr: float | None = flag(
-        None, "peak learning rate [3e-4; of --init pretrained 2e-5, of --lora-rank 2e-4; a checkpoint's on a resume]",
+        None, "peak learning rate [3e-4; --init pretrained: 2e-5; --lora-rank: 2e-4; a checkpoint's on a resume]",
         on_resume="reported",
     )
     adamw_lr: float | None = flag(
-        None, "peak learning rate of what muon leaves to adamw: embedding, head, norms, biases [--lr]",
+        None, "peak learning rate of muon's AdamW for embedding, head, norms and biases [--lr]",
         only_with="optimizer=muon", on_resume="reported",
     )
     lr_scheduler: Literal[*SCHEDULES] = flag(  # type: ignore[valid-type]  # the rows of a table
-        "cosine", "shape of the learning rate [cosine]",
+        "cosine", "learning rate schedule [cosine]",
         on_resume="reported",
     )
     warmup_steps: int | None = flag(
-        None, "learning rate warmup [5 %% of the steps; 0 with constant]",
+        None, "steps of learning rate warmup [5 %% of the steps; 0 with constant]",
         min=0, on_resume="reported",
     )
     decay_steps: int | None = flag(
         None,
-        "last steps of warmup_stable_decay, in which the learning rate falls to 0; 0 ends in the stable phase, to be "
-        "decayed from a checkpoint [a fifth of --num-steps]",
+        "steps of the decay to 0 at the end of warmup_stable_decay; 0 ends in the stable phase, to be decayed later "
+        "from a checkpoint [a fifth of --num-steps]",
         min=0, only_with="lr_scheduler=warmup_stable_decay", on_resume="reported",
     )
     decay_shape: Literal["cosine", "linear", "1-sqrt"] = flag(
-        "cosine", "of warmup_stable_decay's decay [cosine]",
+        "cosine", "shape of the decay of warmup_stable_decay [cosine]",
         only_with="lr_scheduler=warmup_stable_decay", on_resume="reported",
     )
-    weight_decay: float = flag(0.1, "on matrices, not on norms and biases [0.1]", min=0, on_resume="reported")
+    weight_decay: float = flag(0.1, "for matrices, not for norms and biases [0.1]", min=0, on_resume="reported")
     betas: tuple[float, float] = flag(
-        (0.9, 0.95), "of AdamW; another optimizer says what it takes of them [0.9 0.95]",
+        (0.9, 0.95), "betas of AdamW, also in muon, whose own momentum is 0.95 [0.9 0.95]",
         type=number(float, 0, 1), nargs=2, metavar=("B1", "B2"), on_resume="reported",
     )
     max_grad_norm: float = flag(
@@ -304,89 +301,89 @@ class Flags:
         min=0, on_resume="reported",
     )
     seed: int = flag(
-        42, "of weights and data order [42]",
+        42, "seed of weights and data order [42]",
         min=0, max_exclusive=2**63, on_resume="same", from_checkpoint="data",
     )
 
     eval_interval: int | Literal["epoch"] = flag(
-        0, "steps between evaluations on what is held out, or epoch for one at the end of each; 0 never [0]",
+        0, "steps between evaluations on the eval split, or epoch: at the end of each; 0: never [0]",
         type=evaluation_interval, group="evaluation", from_checkpoint="data",
     )
     eval_steps: int = flag(
         0,
-        "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole "
-        "split, of a stream without one 256 windows [0]",
+        "batches per rank and evaluation (--eval-interval has the steps between evaluations); 0: the full split, or "
+        "256 sequences of a stream without one [0]",
         min=0, only_with="eval_interval", from_checkpoint="data",
     )
     show_samples: int | None = flag(
-        None, "no training: prints the documents that this optimizer step of a run trains on [none]",
+        None, "no training: print the training documents of this optimizer step of a run [none]",
         metavar="STEP",
     )
     average_checkpoints: int | None = flag(
         None,
-        "with --num-steps 0 --resume RUN: evaluates, samples or exports the mean of the run's newest K checkpoints, "
-        "summed in fp32 [the one that --resume names]",
+        "with --num-steps 0 --resume RUN: evaluate, sample or export the mean of the run's newest K checkpoints, "
+        "summed in fp32 [no average]",
         metavar="K",
     )
     sample_prompt: tuple[str, ...] | None = flag(
         None,
-        "text that the model continues at evaluations and at the end, of conversations a user's message; or a .json or "
-        ".jsonl file of messages that it answers; each further one is continued too",
+        "prompt for a sample at evaluations and at the end; for chat data a user's message; or a .json or .jsonl file "
+        "of messages to answer; repeat it for more prompts",
         type=text, action=Collect,
     )
-    sample_tokens: int = flag(128, "length of the continuation [128]", only_with="sample_prompt demo")
+    sample_tokens: int = flag(128, "maximum number of tokens in a sample [128]", only_with="sample_prompt demo")
 
     checkpoint_interval: int = flag(
-        0, "steps between checkpoints; 0 saves at the end, and on SIGTERM and SIGUSR1 [0]",
+        0, "steps between checkpoints; 0 saves only at the end, and on SIGTERM and SIGUSR1 [0]",
         min=0, group="checkpoints",
     )
-    keep_checkpoints: int = flag(2, "how many complete ones to keep, the newest [2]")
+    keep_checkpoints: int = flag(2, "number of newest complete checkpoints to keep [2]")
     keep_best: bool = flag(
         False,
-        "each evaluation saves a checkpoint; the one with the lowest held-out loss is kept beside the newest [off]",
+        "save a checkpoint at each evaluation, and keep the one with the lowest eval loss [off]",
         only_with="eval_interval",
     )
     async_checkpoint: bool = flag(
-        True, "write in the background, the loop waits only for the copy [on]",
+        True, "write checkpoints in the background; training waits only for a copy [on]",
         only_with="checkpoint_interval keep_best",
     )
     final_checkpoint: bool | None = flag(
         None,
-        "keep the state after the last step [on; off for --dataset synthetic without --checkpoint-interval, and where "
-        "the disk has no room for it]",
+        "save a checkpoint after the last step [on; off for --dataset synthetic without --checkpoint-interval, and if "
+        "the disk is too small]",
     )
     resume: str = flag(
         "none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]",
         metavar="{none,auto,PATH}", type=path, not_inherited=True,
     )
     export: str | None = flag(
-        None, "at the end, a folder that from_pretrained loads, of adapters one that peft loads",
+        None, "at the end write a folder for from_pretrained, or for peft with --lora-rank",
         metavar="DIR", type=path, not_inherited=True,
     )
     export_weights: Literal["adapters", "merged"] | None = flag(
-        None, "with --lora-rank: merged exports the model with its adapters added [adapters]",
+        None, "with --lora-rank: merged adds the adapters to the weights of the model [adapters]",
         only_with="export", not_inherited=True,
     )
 
     timeout_minutes: float = flag(
         10.0,
-        "how long ranks wait for each other while none works; then the job ends with a line that names the one that "
-        "did not come [10]",
+        "timeout of ranks that wait for each other while none works; the job then ends with a line that names the "
+        "missing rank [10]",
         min=0.001, max_exclusive=1e7, group="failures",
     )
 
     max_skipped: int = flag(
-        5, "a step whose gradient norm is NaN or infinite is skipped; more of them in a row end the run [5]",
+        5, "steps with a NaN or infinite gradient norm are skipped; more than this in a row end the run [5]",
         min=0,
     )
 
-    output_dir: str = flag("outputs", "a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]", group="output", type=path)
+    output_dir: str = flag("outputs", "a run writes into OUTPUT_DIR/RUN_NAME/ [outputs]", group="output", type=path)
     run_name: str | None = flag(
-        None, "[model and start time; with --resume auto the model; with --resume PATH that run's]",
+        None, "name of the run [model and start time; with --resume auto the model; with --resume PATH that run's]",
         not_inherited=True,
     )
     log_with: Literal["none", *TRACKERS, "all"] = flag(  # type: ignore[valid-type]  # the rows of a table
-        "none", f"a tracker beside metrics.jsonl. {TRACKERS_HELP} [none]",
+        "none", f"trackers for the metrics. {TRACKERS_HELP} [none]",
     )
     project_name: str = flag(
         "train_fsdp", "project in wandb [train_fsdp]",
@@ -394,13 +391,13 @@ class Flags:
     )
     log_interval: int = flag(10, "steps between log lines [10]")
     metrics_port: int | None = flag(None, "Prometheus endpoint of rank 0 [none]", min=1, max_exclusive=65536)
-    metrics_host: str = flag("127.0.0.1", "address that the endpoint listens on [127.0.0.1]", only_with="metrics_port")
+    metrics_host: str = flag("127.0.0.1", "address of the endpoint [127.0.0.1]", only_with="metrics_port")
 
     perf_warmup_steps: int = flag(
-        10, "steps at the start that the speed figures leave out; not --warmup-steps, the learning rate's [10]",
-        min=0, group="figures and gates",
+        10, "first steps that speed metrics leave out; unrelated to --warmup-steps [10]",
+        min=0, group="metrics and gates",
     )
-    peak_tflops: float | None = flag(None, "dense bf16 peak of one GPU, for one that is not in the table")
+    peak_tflops: float | None = flag(None, "dense bf16 peak of a GPU, in TFLOPS, if it is not in assets/gpus.csv")
     min_mfu: float | None = flag(
         None, "acceptance gate: exit 3 at the end when the MFU after warmup is below this, in percent [none]",
         type=percent,
@@ -410,56 +407,56 @@ class Flags:
     )
     profile: bool = flag(
         False,
-        f"trace of {PROFILED_STEPS} steps after the warmup, and a table of where their time went; they are in no speed "
-        "figure [off]",
+        f"trace {PROFILED_STEPS} steps after --perf-warmup-steps and print the shares of their time; speed metrics "
+        "leave them out [off]",
     )
     memory_snapshot: bool = flag(
         False,
-        "history of every allocation on the GPU, for pytorch.org/memory_viz, also when it runs out of memory [off]",
+        "history of GPU allocations for pytorch.org/memory_viz, also when memory runs out [off]",
     )
 
     plan: bool = flag(
-        False, "no training: what this configuration will need and give, from one step on fake tensors",
+        False, "no training: predict memory and speed, from one step on fake tensors",
         group="planning",
     )
     plan_gpus: tuple[int, ...] | None = flag(
         None,
-        "number of GPUs to plan for, whole nodes where it is more than one; of several the first in full and all in a "
-        "table [--gpus-per-node]",
+        "number of GPUs to plan for, full nodes if more than one; of several numbers the first in full, all in a table "
+        "[--gpus-per-node]",
         type=gpu_counts, metavar="N[,N...]", only_with="plan",
     )
     plan_gpu: str | None = flag(
         None,
-        "kind of GPU to plan for, such as 'H100 SXM' or B200; training prints that plan beside its own figures [this "
-        "machine's, else H100 SXM]",
+        "GPU to plan for, such as 'H100 SXM' or B200; training prints that plan with its own metrics [this machine's, "
+        "else H100 SXM]",
         metavar="NAME",
     )
-    gpus_per_node: int = flag(8, "GPUs between which a plan has the fast links of one node [8]")
+    gpus_per_node: int = flag(8, "GPUs of a node in a plan [8]")
     plan_seconds: float = flag(
-        30.0, "how long planning takes, to within one configuration; 0 plans only what is asked for [30]",
+        30.0, "time limit for planning, in seconds; 0 plans only the given configuration [30]",
         min=0, only_with="plan",
     )
     gpu_hour_usd: float | None = flag(
-        None, "price of one GPU for an hour; the plan says what a billion tokens cost, and with --num-steps the run",
+        None, "price of a GPU for an hour; the plan has the cost of a billion tokens, and with --num-steps of the run",
         max_exclusive=1_000_000, only_with="plan",
     )
-    json: bool = flag(False, "the plan, or with --num-steps 0 the evaluation, as one JSON object on stdout")
+    json: bool = flag(False, "print the plan, or with --num-steps 0 the evaluation, as one JSON object on stdout")
     plan_details: bool = flag(
-        False, "the plan with memory, time and traffic of a step, and all that it takes for granted",
+        False, "print memory, time and traffic of a step, and all assumptions",
         only_with="plan",
     )
     own_plan: bool = flag(
-        True, "a run on a GPU is planned by a process beside it, and ends with that plan beside its own figures [on]",
+        True, "plan a run on a GPU in another process, and print the plan with the metrics at the end [on]",
     )
 
-    # no flags:
+    # not flags:
     explicit: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # as typed
-    eval_windows: int = 0  # held-out windows of a source that an evaluation takes at most, of all ranks; 0 takes all
+    eval_windows: int = 0  # maximum sequences per source and evaluation, over all ranks; 0: all
     # fmt: on
 
     def sources(self) -> list[Source]:
         """What --dataset names."""
-        return sources_of(self.dataset)
+        return parse_sources(self.dataset)
 
     def describe_dataset(self) -> str:
         """--dataset as it was typed."""

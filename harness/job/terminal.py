@@ -126,7 +126,7 @@ def describe_interrupt(
     elif step and saved_step:
         lines["lost"] = f"nothing, step {saved_step:,} is saved"
     if folder and newest:
-        lines["go on"] = command(settings, folder)
+        lines["resume"] = command(settings, folder)
     return last_lines(lines)
 
 

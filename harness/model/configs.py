@@ -37,7 +37,7 @@ def find_source(model: str) -> Source:
             advice = f"--num-steps 0 --resume {model} --export DIR writes its model to a folder for --model"
             raise base.UserError(f"--model {model}: a folder of a run, not of a model; {advice}")
         if not (path / "config.json").is_file():
-            if flags.folder_of_adapters(model):
+            if flags.adapter_folder(model):
                 return find_base(model)
             raise base.UserError(f"--model {model}: the folder has no config.json")
         return Source(str(path), str(path))
@@ -51,7 +51,7 @@ def find_base(adapters: str) -> Source:
     AutoPeftModelForCausalLM loads it."""
     adapter_config = flags.read_adapter_config(adapters)
     model = adapter_config.get("base_model_name_or_path")
-    if not model or flags.folder_of_adapters(model):
+    if not model or flags.adapter_folder(model):
         raise base.UserError(
             f"--model {adapters}: adapters, which do not name the model that they are for; {NAME_BASE}"
         )
@@ -74,7 +74,7 @@ def load_config(model: str) -> PretrainedConfig:
     except Exception as error:  # transformers raises many kinds
         refuse_foreign_code(f"--model {model}", error)
         nowhere = f"not a preset ({', '.join(flags.PRESETS)}), not a local folder, and not available from the hub"
-        if flags.folder_of_adapters(model):
+        if flags.adapter_folder(model):
             nowhere = f"adapters for {source}, which is no folder and not available from the hub; {NAME_BASE}"
         problem = "its config.json cannot be used" if os.path.exists(source.config) else nowhere
         raise base.UserError(f"--model {model}: {problem} ({base.first_line(error)})") from error

@@ -196,7 +196,7 @@ def adapter_injector(settings: flags.Settings, model: Any) -> Callable[[nn.Modul
         raise base.UserError("--lora-rank: needs the package peft (pip install peft)")
     refuse_quantized(settings, model.config)
     model.requires_grad_(False)
-    folder = flags.folder_of_adapters(settings.model) if settings.init == "pretrained" else None
+    folder = flags.adapter_folder(settings.model) if settings.init == "pretrained" else None
     trained = read_config(settings, folder) if folder else None
     targets = find_targets(settings, model, trained)
     if folder and trained:

@@ -18,7 +18,7 @@ def load_tokenizer(settings: flags.Args, config: PretrainedConfig) -> PreTrained
     _, source, revision = find_source(settings.model)
     if settings.tokenizer:
         source, revision = settings.tokenizer, None
-    adapters = flags.folder_of_adapters(settings.model)
+    adapters = flags.adapter_folder(settings.model)
     if adapters and not settings.tokenizer and (adapters / "tokenizer_config.json").exists():
         source, revision = str(adapters), None  # it has the template of their training
     base.answer_from_cache_without_network(source)

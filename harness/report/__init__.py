@@ -1,10 +1,9 @@
-"""Report: what a run shows of itself, and what it is judged by.
+"""Report: the console, the files and the trackers of a run, and its acceptance gates.
 
-Before anything is loaded: `check_measurable`, `open_trackers`, `record_memory`; then `describe_setup`, the header.
-The log (`Log`) of its steps, lines and end; `StepResult` is what a step gives it. `first_not_finite` finds what ends a
-run, `divergence_error` is how. Gates are `check_gates`. The last lines: `next_commands`, `describe_stop`. Without
-training `print_evaluation` and `print_samples`, with `json_alone`. `METRICS`, the table of all metrics, and
-`time_shares` are for tools and benchmarks.
+Before loading: `check_measurable`, `open_trackers`, `record_memory`. The header: `describe_setup`. Steps, log lines and
+the end: `Log`, which takes a `StepResult` per step. Divergence: `first_not_finite`, `divergence_error`. Gates:
+`check_gates`. Last lines: `next_commands`, `describe_stop`. Without training: `print_evaluation`, `print_samples`,
+`json_alone`. For tools and benchmarks: `METRICS`, the table of all metrics, and `time_shares`.
 """
 
 from harness.report.header import describe_setup

@@ -1,5 +1,4 @@
-"""Files: config.json and metrics.jsonl of a run, written by its log and read back by the page in whatever state a kill
-left them."""
+"""Files: config.json and metrics.jsonl of a run, written by its log and read by its page, also after a kill."""
 
 import contextlib
 import json
@@ -19,14 +18,14 @@ from harness import state as states
 
 
 def as_json(metrics: dict) -> str:
-    """The object in JSON, which has no NaN and no infinity: they become null."""
-    broken = {key: None for key, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)}
-    return json.dumps(metrics | broken)
+    """Metrics as a JSON object, with null for NaN and infinity."""
+    not_finite = {key: None for key, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps(metrics | not_finite)
 
 
 def read_metrics(path: pathlib.Path) -> list[dict]:
-    """The lines of a metrics.jsonl, an empty list where there is none. Lines that a kill cut off, or that are not an
-    object with a step, are left out."""
+    """The lines of a metrics.jsonl, empty if it does not exist. Lines that a kill cut off, and others without a step,
+    are left out."""
     if not path.exists():
         return []
     lines = []
@@ -39,39 +38,39 @@ def read_metrics(path: pathlib.Path) -> list[dict]:
 
 
 class MetricsFile:
-    """metrics.jsonl, open for appending. What a full disk refuses waits in memory, about half a KB a line."""
+    """metrics.jsonl, open for appending. Lines that a full disk refuses are kept in memory, about 0.5 KB each."""
 
-    def __init__(self, path: pathlib.Path, step: int, is_over: bool):
-        """Opens it without what an earlier start wrote after `step` and, unless the run is over, without the averages.
-        `first` is the run's first line, `last` the last one that is left.
+    def __init__(self, path: pathlib.Path, step: int, is_complete: bool):
+        """Open it, and drop lines that an earlier start wrote after `step`, also the final averages unless the run is
+        complete. `first` is the run's first line, `last` the last one that is kept.
 
         Raises:
             OSError: it cannot be read or written.
         """
-        lines = [line for line in read_metrics(path) if line["step"] <= step and (is_over or "final" not in line)]
+        lines = [line for line in read_metrics(path) if line["step"] <= step and (is_complete or "final" not in line)]
         self.first, self.last = (lines[0], lines[-1]) if lines else ({}, {})
         job.replace_file(path, "".join(as_json(line) + "\n" for line in lines))
         self.path = path
-        self.file = path.open("ab", buffering=0)  # no buffer of Python's, which drops what it cannot write
+        self.file = path.open("ab", buffering=0)  # unbuffered: Python's buffer drops what it cannot write
         self.waiting = b""
-        self.lock = threading.Lock()  # a checkpoint's thread makes the lines durable while the loop adds more
+        self.lock = threading.Lock()  # a checkpoint's thread syncs the lines while the loop adds more
 
     def write(self, line: dict) -> None:
-        """Writes a line behind those that wait. Where the disk refuses it, it waits too, and the console says so once;
-        the next call tries again."""
+        """Append a line, after those that wait. If the disk refuses it, it waits for the next call; the console says
+        so once."""
         self.first = self.first or line
         with self.lock:
-            were_waiting = bool(self.waiting)
+            had_waiting = bool(self.waiting)
             self.waiting += as_json(line).encode() + b"\n"
             try:
                 self._write_waiting()
             except OSError as error:
-                if not were_waiting:
+                if not had_waiting:
                     problem = f"metrics.jsonl, from step {line['step']} on: {error.strerror}"
-                    job.print0(f"failed     {problem}; its lines wait in memory, the run goes on")
+                    job.print0(f"failed     {problem}; its lines wait in memory, the run continues")
 
     def replace_last(self, line: dict) -> None:
-        """Writes the last line of an earlier start again, with `line` in it; a disk that refuses that gets one more."""
+        """Merge `line` into the last line of an earlier start, or append it if the disk refuses that."""
         lines = read_metrics(self.path)[:-1]
         try:
             job.replace_file(self.path, "".join(as_json(entry) + "\n" for entry in [*lines, self.last | line]))
@@ -82,16 +81,16 @@ class MetricsFile:
         self.file = self.path.open("ab", buffering=0)
 
     def sync(self) -> None:
-        """Makes all lines so far durable.
+        """Write and fsync all lines so far.
 
         Raises:
-            OSError: they are not.
+            OSError: the disk refused it.
         """
         try:
             with self.lock:
                 self._write_waiting()
             os.fsync(self.file.fileno())
-            base.sync_to_disk(self.path.parent)  # the file took its name when this start began
+            base.sync_to_disk(self.path.parent)  # the file was renamed when this start began
         except OSError as error:
             raise OSError(f"metrics.jsonl could not be written ({error.strerror})") from error
 
@@ -100,14 +99,11 @@ class MetricsFile:
             self.waiting = self.waiting[self.file.write(self.waiting) :]
 
 
-def describe_run(
+def make_config(
     settings: flags.Settings, folder: pathlib.Path, state: states.TrainState, data: corpora.DataRecord, changed: str
 ) -> dict:
-    """What config.json holds: what it takes to repeat the run, which run it is, and each of its starts.
-
-    A start has its time, the step that it went on from, the number of ranks, and the flags that it `changed`. `data` is
-    the record of the run's data.
-    """
+    """The content of config.json: flags, versions and command of the run, its id, the record of its `data`, and its
+    starts, each with time, first step, number of ranks, and the flags that it `changed`, in words."""
     before = base.read_config(folder)
     start = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "step": state.step}
     start["world_size"] = dist.get_world_size()
@@ -126,5 +122,5 @@ def write_config(folder: pathlib.Path, run: dict) -> None:
 
 
 def describe_end(sample: dict[str, Any]) -> str:
-    """How a sample ended: by an end token of the model's, or at --sample-tokens."""
+    """`ended` for a sample with an end token, else its length."""
     return "ended" if sample["ended"] else f"cut at {base.counted(sample['tokens'], 'token')}"

@@ -1,4 +1,4 @@
-"""The header: what will run, in figures that can be checked by hand."""
+"""The header: model, sharding, precision, batch and data of a run before its first step."""
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,14 @@ def describe_setup(
     checkpoint: states.Checkpoint | None = None,
     changed: str = "",
 ) -> str:
-    """The header's lines.
+    """The lines of the header.
 
     Args:
-        flops: the FLOPs of a token and how they were counted, in words.
-        peak: TFLOPS of the device, None where it is not known.
-        verified: what was verified of the sharding, in words.
-        checkpoint: that the run goes on from, if there is one; `changed` the flags that are not those of it, in words.
+        flops: FLOPs per token and how they were counted, in words.
+        peak: peak TFLOPS of the device, None if unknown.
+        verified: the checks of the sharding that passed, in words.
+        checkpoint: the one that the run resumes from, None for a new run.
+        changed: the flags that differ from the checkpoint's, in words.
     """
     world_size, shards, device_type = dist.get_world_size(), mesh["shard"].size(), mesh.device_type
     model = state.model
@@ -40,7 +41,7 @@ def describe_setup(
     if settings.document_mask or padded:
         flops += f" in a document of {settings.sequence_length:,}, fewer in shorter ones (MFU counts each)"
     optimizer = models.find_optimizer(settings.optimizer)
-    waits = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
+    sync_note = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
     steps = ", ".join(filter(None, [f"{settings.num_steps:,} steps", settings.describe_epochs()]))
     lines = {
         "model": f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
@@ -53,7 +54,7 @@ def describe_setup(
         "technique": describe_techniques(settings, model, device_type),
         "optimizer": f"{settings.optimizer} on {optimizer.describe(model)}" if optimizer.describe else "",
         "experts": models.describe_routing(model),
-        "skipping": "" if models.skips_on_device(state.optimizer) else waits,
+        "skipping": "" if models.skips_on_device(state.optimizer) else sync_note,
         "batch": f"{settings.describe_batch(world_size)}{padded}, {steps}",
         "lr": describe_lr(settings, checkpoint),
         **train_set.header,
@@ -70,16 +71,18 @@ def device_name(device_type: str) -> str:
 
 
 def describe_peak(peak: float | None, device_type: str) -> str:
-    """The peak that MFU is measured against, in TFLOPS, or why there is no MFU."""
+    """The peak TFLOPS for MFU, or the reason for having no MFU."""
     if peak:
-        return f"{peak:,.4g} TFLOPS peak a {'GPU' if device_type == 'cuda' else 'rank'}"
+        return f"{peak:,.4g} TFLOPS peak per {'GPU' if device_type == 'cuda' else 'rank'}"
     if device_type == "cuda":
-        return f"no MFU: {device_name(device_type)} is not in the table; give its dense bf16 peak with --peak-tflops"
+        return (
+            f"no MFU: {device_name(device_type)} is not in assets/gpus.csv; give its dense bf16 peak with --peak-tflops"
+        )
     return "no MFU on a CPU"
 
 
 def describe_precision(settings: flags.Settings, device_type: str, checkpoint: states.Checkpoint | None) -> str:
-    """What is computed in which precision, and why in that one."""
+    """The precision of each part, and whether it comes from a flag, the checkpoint or a default."""
     words = {
         "bf16": "bf16 compute and all-gather, fp32 master weights and gradient reduction",
         "fp8": f"float8 linears ({settings.fp8_recipe}), bf16 elsewhere, fp32 master weights and gradient reduction",
@@ -96,16 +99,16 @@ def describe_precision(settings: flags.Settings, device_type: str, checkpoint: s
 
 
 def describe_lr(settings: flags.Settings, checkpoint: states.Checkpoint | None) -> str:
-    """The learning rate's peak and schedule, and whose the peak is."""
-    default, whose = flags.default_lr(settings)
+    """The peak learning rate and its schedule, and the origin of the peak."""
+    default, origin = flags.default_lr(settings)
     if "lr" in settings.explicit:
-        whose = "by --lr"
+        origin = "by --lr"
     elif checkpoint:
-        whose = "as in the checkpoint"
+        origin = "as in the checkpoint"
     elif settings.lr != default:
-        whose = "that of --demo"
+        origin = "that of --demo"
     warmup = f" after {base.counted(settings.warmup_steps, 'step')} of warmup" if settings.warmup_steps else ""
-    return f"{settings.lr:g} at its peak, {settings.lr_scheduler}{warmup}; {whose}"
+    return f"{settings.lr:g} at its peak, {settings.lr_scheduler}{warmup}; {origin}"
 
 
 def describe_techniques(settings: flags.Settings, model: transformers.PreTrainedModel, device_type: str) -> str:

@@ -1,7 +1,5 @@
-"""Health: the numbers of the steps so far, which of them were skipped and why, and which of their figures are NaN or
-infinite: words that name the step, such as "the loss became nan at step 7", empty where nothing is wrong; and the error
-that ends a run for them.
-"""
+"""Health: results of steps as numbers, skipped steps, NaN and infinity, and the error that ends a diverged run.
+Problems are texts such as "the loss became nan at step 7", empty if there is none."""
 
 import math
 import pathlib
@@ -19,19 +17,19 @@ ADVICE = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
 
 
 class StepResult(NamedTuple):
-    """The result of a step: tensors that are still on the device, and the documents that it read."""
+    """The result of a step on this rank: tensors on the device, and the lengths of its documents."""
 
-    loss: torch.Tensor  # of this rank
+    loss: torch.Tensor
     grad_norm: torch.Tensor
-    skipped: torch.Tensor  # 1 where the step was skipped, else 0
-    terms: dict[str, torch.Tensor]  # trained on beside the loss, of this rank
-    router_loss: torch.Tensor | None = None  # of this rank; None without a router loss
-    expert_load: torch.Tensor | None = None  # tokens of this rank that went to each expert, (layers, experts)
-    document_lengths: Sequence[np.ndarray] = ()  # tokens of each document in this rank's microbatches, on the host
+    skipped: torch.Tensor  # 1 if the step was skipped, else 0
+    terms: dict[str, torch.Tensor]  # other terms of the training objective
+    router_loss: torch.Tensor | None = None  # None without a router loss
+    expert_load: torch.Tensor | None = None  # tokens per expert, (layers, experts)
+    document_lengths: Sequence[np.ndarray] = ()  # tokens per document, one array per microbatch
 
 
 class StepNumbers(NamedTuple):
-    """A step's result as numbers, over all ranks."""
+    """The result of a step over all ranks."""
 
     loss: float
     grad_norm: float
@@ -42,7 +40,7 @@ class StepNumbers(NamedTuple):
 
 
 def read_results(results: list[StepResult]) -> list[StepNumbers]:
-    """The results of steps as numbers, losses averaged over all ranks, with one transfer from the device for all."""
+    """Transfer the results of steps to the host at once, with losses averaged over ranks; every rank calls this."""
     losses = torch.stack([result.loss for result in results]).float()
     dist.all_reduce(losses)
     norms = torch.stack([result.grad_norm for result in results]).to(losses)
@@ -52,7 +50,7 @@ def read_results(results: list[StepResult]) -> list[StepNumbers]:
 
 
 def read_terms(result: StepResult) -> dict[str, float]:
-    """What a step trained on beside the loss, averaged over all ranks."""
+    """The other terms of a step's training objective, averaged over ranks; every rank calls this."""
     if not result.terms:
         return {}
     terms = torch.stack(list(result.terms.values())).float()
@@ -61,21 +59,21 @@ def read_terms(result: StepResult) -> dict[str, float]:
 
 
 def read_routing(result: StepResult) -> dict[str, float]:
-    """`router_loss` and `expert_load_max` of a step, over all ranks; empty for a model without a router loss. The
-    latter is the largest share of a layer's tokens that one expert got, over the share that each would get evenly."""
+    """`router_loss` and `expert_load_max` of a step over all ranks, empty without a router loss. The latter is the
+    largest number of tokens that an expert got, over the mean of its layer."""
     if result.router_loss is None or result.expert_load is None:
         return {}
-    figures = torch.cat([result.router_loss.reshape(1), result.expert_load.flatten()])
-    dist.all_reduce(figures)
-    load = figures[1:].view_as(result.expert_load)
+    sums = torch.cat([result.router_loss.reshape(1), result.expert_load.flatten()])
+    dist.all_reduce(sums)
+    load = sums[1:].view_as(result.expert_load)
     fullest = (load.amax(1) / load.mean(1)).amax()
-    router_loss, expert_load_max = torch.stack([figures[0] / dist.get_world_size(), fullest]).tolist()
+    router_loss, expert_load_max = torch.stack([sums[0] / dist.get_world_size(), fullest]).tolist()
     return {"router_loss": router_loss, "expert_load_max": expert_load_max}
 
 
 def count_skipped(state: states.TrainState, steps: list[StepNumbers], max_skipped: int) -> tuple[dict[int, str], str]:
-    """({step: why it was skipped} of `steps`, the last ones of the run; what ends the run: more than `max_skipped` in a
-    row). Moves the counts of `state`."""
+    """Count the skipped ones of `steps`, the latest steps, in `state`. Returns ({step: reason} of the skipped ones, a
+    problem if more than `max_skipped` were skipped in a row)."""
     reasons: dict[int, str] = {}
     problem = ""
     for step, result in enumerate(steps, state.step - len(steps) + 1):
@@ -92,25 +90,25 @@ def count_skipped(state: states.TrainState, steps: list[StepNumbers], max_skippe
     return reasons, problem
 
 
-# ---- Not finite ------------------------------------------------------------------------------------------------------
+# ---- NaN and infinity ------------------------------------------------------------------------------------------------
 
 
 def first_not_finite(metrics: dict, steps: list[StepNumbers]) -> str:
-    """The first figure that is NaN or infinite, of `metrics` and of the losses of `steps`, the last of which they are
-    of; a step that was skipped has none."""
-    step = metrics["step"]
-    figures = [(number, "loss", one.loss) for number, one in enumerate(steps, step - len(steps) + 1) if not one.skipped]
+    """Name the first NaN or infinity: a loss of `steps`, the latest ones, or the gradient norm or eval loss in
+    `metrics`, those of the last step. Skipped steps do not count."""
+    last = metrics["step"]
+    values = [(step, "loss", one.loss) for step, one in enumerate(steps, last - len(steps) + 1) if not one.skipped]
     keys = ("grad_norm", "eval_loss")
-    figures += [(step, key.replace("_", " "), metrics[key]) for key in keys if key in metrics]
-    for number, name, value in figures:
+    values += [(last, key.replace("_", " "), metrics[key]) for key in keys if key in metrics]
+    for step, name, value in values:
         if not math.isfinite(value):
-            return f"the {name} became {value} at step {number}"
+            return f"the {name} became {value} at step {step}"
     return ""
 
 
 def divergence_error(problem: str, folder: pathlib.Path, resumed: states.Checkpoint | None) -> base.UserError:
-    """The error that ends the run in `folder` because of `problem`; what was saved before stays. `resumed` is the
-    checkpoint that it went on from. Each checkpoint has given a finite loss before it was saved."""
+    """The error with exit code 1 that ends the run in `folder` because of `problem`, with its last good checkpoint:
+    each one gave a finite loss before it was saved. `resumed` is the checkpoint that the run resumed from."""
     newest = base.newest_checkpoint(folder)
     kept = "nothing was saved"
     if newest:

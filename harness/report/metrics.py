@@ -1,5 +1,5 @@
-"""Figures: the table of all that a line of metrics.jsonl holds, those that all ranks measure together, and the gates
-that they must pass."""
+"""Metrics: the table of all keys of metrics.jsonl, the metrics that are measured over all ranks, and the acceptance
+gates."""
 
 from typing import NamedTuple
 
@@ -11,99 +11,121 @@ from harness import state as states
 
 # ---- The table -------------------------------------------------------------------------------------------------------
 
-# A row is a figure: its key in metrics.jsonl | its name in wandb and tensorboard | its unit | its chart on the page |
-# its format on the page's tiles | what it is. A key in /SOURCE is there once for each source of the data.
-TABLE = """
-loss|train/loss|nats per token|Loss|.4f|mean cross-entropy over every trained token of the global batch
-eval_loss|eval/loss|nats per token|Loss|.4f|mean loss over the held-out tokens, at evaluations
-eval_loss/SOURCE|eval/loss/SOURCE|nats per token|Held-out loss by source||eval_loss of one source
-step||steps||,|optimizer steps so far, counted from the run's first start
-tokens_seen|data/tokens_seen|tokens||,|tokens that were trained on so far, on all ranks
-tokens_per_sec|perf/tokens_per_sec|tokens/s|Throughput|,.0f|tokens of the window over its seconds, on all ranks
-tokens_per_sec_per_gpu|perf/tokens_per_sec_per_gpu|tokens/s|||tokens_per_sec over the number of ranks
-steps_per_sec|perf/steps_per_sec|steps/s|||optimizer steps of the window over its seconds
-flops_per_token|perf/flops_per_token|FLOPs|||mean over the window's tokens, each in its own document
-mfu_percent|perf/mfu_percent|%|MFU|.1f|100 x actual_tflops_per_sec / theoretical_tflops_total
-actual_tflops_per_sec|perf/actual_tflops_per_sec|TFLOPS|||tokens_per_sec x flops_per_token
-theoretical_tflops_total|perf/theoretical_tflops_total|TFLOPS|||dense bf16 peak of one GPU x number of ranks
-step_time_ms|perf/step_time_ms|ms|Step time|,.1f|mean time of a step in the window, on rank 0
-peak_memory_reserved|memory/peak_reserved_gib|GiB|Memory|.1f|what torch's allocator held of the fullest GPU, at most
-peak_memory_alloc|memory/peak_alloc_gib|GiB|Memory||what tensors were given on the fullest GPU, at most
-peak_memory_active|memory/peak_active_gib|GiB|||what was in use or awaited by a stream on the fullest GPU, at most
-grad_norm|train/grad_norm||Gradient norm||norm of the gradients before clipping
-learning_rate|train/learning_rate||Learning rate||learning rate of the step
-skipped_steps|train/skipped_steps|steps|||steps so far that were skipped, for a norm that is not finite
-data_wait_percent|data/wait_percent|%|Waiting for data|.1f|time that the host waited for batches, on the worst rank
-best_step|eval/best_step|steps|||step of the checkpoint that --keep-best keeps, on the last line
-best_eval_loss|eval/best_loss|nats per token|||eval_loss of that checkpoint
-goodput_percent|perf/goodput_percent|%||.1f|100 x trained_seconds / elapsed_seconds, at most 100
-trained_seconds|perf/trained_seconds|s|||time of all steps at their usual speed, that of the median window
-elapsed_seconds|perf/elapsed_seconds|s|||time since the run's first process started
-router_loss|train/router_loss||Router loss||router loss of a mixture of experts before its coefficient
-expert_load_max|train/expert_load_max||Fullest expert||tokens of the fullest expert over an even share; 1 is even
-padding_percent|data/padding_percent|%|||share of padding in all that was read so far
-share/SOURCE|data/share/SOURCE||Shares of the sources||share of a source in the tokens, as asked for, 0 to 1
-epochs/SOURCE|data/epochs/SOURCE|epochs|||passes over a source so far
-predicted_peak_memory_alloc|plan/peak_alloc_gib|GiB|||peak_memory_alloc by the run's own plan, on the last line
-predicted_peak_memory_reserved|plan/peak_reserved_gib|GiB|||peak_memory_reserved by the run's own plan
-predicted_step_time_ms|plan/step_time_ms|ms|||step_time_ms by the run's own plan, on the last line
-"""
-NOTES = ("final", "samples", "skipped")  # keys of a line that are no figures
 
+class Metric(NamedTuple):
+    """A key of metrics.jsonl. `NAME/SOURCE` stands for one key for each source of the data."""
 
-class Figure(NamedTuple):
     key: str
-    name: str
+    tracker_name: str  # in wandb and tensorboard
     unit: str
-    chart: str  # figures of the same chart share it, in the order of the table; empty: none
-    tile: str  # a format; empty: no tile
-    words: str
+    description: str
+    chart: str = ""  # title of its chart on the page, shared by several metrics; empty: none
+    tile: str = ""  # format of its tile on the page; empty: none
 
 
-METRICS = {figure.key: figure for figure in (Figure(*row.split("|")) for row in TABLE.strip().splitlines())}
+# fmt: off
+ROWS = (
+    Metric("loss", "train/loss", "nats per token",
+        "mean cross-entropy over every trained token of the global batch", chart="Loss", tile=".4f"),
+    Metric("eval_loss", "eval/loss", "nats per token",
+        "mean loss over the tokens of the eval split, at evaluations", chart="Loss", tile=".4f"),
+    Metric("eval_loss/SOURCE", "eval/loss/SOURCE", "nats per token",
+        "eval_loss of one source", chart="Eval loss by source"),
+    Metric("step", "", "steps", "optimizer steps so far, counted from the run's first start", tile=","),
+    Metric("tokens_seen", "data/tokens_seen", "tokens", "trained tokens so far, on all ranks", tile=","),
+    Metric("tokens_per_sec", "perf/tokens_per_sec", "tokens/s",
+        "tokens of the interval over its seconds, on all ranks", chart="Throughput", tile=",.0f"),
+    Metric("tokens_per_sec_per_gpu", "perf/tokens_per_sec_per_gpu", "tokens/s",
+        "tokens_per_sec over the number of ranks"),
+    Metric("steps_per_sec", "perf/steps_per_sec", "steps/s", "optimizer steps of the interval over its seconds"),
+    Metric("flops_per_token", "perf/flops_per_token", "FLOPs",
+        "mean over the interval's tokens, each in its own document"),
+    Metric("mfu_percent", "perf/mfu_percent", "%",
+        "100 x actual_tflops_per_sec / theoretical_tflops_total", chart="MFU", tile=".1f"),
+    Metric("actual_tflops_per_sec", "perf/actual_tflops_per_sec", "TFLOPS", "tokens_per_sec x flops_per_token"),
+    Metric("theoretical_tflops_total", "perf/theoretical_tflops_total", "TFLOPS",
+        "dense bf16 peak of one GPU x number of ranks"),
+    Metric("step_time_ms", "perf/step_time_ms", "ms",
+        "mean time of a step in the interval, on rank 0", chart="Step time", tile=",.1f"),
+    Metric("peak_memory_reserved", "memory/peak_reserved_gib", "GiB",
+        "peak memory held by torch's allocator, on the fullest GPU", chart="Memory", tile=".1f"),
+    Metric("peak_memory_alloc", "memory/peak_alloc_gib", "GiB",
+        "peak memory allocated to tensors, on the fullest GPU", chart="Memory"),
+    Metric("peak_memory_active", "memory/peak_active_gib", "GiB",
+        "peak memory in use or awaited by a stream, on the fullest GPU"),
+    Metric("grad_norm", "train/grad_norm", "", "norm of the gradients before clipping", chart="Gradient norm"),
+    Metric("learning_rate", "train/learning_rate", "", "learning rate of the step", chart="Learning rate"),
+    Metric("skipped_steps", "train/skipped_steps", "steps",
+        "skipped steps so far, whose gradient norm was NaN or infinite"),
+    Metric("data_wait_percent", "data/wait_percent", "%",
+        "share of time that the host waited for batches, on the worst rank", chart="Waiting for data", tile=".1f"),
+    Metric("best_step", "eval/best_step", "steps", "step of the checkpoint that --keep-best keeps, on the last line"),
+    Metric("best_eval_loss", "eval/best_loss", "nats per token", "eval_loss of that checkpoint"),
+    Metric("goodput_percent", "perf/goodput_percent", "%",
+        "100 x trained_seconds / elapsed_seconds, at most 100", tile=".1f"),
+    Metric("trained_seconds", "perf/trained_seconds", "s",
+        "time of all steps without pauses, at the speed of the median interval"),
+    Metric("elapsed_seconds", "perf/elapsed_seconds", "s", "time since the run's first process started"),
+    Metric("router_loss", "train/router_loss", "",
+        "router loss of a mixture of experts before its coefficient", chart="Router loss"),
+    Metric("expert_load_max", "train/expert_load_max", "",
+        "tokens of the fullest expert over an even share; 1 is even", chart="Fullest expert"),
+    Metric("padding_percent", "data/padding_percent", "%", "share of padding in all tokens read so far"),
+    Metric("share/SOURCE", "data/share/SOURCE", "",
+        "share of a source in the tokens, as requested, 0 to 1", chart="Shares of the sources"),
+    Metric("epochs/SOURCE", "data/epochs/SOURCE", "epochs", "passes over a source so far"),
+    Metric("predicted_peak_memory_alloc", "plan/peak_alloc_gib", "GiB",
+        "peak_memory_alloc by the run's own plan, on the last line"),
+    Metric("predicted_peak_memory_reserved", "plan/peak_reserved_gib", "GiB",
+        "peak_memory_reserved by the run's own plan"),
+    Metric("predicted_step_time_ms", "plan/step_time_ms", "ms", "step_time_ms by the run's own plan, on the last line"),
+)
+# fmt: on
+METRICS = {metric.key: metric for metric in ROWS}
+EXTRA_KEYS = ("final", "samples", "skipped")  # of a line, beside its metrics
 
 
-def find(key: str) -> Figure | None:
-    """The row of a key of metrics.jsonl, of any source of the data too; None where it has none."""
+def find_metric(key: str) -> Metric | None:
+    """The row for a key of metrics.jsonl, with or without a source; None for an unknown key."""
     key, _, source = key.partition("/")
     return METRICS.get(f"{key}/SOURCE" if source else key)
 
 
-def named(metrics: dict) -> dict[str, float]:
-    """The figures of a line under their names in wandb and tensorboard, without notes and the step. A key without a row
-    is in the group `other`."""
-    row = {}
+def to_tracker_names(metrics: dict) -> dict[str, float]:
+    """The metrics of a line by their names in wandb and tensorboard, without the step. A key without a row gets the
+    group `other`."""
+    renamed = {}
     for key, value in metrics.items():
-        if key == "step" or key in NOTES:
+        if key == "step" or key in EXTRA_KEYS:
             continue
-        figure = find(key)
-        row[figure.name.replace("SOURCE", key.partition("/")[2]) if figure else f"other/{key}"] = value
-    return row
+        metric, source = find_metric(key), key.partition("/")[2]
+        renamed[metric.tracker_name.replace("SOURCE", source) if metric else f"other/{key}"] = value
+    return renamed
 
 
-# ---- Of all ranks ----------------------------------------------------------------------------------------------------
+# ---- Over all ranks --------------------------------------------------------------------------------------------------
 
-WORST = ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved", "data_wait_percent")  # the largest counts
-FLOPS = {"flops_per_token", "actual_tflops_per_sec", "mfu_percent"}  # means over ranks, whose documents differ
+MAX_OVER_RANKS = ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved", "data_wait_percent")
+MEAN_OVER_RANKS = {"flops_per_token", "actual_tflops_per_sec", "mfu_percent"}  # their documents differ
 
 
 def gather_metrics(speed: dict[str, float], state: states.TrainState, device: torch.device) -> dict[str, float]:
-    """The figures of a log line that all ranks measure. `speed` is what this rank's tracker measured; nothing in
-    warmup, and then there is memory alone. Every rank calls this."""
-    own = speed if "peak_memory_reserved" in speed else speed | base.memory_metrics()
-    row = torch.tensor([own.get(name, 0.0) for name in WORST], dtype=torch.float64, device=device)
+    """Combine the metrics that every rank measures; every rank calls this. `speed` is this rank's from its performance
+    tracker, empty during warmup, when only memory is returned."""
+    local = speed if "peak_memory_reserved" in speed else speed | base.memory_metrics()
+    row = torch.tensor([local.get(name, 0.0) for name in MAX_OVER_RANKS], dtype=torch.float64, device=device)
     dist.all_reduce(row, dist.ReduceOp.MAX)
-    worst = {name: value for name, value in zip(WORST, row.tolist(), strict=True) if name in own}
+    largest = {name: value for name, value in zip(MAX_OVER_RANKS, row.tolist(), strict=True) if name in local}
     if "flops_per_token" in speed:
         mean = torch.tensor(speed["flops_per_token"], dtype=torch.float64, device=device)  # this rank's documents
         dist.all_reduce(mean)
         share = mean.item() / dist.get_world_size() / speed["flops_per_token"]
-        speed = speed | {name: share * speed[name] for name in FLOPS & speed.keys()}
-    return with_run_times(speed, state) | worst
+        speed = speed | {name: share * speed[name] for name in MEAN_OVER_RANKS & speed.keys()}
+    return with_run_times(speed, state) | largest
 
 
 def with_run_times(speed: dict[str, float], state: states.TrainState) -> dict[str, float]:
-    """`speed` with the time of the whole run; nothing in warmup."""
+    """Add the times of the whole run to `speed`; empty during warmup."""
     if "step_time_ms" not in speed:
         return {}
     trained, elapsed = state.productive_seconds(), state.elapsed
@@ -115,27 +137,27 @@ def with_run_times(speed: dict[str, float], state: states.TrainState) -> dict[st
 
 
 def check_measurable(settings: flags.Args, device: torch.device, peak_tflops: float | None) -> None:
-    """Raises UserError for a gate or a record of something that this machine does not measure. `peak_tflops` is the
-    device's, None where it is not known."""
+    """Raise UserError for flags that need a measurement which this machine lacks. `peak_tflops` is the device's, None
+    if unknown."""
     if settings.min_mfu and not peak_tflops:
-        raise base.UserError("--min-mfu: there is no MFU without the device's peak; give --peak-tflops")
+        raise base.UserError("--min-mfu: the peak of this device is unknown; give --peak-tflops")
     for flag, value in (("--max-memory-gib", settings.max_memory_gib), ("--memory-snapshot", settings.memory_snapshot)):
         if value and device.type != "cuda":
-            raise base.UserError(f"{flag}: memory is measured on a GPU only; leave it out")
+            raise base.UserError(f"{flag}: memory is measured on GPUs only; leave it out")
 
 
 def check_gates(settings: flags.Settings, metrics: dict) -> None:
-    """Raises UserError with exit code 3 when a figure of the last line missed its gate."""
+    """Raise UserError with exit code 3 if a metric of the last line missed its gate."""
     missed = []
     mfu, reserved = metrics.get("mfu_percent"), metrics.get("peak_memory_reserved")
     if settings.min_mfu and mfu is None:  # a resumed run may end within its warmup
-        problem = f"the MFU was not measured, as no step came after the {settings.perf_warmup_steps} of warmup"
-        missed.append(f"--min-mfu {settings.min_mfu:g}: {problem}; more --num-steps, or fewer --perf-warmup-steps")
+        problem = f"the MFU was not measured: no step came after the {settings.perf_warmup_steps} warmup steps"
+        missed.append(f"--min-mfu {settings.min_mfu:g}: {problem}; give more --num-steps or fewer --perf-warmup-steps")
     elif settings.min_mfu and mfu < settings.min_mfu:
         missed.append(f"--min-mfu {settings.min_mfu:g}: the MFU was {mfu:.2f} %")
     if settings.max_memory_gib and reserved is None:
-        problem = "peak_memory_reserved was not measured, as no step was taken"
-        missed.append(f"--max-memory-gib {settings.max_memory_gib:g}: {problem}; more --num-steps")
+        problem = "peak_memory_reserved was not measured: no step was taken"
+        missed.append(f"--max-memory-gib {settings.max_memory_gib:g}: {problem}; give more --num-steps")
     elif settings.max_memory_gib and reserved > settings.max_memory_gib:
         missed.append(f"--max-memory-gib {settings.max_memory_gib:g}: peak_memory_reserved was {reserved:.2f} GiB")
     if missed:

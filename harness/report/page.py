@@ -1,4 +1,4 @@
-"""Page: report.html of a run, one file without a script, drawn from its metrics.jsonl and config.json alone."""
+"""Page: report.html of a run, one file without scripts, made from its metrics.jsonl and config.json."""
 
 import html
 import math
@@ -10,30 +10,30 @@ from typing import NamedTuple
 from harness import base, job
 from harness import flags as flag_rules
 from harness.report.files import describe_end, read_metrics
-from harness.report.metrics import METRICS, find
+from harness.report.metrics import METRICS, find_metric
 
-WIDTH, HEIGHT = 1000, 300  # of a chart's drawing, which CSS stretches
-POINTS = 120  # of a line; one of more numbers is drawn as their means and a band from the least to the greatest
-MAX_SAMPLES, MAX_SAMPLE_LENGTH = 6, 900  # how many samples, of how many characters
+WIDTH, HEIGHT = 1000, 300  # of a chart in SVG units; CSS stretches it
+MAX_POINTS = 120  # per line; a longer one is drawn as means of intervals, with a band from minimum to maximum
+MAX_SAMPLES, MAX_SAMPLE_LENGTH = 6, 900  # samples, and characters of each
 
-Line = list[tuple[int, float]]  # (step, number)
+Line = list[tuple[int, float]]  # (step, value)
 
 
 def write_report(folder: pathlib.Path) -> pathlib.Path:
-    """Writes report.html into a run's folder; its path.
+    """Write report.html into a run's folder. Returns its path.
 
     Raises:
-        OSError: it cannot be written; nothing is left of it.
+        OSError: it cannot be written.
     """
     lines, config = read_metrics(folder / "metrics.jsonl"), base.read_config(folder)
     path, template = folder / "report.html", (flag_rules.ASSETS / "page.html").read_text(encoding="utf-8")
     name = text(folder.resolve().name)
     last = lines[-1] if lines else {}
-    parts = [f"<h1>{name}</h1><p class=muted>{text(summary(lines, config))}</p>", draw_tiles(last)]
+    parts = [f"<h1>{name}</h1><p class=muted>{text(describe_state(lines, config))}</p>", draw_tiles(last)]
     parts += [draw_charts([line for line in lines if "final" not in line], resumed_steps(config))]
-    parts += [draw_stories(lines), plan_and_reality(last), describe_origin(config)]
+    parts += [draw_samples(lines), draw_plan(last), draw_origin(config)]
     values = {"title": name, "body": "\n".join(parts)}
-    # in one pass: a placeholder in a run's text stays text
+    # in one pass, so that placeholders in a run's text stay text
     job.replace_file(path, re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template))
     return path
 
@@ -43,15 +43,15 @@ def text(words: object) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of a line is a finite number; metrics.jsonl has null for NaN and infinity."""
+    """True for a finite number; metrics.jsonl has null for NaN and infinity."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 # ---- Words -----------------------------------------------------------------------------------------------------------
 
 
-def summary(lines: list[dict], config: dict) -> str:
-    """What was trained on what, and how far it came."""
+def describe_state(lines: list[dict], config: dict) -> str:
+    """Model, data and devices of a run, and its last step."""
     flags, words, total_text = config.get("flags", {}), [], ""
     if flags:
         words.append(f"{flags['model']} on {base.one_or_more(flags['dataset'])}")
@@ -67,13 +67,12 @@ def summary(lines: list[dict], config: dict) -> str:
 
 
 def resumed_steps(config: dict) -> list[int]:
-    """The steps that later starts of the run went on from."""
+    """The steps from which later starts resumed."""
     return [start["step"] for start in config.get("starts", [])[1:]]
 
 
-def describe_origin(config: dict) -> str:
-    """What it takes to repeat the run: its command with the flags that were given, the commit, the date of each start;
-    empty where config.json does not say."""
+def draw_origin(config: dict) -> str:
+    """Command, commit and starts of the run; empty without a config.json."""
     if not config.get("starts"):
         return ""
     rows = {"command": config.get("command", ""), "commit": config.get("commit") or "unknown"}
@@ -82,7 +81,7 @@ def describe_origin(config: dict) -> str:
     for number, start in enumerate(config["starts"]):
         words = start["time"].replace("T", " ").replace("Z", " UTC")
         if start["step"]:
-            words += f", from step {start['step']:,} on"
+            words += f", from step {start['step']:,}"
         if start.get("changed"):
             words += f", changed: {start['changed']}"
         rows["resumed" if number else "started"] = f"{rows['resumed']}\n{words}" if "resumed" in rows else words
@@ -90,49 +89,49 @@ def describe_origin(config: dict) -> str:
     return f"<h2>Where it comes from</h2>\n<div class=card><table>{''.join(cells)}</table></div>"
 
 
-def in_words(key: str) -> str:
-    """A key of metrics.jsonl as a person says it, such as "memory reserved"."""
+def label(key: str) -> str:
+    """A key of metrics.jsonl in words, such as "memory reserved"."""
     words = re.sub("^peak_|_(percent|ms)$", "", key).replace("_", " ")
-    return words.replace("eval loss", "held-out loss").replace("per sec", "a second")
+    return words.replace("per sec", "per second")
 
 
 def draw_tiles(last: dict) -> str:
-    """The last figures, in large."""
+    """The last values of the main metrics, in large type."""
     tiles = []
-    for key, figure in METRICS.items():
-        if figure.tile and is_number(last.get(key)):
-            value = short(last[key]) if last[key] >= 1e6 else format(last[key], figure.tile)
-            unit = figure.unit if figure.unit in ("%", "GiB", "ms") else ""
-            tiles.append(f"<div class=tile><small>{in_words(key)}</small><b>{value} {unit}</b></div>")
+    for key, metric in METRICS.items():
+        if metric.tile and is_number(last.get(key)):
+            value = short(last[key]) if last[key] >= 1e6 else format(last[key], metric.tile)
+            unit = metric.unit if metric.unit in ("%", "GiB", "ms") else ""
+            tiles.append(f"<div class=tile><small>{label(key)}</small><b>{value} {unit}</b></div>")
     return f"<div class=tiles>{''.join(tiles)}</div>"
 
 
-def draw_stories(lines: list[dict]) -> str:
-    """What the model wrote: at most MAX_SAMPLES, evenly from the whole run, the last one among them."""
-    written = [(line["step"], sample) for line in lines for sample in line.get("samples", [])]
-    if not written:
+def draw_samples(lines: list[dict]) -> str:
+    """At most MAX_SAMPLES samples, evenly from the whole run, with the last one."""
+    samples = [(line["step"], sample) for line in lines for sample in line.get("samples", [])]
+    if not samples:
         return ""
     drawn: list[str] = []
-    for step, sample in written[:: -math.ceil(len(written) / MAX_SAMPLES)]:
+    for step, sample in samples[:: -math.ceil(len(samples) / MAX_SAMPLES)]:
         words = text(sample["text"].removeprefix(sample["prompt"])[:MAX_SAMPLE_LENGTH])
         words = f"<p><em>{text(sample['prompt'])}</em>{words}</p>"
         drawn.insert(0, f"<div class=sample><small>step {step:,}, {describe_end(sample)}</small>{words}</div>")
     return f"<h2>Samples</h2>\n<div class=card>{''.join(drawn)}</div>"
 
 
-def plan_and_reality(last: dict) -> str:
-    """The run's own plan beside its figures; empty where it was not planned, as on a CPU."""
+def draw_plan(last: dict) -> str:
+    """A table of planned and measured metrics; empty for a run without a plan, as on a CPU."""
     rows = []
     for key in ("peak_memory_alloc", "peak_memory_reserved", "step_time_ms"):
         planned, measured = last.get(f"predicted_{key}"), last.get(key)
         if is_number(planned) and is_number(measured) and planned > 0:
             unit, change = METRICS[key].unit, 100 * (measured / planned - 1)
             cells = (f"{planned:,.2f} {unit}", f"{measured:,.2f} {unit}", f"{change:+.1f} %")
-            rows.append(f"<tr><th>{in_words(key)}</th><td>{'</td><td>'.join(cells)}</td></tr>")
+            rows.append(f"<tr><th>{label(key)}</th><td>{'</td><td>'.join(cells)}</td></tr>")
     if not rows:
         return ""
     head = "<tr><th></th><th>planned</th><th>measured</th><th>measured over planned</th></tr>"
-    return f"<h2>Plan and reality</h2>\n<div class=card><table><thead>{head}</thead>{''.join(rows)}</table></div>"
+    return f"<h2>Plan and measurement</h2>\n<div class=card><table><thead>{head}</thead>{''.join(rows)}</table></div>"
 
 
 # ---- Charts ----------------------------------------------------------------------------------------------------------
@@ -142,12 +141,12 @@ class Axis(NamedTuple):
     low: float
     high: float
 
-    def place(self, value: float, size: int) -> int:
-        """Where a value is on an axis of this size."""
+    def position(self, value: float, size: int) -> int:
+        """The position of a value on an axis of length `size`."""
         return round(size * (value - self.low) / (self.high - self.low))
 
     def ticks(self) -> dict[float, str]:
-        """At most 6 round numbers on it, in words with as many digits as they need."""
+        """At most 6 round numbers on the axis, each with its label."""
         size = 10 ** math.floor(math.log10((self.high - self.low) / 5))
         step = next(size * factor for factor in (1, 2, 5, 10) if (self.high - self.low) / (size * factor) <= 5)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
@@ -157,21 +156,21 @@ class Axis(NamedTuple):
 
 
 def draw_charts(lines: list[dict], resumed: list[int]) -> str:
-    """A chart for each title in the table of figures for which there are numbers, marked at the steps `resumed`."""
-    charts: dict[str, dict[str, Line]] = {figure.chart: {} for figure in METRICS.values() if figure.chart}
+    """A chart for each title in the table of metrics that has values, with marks at the steps `resumed`."""
+    charts: dict[str, dict[str, Line]] = {metric.chart: {} for metric in METRICS.values() if metric.chart}
     for key in dict.fromkeys(key for line in lines for key in line):
-        figure = find(key)
+        metric = find_metric(key)
         numbers = [(line["step"], line[key]) for line in lines if is_number(line.get(key))]
-        if figure and figure.chart and numbers:
-            name = key.partition("/")[2] or ("training" if key == "loss" else in_words(key))
-            charts[figure.chart][name] = numbers
+        if metric and metric.chart and numbers:
+            name = key.partition("/")[2] or ("training" if key == "loss" else label(key))
+            charts[metric.chart][name] = numbers
     drawn = [draw_chart(title, named, resumed) for title, named in charts.items() if named]
     return f"<div class=charts>{''.join(drawn)}</div>"
 
 
-def points_of(line: Line) -> list[tuple[float, float, float, float]]:
-    """(step, least, mean, greatest) of at most POINTS parts of a line."""
-    size = math.ceil(len(line) / POINTS)
+def downsample(line: Line) -> list[tuple[float, float, float, float]]:
+    """(mean step, minimum, mean, maximum) for at most MAX_POINTS equal intervals of a line."""
+    size = math.ceil(len(line) / MAX_POINTS)
     points = []
     for first in range(0, len(line), size):
         steps, numbers = zip(*line[first : first + size], strict=True)
@@ -180,40 +179,40 @@ def points_of(line: Line) -> list[tuple[float, float, float, float]]:
 
 
 def draw_chart(title: str, named: dict[str, Line], resumed: list[int]) -> str:
-    """A chart of lines, by their names, over steps, with a mark at each step that the run was `resumed` from."""
-    figure = next(figure for figure in METRICS.values() if figure.chart == title)
-    lines = {name: points_of(line) for name, line in named.items()}
-    steps, least, _, greatest = map(sorted, zip(*(point for line in lines.values() for point in line), strict=True))
-    # the start of a long run, and its spikes, lie far above the rest: they leave the picture
-    high = greatest[-1 - len(greatest) // 20] if max(map(len, named.values())) > POINTS else greatest[-1]
-    low = least[0] if figure.unit == "nats per token" else min(least[0], 0.0)
+    """A chart of named lines over steps, with a mark at each step in `resumed`."""
+    metric = next(metric for metric in METRICS.values() if metric.chart == title)
+    lines = {name: downsample(line) for name, line in named.items()}
+    steps, minima, _, maxima = map(sorted, zip(*(point for line in lines.values() for point in line), strict=True))
+    # the start and the spikes of a long run lie far above the rest and are cut off
+    high = maxima[-1 - len(maxima) // 20] if max(map(len, named.values())) > MAX_POINTS else maxima[-1]
+    low = minima[0] if metric.unit == "nats per token" else min(minima[0], 0.0)
     across, upward = widened(steps[0], steps[-1]), widened(low, high, margin=0.05)
-    grid = "".join(f"M0 {HEIGHT - upward.place(tick, HEIGHT)}h{WIDTH}" for tick in upward.ticks())
+    grid = "".join(f"M0 {HEIGHT - upward.position(tick, HEIGHT)}h{WIDTH}" for tick in upward.ticks())
     drawn, legend = [f'<path class=grid d="{grid}"/>'], []
     for step in dict.fromkeys(resumed):
         if across.low < step < across.high:
             mark = f"<title>resumed from step {step:,}</title>"
-            drawn.append(f'<path class=resumed d="M{across.place(step, WIDTH)} 0v{HEIGHT}">{mark}</path>')
+            drawn.append(f'<path class=resumed d="M{across.position(step, WIDTH)} 0v{HEIGHT}">{mark}</path>')
     for color, (name, line) in enumerate(lines.items()):
         means = [(step, mean) for step, _, mean, _ in line]
         if len(means) == 1:
             means *= 2  # drawn as a dot
         band = [(step, top) for step, _, _, top in line] + [(step, bottom) for step, bottom, _, _ in line[::-1]]
         for shape, corners in (("polygon style=fill", band), ("polyline style=stroke", means)):
-            places = " ".join(f"{across.place(x, WIDTH)},{HEIGHT - upward.place(y, HEIGHT)}" for x, y in corners)
+            places = " ".join(f"{across.position(x, WIDTH)},{HEIGHT - upward.position(y, HEIGHT)}" for x, y in corners)
             drawn.append(f'<{shape}:var(--c{color % 8}) points="{places}"/>')
         dot = f"<span class=dot style=background:var(--c{color % 8})></span>"
         legend.append(f"<span>{dot}{text(name)} <b>{short(named[name][-1][1])}</b></span>")
     labels = [
-        f"<i class=y style=bottom:{upward.place(tick, 1000) / 10}%>{words}</i>"
+        f"<i class=y style=bottom:{upward.position(tick, 1000) / 10}%>{words}</i>"
         for tick, words in upward.ticks().items()
     ]
     labels += [
-        f"<i class=x style=left:{across.place(tick, 1000) / 10}%>{words}</i>"
+        f"<i class=x style=left:{across.position(tick, 1000) / 10}%>{words}</i>"
         for tick, words in across.ticks().items()
-        if tick == int(tick)  # there is no half a step
+        if tick == int(tick)  # no fractions of a step
     ]
-    heading = f"<h3>{title} <span>{figure.unit}</span></h3><div>{''.join(legend)}</div>"
+    heading = f"<h3>{title} <span>{metric.unit}</span></h3><div>{''.join(legend)}</div>"
     svg = f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' preserveAspectRatio=none role=img aria-label='{title} over steps'>"
     return (
         f"<div class=card><div class=legend>{heading}</div>"
@@ -222,14 +221,14 @@ def draw_chart(title: str, named: dict[str, Line], resumed: list[int]) -> str:
 
 
 def widened(low: float, high: float, margin: float = 0.0) -> Axis:
-    """An axis from one number to another, with a margin at the upper end and, unless it is zero, at the lower one."""
+    """An axis from `low` to `high`, with a margin at the upper end and, unless it is zero, at the lower one."""
     if low == high:
         low, high = low - abs(low), high + (abs(high) or 1.0)
     return Axis(low - margin * (high - low) if low else low, high + margin * (high - low))
 
 
 def short(value: float, digits: int = 3) -> str:
-    """A number of an axis or a legend, such as 9,500 or 52 K, 0.0003 or 3e-6, with at least so many digits."""
+    """A number for an axis or a legend, such as 9,500, 52 K, 0.0003 or 3e-6, with at least `digits` digits."""
     size = abs(value)
     for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if size >= 10 * factor or (factor > 1e3 and size >= factor):

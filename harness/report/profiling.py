@@ -1,4 +1,4 @@
-"""Profiling: a trace of a few steps, where their time went, and the history of memory."""
+"""Profiling: a trace of a few steps, the shares of their time, and the history of memory."""
 
 import contextlib
 import gc
@@ -14,13 +14,13 @@ from torch.autograd.profiler_util import FunctionEvent
 from harness import base, job
 from harness import state as states
 
-MAX_MEMORY_EVENTS = 200_000  # allocations and frees in a memory snapshot, the latest
+MAX_MEMORY_EVENTS = 200_000  # latest allocations and frees in a memory snapshot
 
 
 @contextlib.contextmanager
 def profiling(folder: pathlib.Path, state: states.TrainState) -> Iterator[None]:
-    """Traces the steps taken inside, on rank 0, and says where their time went; no speed figure counts them. An
-    evaluation, samples or a save among them are in the trace, but no part of the steps' time."""
+    """Trace the steps inside on rank 0, and print the shares of their time. Speed metrics leave them out. An
+    evaluation, samples or a save between them are in the trace, but not in the shares."""
     with state.tracker.paused():
         profiler = torch.profiler.profile() if dist.get_rank() == 0 else contextlib.nullcontext()
         with profiler as profile:
@@ -29,63 +29,64 @@ def profiling(folder: pathlib.Path, state: states.TrainState) -> Iterator[None]:
             yield
             base.wait_for_device()
             seconds = time.perf_counter() - start
-        if profile and state.step > first_step:  # a stop can come within its first step
+        if profile and state.step > first_step:  # a stop can come in the first step
             (folder / "profile").mkdir(exist_ok=True)
             with base.working():
                 profile.export_chrome_trace(str(folder / "profile" / "rank-0.json"))
-                say_profile(profile.events(), state.step - first_step, seconds)
-            # Events are garbage in cycles. An evaluation's line among the steps has frozen the profiler that holds
-            # them, so that they would be looked through at each line until the next evaluation.
+                print_profile(profile.events(), state.step - first_step, seconds)
+            # Events are cyclic garbage. If an evaluation during the steps has frozen their profiler, each log line
+            # would scan them until the next evaluation.
             del profiler, profile
             gc.unfreeze()
             gc.collect()
             gc.freeze()
-        dist.barrier()  # until rank 0 has written: the clocks of the other ranks must not count that either
+        dist.barrier()  # the clocks of all ranks leave out the writing of the trace
 
 
-def say_profile(events: list[FunctionEvent], steps: int, seconds: float) -> None:
-    """The line of a profile that took so many seconds, with all that was among its steps."""
-    seconds -= covered(excluded_spans(events)) / 1e6
+def print_profile(events: list[FunctionEvent], steps: int, seconds: float) -> None:
+    """Print the line of a profile of `steps` steps. `seconds` include the pauses between them."""
+    seconds -= union_length(paused_spans(events)) / 1e6
     shares = time_shares(events, seconds)
     table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
     job.print0(job.columns({"profile": f"{steps} steps of {1000 * seconds / steps:,.1f} ms: {table}"}))
 
 
 def record_memory(folder: pathlib.Path) -> None:
-    """Records allocations from now on, and dumps them when memory runs out."""
+    """Record allocations from now on, and dump them when memory runs out."""
     # private: the names that torch's guide to CUDA memory documents
     torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
-    # private: no public name calls back before the error is raised, while what fills the memory is still there
+    # private: no public name calls back before the error is raised, while the allocations are still alive
     torch._C._cuda_attach_out_of_memory_observer(lambda *_: dump_memory(folder))  # type: ignore[attr-defined]
 
 
 @base.working()
 def dump_memory(folder: pathlib.Path) -> None:
-    """Writes memory-rank-N.pickle, which https://docs.pytorch.org/memory_viz shows."""
+    """Write memory-rank-N.pickle for https://docs.pytorch.org/memory_viz."""
     folder.mkdir(parents=True, exist_ok=True)
     # private: the name that torch's guide to CUDA memory documents
     torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
 
 
 def time_shares(events: list[FunctionEvent], seconds: float) -> dict[str, float]:
-    """Percent of `seconds` in which a device computed, communicated, communicated without computing, and was idle.
+    """Percent of `seconds` for compute, communication, communication without compute, and idle time of a device.
 
     Args:
-        events: of a `torch.profiler.profile`. Where there are GPU kernels they alone count, NCCL's as communication;
-            on a CPU every operator counts for what it does itself, collectives and gloo's threads as communication.
-            What ran while the clock was stopped (`PerformanceTracker.excluded`) does not count.
-        seconds: that the profile took, without those in which the clock was stopped.
+        events: of a `torch.profiler.profile`. With GPU kernels only these count, NCCL's as communication; on a CPU each
+            operator counts with its self time, collectives and gloo's threads as communication. Events while the
+            clock was paused (`PerformanceTracker.paused`) do not count.
+        seconds: duration of the profile without pauses of the clock.
     """
-    left_out = excluded_spans(events)
+    left_out = paused_spans(events)
     events = [event for event in events if not event.is_user_annotation or event.name.startswith("gloo:")]
     kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     spans: dict[bool, list] = {False: [], True: []}
     for event in kernels or events:
         communicates = re.match("nccl|gloo:|c10d::|_c10d_functional::", event.name) is not None
-        spans[communicates] += own_spans(event)
-    # what is covered of the steps' own time: of all time, less what was left out of it
+        spans[communicates] += self_time_spans(event)
+    # lengths without the pauses
     compute, communication, busy = (
-        covered(kind + left_out) - covered(left_out) for kind in (spans[False], spans[True], spans[False] + spans[True])
+        union_length(kind + left_out) - union_length(left_out)
+        for kind in (spans[False], spans[True], spans[False] + spans[True])
     )
     microseconds = {
         "compute": compute,
@@ -96,14 +97,14 @@ def time_shares(events: list[FunctionEvent], seconds: float) -> dict[str, float]
     return {name: 100 * value / (1e6 * seconds) for name, value in microseconds.items()}
 
 
-def excluded_spans(events: list[FunctionEvent]) -> list[tuple[float, float]]:
-    """When the clock was stopped, by the marks that it leaves in a profile."""
+def paused_spans(events: list[FunctionEvent]) -> list[tuple[float, float]]:
+    """The (start, end) of each pause of the clock, from its marks in the profile."""
     cpu_events = (event for event in events if event.device_type == torch.autograd.DeviceType.CPU)
     return [(event.time_range.start, event.time_range.end) for event in cpu_events if event.name == base.CLOCK_STOPPED]
 
 
-def own_spans(event: FunctionEvent) -> Iterator[tuple[float, float]]:
-    """When an event ran, without the events inside it: FSDP waits for a collective inside an operator of autograd."""
+def self_time_spans(event: FunctionEvent) -> Iterator[tuple[float, float]]:
+    """The (start, end) of an event without its children: FSDP waits for a collective inside an autograd operator."""
     reached = event.time_range.start
     for child in sorted(event.cpu_children, key=lambda child: child.time_range.start):
         yield reached, child.time_range.start
@@ -111,7 +112,7 @@ def own_spans(event: FunctionEvent) -> Iterator[tuple[float, float]]:
     yield reached, event.time_range.end
 
 
-def covered(spans: list[tuple[float, float]]) -> float:
+def union_length(spans: list[tuple[float, float]]) -> float:
     """Length of the union of intervals (start, end), in their unit."""
     total, reached = 0.0, -float("inf")
     for start, end in sorted(spans):

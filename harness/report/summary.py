@@ -1,5 +1,4 @@
-"""The summary: what a run says of its evaluations, its skipped steps and its end, and what can be done with what it
-left."""
+"""Summary: the console lines of evaluations, skipped steps and the end of a run, with commands to continue it."""
 
 import contextlib
 import math
@@ -22,7 +21,7 @@ from harness.report.health import ADVICE
 
 
 def perplexity(loss: float) -> float:
-    """Infinite where a float does not hold it."""
+    """exp(loss), or infinity if that overflows."""
     return math.exp(loss) if loss < 709 else math.inf
 
 
@@ -31,12 +30,11 @@ def with_perplexity(loss: float) -> str:
     return f"{loss:.4f} (perplexity {value:,.2f})" if value < 1e9 else f"{loss:.4f} (perplexity {value:.2g})"
 
 
-def describe_held_out(metrics: dict) -> str:
-    """The held-out losses of a line: of all tokens, of each of several sources; empty where it
-    has none."""
+def describe_eval_loss(metrics: dict) -> str:
+    """The eval loss of a line and that of each of several sources; empty without an evaluation."""
     if "eval_loss" not in metrics:
         return ""
-    words = f"held-out loss {with_perplexity(metrics['eval_loss'])}"
+    words = f"eval loss {with_perplexity(metrics['eval_loss'])}"
     for name, loss in metrics.items():
         if name.startswith("eval_loss/"):
             words += f", {name.removeprefix('eval_loss/')} {loss:.4f}"
@@ -44,17 +42,17 @@ def describe_held_out(metrics: dict) -> str:
 
 
 def print_samples(samples: list[dict[str, Any]]) -> None:
-    """Prints what the model wrote, of several blank lines in a row one: early in training most lines can be blank."""
+    """Print generated samples, with one blank line for several: early in training most lines can be blank."""
     if samples:
         texts = "\n" + "\n\n".join(f"{sample['text']} ({describe_end(sample)})" for sample in samples)
         job.print0(re.sub(r"\n(\s*\n)+", "\n\n", texts))
 
 
 @contextlib.contextmanager
-def json_alone(settings: flags.Args) -> Iterator[TextIO]:
-    """Yields stdout. Inside, with --json, all that is printed goes to stderr: one object is alone on stdout."""
+def json_alone(args: flags.Args) -> Iterator[TextIO]:
+    """Yield stdout. With --json, everything printed inside goes to stderr, so that stdout has one object only."""
     stdout = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr) if settings.json else contextlib.nullcontext():
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         yield stdout
 
 
@@ -66,12 +64,13 @@ def print_evaluation(
     tokens: int,
     stdout: TextIO,
 ) -> None:
-    """The line of an evaluation without training, and with --json its object, on `stdout`.
+    """Print the result of an evaluation without training, and with --json its object on `stdout`.
 
     Args:
-        data: what was evaluated on, a `data.TrainingData`.
-        state: of the checkpoint that was evaluated, or of a mean; None for pretrained weights.
-        tokens: how many the losses are over.
+        data: the data of the evaluation, a `data.TrainingData`.
+        state: of the evaluated checkpoint or average of checkpoints; None for pretrained weights.
+        losses: `eval_loss`, and `eval_loss/SOURCE` of several sources.
+        tokens: number of tokens in the losses.
 
     Raises:
         UserError: a loss is NaN or infinite.
@@ -85,30 +84,30 @@ def print_evaluation(
         weights = f"{state.describe_steps()} of {settings.resume}"
     for name, loss in losses.items():
         if not math.isfinite(loss):
-            raise base.UserError(f"--eval-interval: {name.replace('_', ' ')} became {loss} by {weights}", 1)
+            raise base.UserError(f"--eval-interval: {name.replace('_', ' ')} is {loss} for {weights}", 1)
     size = f"{tokens:,} tokens"
     if any(windows.has_mask for windows in data.held_out.values()):
-        size += ", those that count in the loss"
+        size += " with a loss"
     if left_out := sum(windows.left_out for windows in data.held_out.values()):
-        size += f"; left out {base.counted(left_out, 'window')} without one"
-    lines = {"evaluated": f"{weights} on {dataset}: {describe_held_out(losses)}, {size}"}
+        size += f"; left out {base.counted(left_out, 'sequence')} without any"
+    lines = {"evaluated": f"{weights} on {dataset}: {describe_eval_loss(losses)}, {size}"}
     if "held out" in data.header:
         lines["held out"] = data.header["held out"]
     job.print0(job.columns(lines))
     if settings.json and dist.get_rank() == 0:
-        figures = {"model": settings.model, "step": step, "dataset": dataset, "tokens": tokens} | losses
+        result = {"model": settings.model, "step": step, "dataset": dataset, "tokens": tokens} | losses
         if state and state.averaged_steps:
-            figures["averaged_steps"] = state.averaged_steps
-        figures["perplexity"] = perplexity(losses["eval_loss"])
-        print(as_json(figures), file=stdout, flush=True)
+            result["averaged_steps"] = state.averaged_steps
+        result["perplexity"] = perplexity(losses["eval_loss"])
+        print(as_json(result), file=stdout, flush=True)
 
 
 # ---- Skipped steps ---------------------------------------------------------------------------------------------------
 
 
 def describe_skipped(reasons: dict[int, str], data: corpora.DataRecord, folder: pathlib.Path) -> str:
-    """Which steps were skipped and why, with the command that shows what the first one trained on. `data` is the record
-    of the run's data."""
+    """The line of skipped steps from {step: reason}, with a command that shows the samples of the first one. `data` is
+    the record of the run's data."""
     first = next(iter(reasons))
     steps = base.shortened([f"{step:,}" for step in reasons])
     words = base.shortened(list(dict.fromkeys(reasons.values())), 3)
@@ -122,13 +121,13 @@ def describe_skipped(reasons: dict[int, str], data: corpora.DataRecord, folder: 
 
 
 def summarize(metrics: dict, first: dict, state: states.TrainState, seconds: float) -> str:
-    """The last lines of a run: how much it trained, its averages after warmup, and its own plan beside them. `first`
-    is its first line, `seconds` how long this start trained."""
+    """The last lines of a run: steps, tokens and losses, averages after warmup, and its own plan. `first` is its first
+    line of metrics.jsonl, `seconds` the duration of this start."""
     lines = {"done": describe_training(metrics, state, seconds)}
     loss, first_loss = metrics.get("loss"), first.get("loss")
     if loss and first_loss and loss > first_loss:
-        lines["worse"] = f"the loss ended at {loss:,.4f}, above its first, {first_loss:,.4f}: {ADVICE}"
-    lines["speed"] = "not measured: no step after the --perf-warmup-steps"
+        lines["worse"] = f"the last loss, {loss:,.4f}, is above the first, {first_loss:,.4f}: {ADVICE}"
+    lines["speed"] = "not measured: no step came after --perf-warmup-steps"
     if "step_time_ms" in metrics:
         step_text = f"{metrics['step_time_ms']:,.1f} ms a step  goodput {metrics['goodput_percent']:.1f} %"
         lines["speed"] = f"{state.tracker.get_print_message(metrics)}  {step_text}"
@@ -143,53 +142,56 @@ def summarize(metrics: dict, first: dict, state: states.TrainState, seconds: flo
 
 
 def describe_training(metrics: dict, state: states.TrainState, seconds: float) -> str:
-    """Steps, tokens, time and losses; of a run that goes on from another one's checkpoint its own time alone."""
+    """Steps, tokens, time and losses of a run. Times leave out another run whose checkpoint it started from."""
     words = base.counted(metrics["step"], "step")
     if metrics["skipped_steps"]:
         words += f" ({metrics['skipped_steps']:,} skipped)"
     which = "first " if state.elapsed_before else ""
-    trained = tqdm.format_interval(metrics.get("trained_seconds", seconds))  # all starts' steps, as the metrics have it
+    trained = tqdm.format_interval(metrics.get("trained_seconds", seconds))  # of all starts
     words += f", {metrics['tokens_seen']:,} tokens, {trained} of training, "
     words += f"{tqdm.format_interval(state.elapsed)} since the {which}start"
-    if "loss" in metrics:  # the last step was not skipped
+    if "loss" in metrics:  # unless the last step was skipped
         words += f", loss {metrics['loss']:.4f}"
-    held_out = describe_held_out(metrics)
-    return f"{words}, {held_out}" if held_out else words
+    eval_text = describe_eval_loss(metrics)
+    return f"{words}, {eval_text}" if eval_text else words
 
 
 def next_commands(settings: flags.Settings, folder: pathlib.Path, step: int, metrics: dict) -> str:
-    """What can be done with what this run left after `step`, as commands to paste: go on, and export. `metrics` are the
-    figures of its last line."""
+    """Shell commands to export and to resume a run that ended after `step`. `metrics` are those of its last line."""
     launcher, newest = job.launcher(), base.newest_checkpoint(folder)
     lines = {}
     if not (newest or settings.export):
         lines["kept"] = "no weights: --final-checkpoint or --export DIR keeps them"
     if "best_step" in metrics:
         best = folder / "checkpoints" / base.checkpoint_name(metrics["best_step"])
-        as_asked = {"export_weights": settings.export_weights} if settings.export_weights else None
-        export = flags.shell_command(launcher, as_asked, num_steps=0, resume=best, export=f"{folder}-best")
-        lines["best"] = f"{best.name}, held-out loss {metrics['best_eval_loss']:.4f}, exported by: {export}"
-        lines["from best"] = f"a new run goes on with --resume {best} --run-name NAME"
+        merged = {"export_weights": settings.export_weights} if settings.export_weights else None
+        export = flags.shell_command(launcher, merged, num_steps=0, resume=best, export=f"{folder}-best")
+        lines["best"] = f"{best.name}, eval loss {metrics['best_eval_loss']:.4f}, exported by: {export}"
+        lines["from best"] = f"a new run starts with --resume {best} --run-name NAME"
     if newest:
         if newest.name != base.checkpoint_name(step):
-            lines["kept"] = f"{newest.name}, which these commands take: step {step:,} was not saved"
+            lines["kept"] = f"{newest.name}, used by these commands: step {step:,} was not saved"
         if not settings.export:
             lines["export"] = flags.shell_command(launcher, num_steps=0, resume=folder, export=f"{folder}-export")
-        given = flags.run_flags(settings, *flags.LENGTHS, "output_dir", "export", "export_weights")
+        explicit = flags.run_flags(settings, *flags.LENGTHS, "output_dir", "export", "export_weights")
         length = next(name for name in ("num_tokens", "num_epochs", "num_steps") if getattr(settings, name))
-        given[length] = 2 * getattr(settings, length)
-        lines["go on"] = flags.shell_command(launcher, given, resume=folder)
+        explicit[length] = 2 * getattr(settings, length)
+        lines["resume"] = flags.shell_command(launcher, explicit, resume=folder)
     return "\n" + job.columns(lines | {"report": str(folder / "report.html")})
 
 
 def describe_stop(
     settings: flags.Settings, folder: pathlib.Path, step: int, signal: str, saved_in: pathlib.Path | None
 ) -> str:
-    """The last lines of a run that a signal ended after `step`. `signal` is empty where another rank got it, `saved_in`
-    the folder of its checkpoints, None where the step could not be saved."""
+    """The last lines of a run that a signal stopped after `step`.
+
+    Args:
+        signal: its name, empty if another rank got it.
+        saved_in: the folder of the run's checkpoints, None if the step could not be saved.
+    """
     lines = {"stopped": f"by {signal or 'a signal to another rank'} after step {step}"}
     if saved_in:
         lines["stopped"] += f", saved in {saved_in}"
-        lines["go on"] = job.command(settings, folder)
+        lines["resume"] = job.command(settings, folder)
     lines["report"] = str(folder / "report.html")
     return job.last_lines(lines)

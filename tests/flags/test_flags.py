@@ -14,7 +14,7 @@ from conftest import ROOT, cold_python, parse, words
 from harness import flags
 from harness.flags.parser import EXAMPLES
 from harness.flags.settings import FLAGS, Args
-from harness.flags.sources import Source, sources_of
+from harness.flags.sources import Source, parse_sources
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_a_runs_config_gives_its_flags_but_not_its_name_or_what_it_derived(tmp_p
 def test_a_word_is_a_name_a_place_and_a_weight(word, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "date=2024:0.5").write_text("text")
-    assert sources_of((word,)) == [source]
+    assert parse_sources((word,)) == [source]
 
 
 def test_several_words_are_a_tuple_and_sources_of_one_name_get_the_numbers_of_their_words():

@@ -39,7 +39,7 @@ def run(small):
 
 def paste(output: str) -> list[str]:
     """The flags of the command with which a run says that it goes on, as a shell passes them on."""
-    words_of_command = shlex.split(header(output, "go on"))
+    words_of_command = shlex.split(header(output, "resume"))
     return words_of_command[1 + next(i for i, word in enumerate(words_of_command) if word.endswith("train_fsdp.py")) :]
 
 
@@ -142,7 +142,7 @@ def test_three_starts_on_other_ranks_are_one_run(small, token_cache, tmp_path, r
     for steps, world in zip(("4", "6"), ranks[1:], strict=True):
         start = [*common, "--run-name", "r", "--resume", "auto"]
         if how == "printed":
-            start = shlex.split(header(printed, "go on"))
+            start = shlex.split(header(printed, "resume"))
             start = start[next(i for i, word in enumerate(start) if word.startswith("--")) :]
         printed = forked(world, multirank.program, *start, "--num-steps", steps)
         assert "global batch" not in printed
@@ -159,7 +159,7 @@ def test_so_many_tokens_have_a_decay_and_a_resume_is_judged_by_the_warmup_that_i
     run("w", f"--num-tokens 320 --batch-size 2 {decay} --warmup-steps 6")
     too_long = words(f"{small} --run-name w --resume auto --num-steps 12 --batch-size 2")
     refused = python(*too_long, *words(decay.replace("4", "7")))
-    assert "--decay-steps 7: after the warmup there are 6 steps" in refused.stderr
+    assert "--decay-steps 7: the run has 6 steps after warmup" in refused.stderr
 
 
 @pytest.mark.smoke
@@ -169,7 +169,7 @@ def test_other_batch_flags_are_another_batch_which_is_reported(run, tmp_path):
     assert "global batch 4 -> 6, batch size 4 -> 6, num steps 2 -> 4" in header(printed, "changed")
     printed = run("r", "--num-steps 6 --resume auto")
     assert header(printed, "changed").startswith("num steps 4 -> 6")
-    assert "--batch-size 6" in header(printed, "go on")
+    assert "--batch-size 6" in header(printed, "resume")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def test_ranks_whose_launcher_was_killed_save_and_leave(tmp_path):
     output, errors = process.communicate(timeout=600)  # the ranks hold the pipe until they end
     assert "stopped    by SIGTERM after step" in output
     assert "TCPStore" not in errors
-    assert "\ngo on      torchrun --nproc_per_node=2 train_fsdp.py " in output
+    assert "\nresume     torchrun --nproc_per_node=2 train_fsdp.py " in output
     assert not psutil.wait_procs(ranks, timeout=300)[1]
     steps = metrics.read_text().count("\n")
     assert [path.name for path in (tmp_path / "r" / "checkpoints").iterdir()] == [f"step-{steps:08d}"]

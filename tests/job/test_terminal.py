@@ -70,7 +70,7 @@ def test_a_terminal_has_log_lines_and_a_bar_that_fits_and_after_ctrl_c_the_comma
         assert int(match[2]) == saved_step and step - 1 <= saved_step + int(match[1]) <= step
     else:
         assert lost == f"lost       nothing, step {saved_step} is saved"
-    script, *flags = shlex.split(go_on.removeprefix("go on      "))[1:]
+    script, *flags = shlex.split(go_on.removeprefix("resume     "))[1:]
     settings = parse(flags)
     assert (ROOT / script).samefile(PROGRAM)
     assert (settings.resume, settings.run_name, settings.output_dir) == ("auto", "it", str(folder.parent))
@@ -97,7 +97,7 @@ def test_ctrl_c_says_how_many_steps_are_lost(tmp_path, phase, step, newest, resu
     said = terminal.describe_interrupt(settings, step, phase, tmp_path / "r", resumed_step).splitlines()
     lost = LOST[phase, step, newest, resumed_step]
     assert [line for line in said if line.startswith("lost")] == ([f"lost       {lost}"] if lost else [])
-    assert any(line.startswith("go on") for line in said) == bool(newest)
+    assert any(line.startswith("resume") for line in said) == bool(newest)
     assert not any(line.startswith("saved") for line in said)
 
 
@@ -129,10 +129,10 @@ def test_what_is_printed_to_be_pasted_means_what_it_says(monkeypatch, tmp_path, 
     assert (again.resume, again.run_name, again.output_dir, again.lr) == ("auto", "-r", name, 1)
     assert again.export == settings.export
     said = next_commands(settings, folder, 2, {}).strip()
-    found = re.findall(r"^(export|go on) +(.*?)(?=\n(?:export|go on|report) |\Z)", said, re.M | re.S)
+    found = re.findall(r"^(export|resume) +(.*?)(?=\n(?:export|resume|report) |\Z)", said, re.M | re.S)
     lines = {key: parse(flags_of(command)) for key, command in found}
     assert all(pathlib.Path(again.resume) == folder for again in lines.values())
-    assert (lines["go on"].num_steps, lines["go on"].lr) == (2000, 1)
+    assert (lines["resume"].num_steps, lines["resume"].lr) == (2000, 1)
     if settings.export:
         assert "export" not in lines
     else:

@@ -102,7 +102,7 @@ def test_fp8_takes_tokens_in_multiples_of_16_and_names_the_nearest_length_and_ba
     """With emulation too, which would take any number."""
     flags = words("--precision fp8 --fp8-emulate --batch-size 2")
     message = mistake(*flags, "--sequence-length", "29")
-    assert message.startswith("--sequence-length 29: --precision fp8 (tensorwise) takes batch x sequence in multiples")
+    assert message.startswith("--sequence-length 29: --precision fp8 (tensorwise) needs a multiple of 16 tokens")
     assert "give 32, or --batch-size 16, " in message
     parse([*flags, "--sequence-length", "32"])
     parse([*flags, "--sequence-length", "29", "--batch-size", "16"])

@@ -138,7 +138,7 @@ def test_a_loss_that_ends_above_its_first_one_is_in_the_last_lines(device, argum
     assert train([*arguments, *high], device) == 0
     losses, said = losses_of(tmp_path / "out" / "r"), capfd.readouterr().out
     assert losses[-1] > 20 > losses[0]
-    assert f"worse      the loss ended at {losses[-1]:,.4f}, above its first, {losses[0]:,.4f}: a lower --lr" in said
+    assert f"worse      the last loss, {losses[-1]:,.4f}, is above the first, {losses[0]:,.4f}: a lower --lr" in said
     assert not re.search(r"[\d,.]{20}", said)  # no perplexity of hundreds of digits
     evaluation = words("--num-steps 0 --eval-interval 1 --json")
     train([*evaluation, "--resume", tmp_path / "out" / "r", "--cache-dir", token_cache], device)

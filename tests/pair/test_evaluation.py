@@ -124,7 +124,7 @@ def test_two_ranks_have_the_loss_of_one_also_where_they_have_no_equal_share(runs
     flags = ["--resume", str(runs / "held"), "--cache-dir", str(runs / "cache"), "--batch-size", "3"]
     assert found["tokens"] // 32 % 6
     said = forked(2, multirank.program, "--num-steps", "0", "--eval-interval", "1", *flags)
-    held_out = f"held-out loss {found['eval_loss']:.4f} (perplexity {found['perplexity']:,.2f})"
+    held_out = f"eval loss {found['eval_loss']:.4f} (perplexity {found['perplexity']:,.2f})"
     assert f"{runs / 'my.jsonl'}: {held_out}, {found['tokens']:,} tokens" in said
 
 
@@ -201,7 +201,7 @@ def test_an_evaluation_of_a_run_takes_what_the_run_held_out(start, device, capfd
         assert found["tokens"] == 3 * 2 * 32
         on_two_ranks = [*command, "--cache-dir", start.folder / "cache"]
         said = forked(2, multirank.program, *map(str, on_two_ranks))  # the same windows
-        assert f"held-out loss {found['eval_loss']:.4f} " in said and f", {found['tokens']:,} tokens" in said
+        assert f"eval loss {found['eval_loss']:.4f} " in said and f", {found['tokens']:,} tokens" in said
 
 
 @pytest.mark.parametrize("flags", ["", "--streaming"])

@@ -10,7 +10,7 @@ import pytest
 from conftest import PROGRAM, ROOT, cold_python, copy_program, parse, python, slow_case, start, torchrun, train, words
 
 from harness.base import UserError
-from harness.flags.parser import leave_out_accelerate, make_parser
+from harness.flags.parser import drop_accelerate_settings, make_parser
 from harness.model import choose_precision
 
 PREFIX = "train_fsdp.py: error: "
@@ -42,23 +42,14 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--run-name=a\x1b[2Jb": "--run-name: 'a\\x1b[2Jb' is not a plain folder name",
     f"--run-name {'é' * 101}": "",
     "--project-name ../tales --log-with wandb": "",
-    "--compile=true": "--compile/--no-compile: a switch, which takes no value; leave out 'true'",
+    "--compile=true": "--compile/--no-compile: takes no value; leave out 'true'",
     # names that are near a flag's; other trainers' are in tests/flags/test_names.py
     "--batch-siz 3": "--batch-siz: no such flag; did you mean --batch-size?",
     "--learning_rate 1e-3": "--learning_rate: no such flag; use --lr; 5e-5 in Trainer",
     "--zyx": "--zyx: no such flag",
-    # those that are no more, and what takes their place
-    "--ema 0.999": "--ema: no such flag any more; --average-checkpoints K",
-    "--skip-spikes 4": "--skip-spikes: no such flag any more; steps that are not finite are skipped by themselves",
-    "--muon-iteration polar-express": "--muon-iteration: no such flag any more; muon has one iteration",
-    "--muon-scale original": "--muon-scale: no such flag any more; muon scales as match_rms_adamw",
-    "--momentum-dtype bf16": "--momentum-dtype: no such flag any more; muon's momentum is in fp32",
-    "--activation-memory-budget 0.5": "--activation-memory-budget: no such flag any more; --activation-checkpointing",
     "--export-weights ema": "--export-weights: invalid choice: 'ema' (choose from 'adapters', 'merged')",
-    "--measure": "--measure: no such flag any more; plans go by assumed rates; docs/PLAN.md",
-    "--plan --plan-rates none": "--plan-rates: no such flag any more; plans go by assumed rates; --plan-gpu",
     "--model smolm3-3b": "--model smolm3-3b: no preset, folder or hub id; did you mean smollm3-3b?",
-    "positional": "positional: unexpected argument, no flag takes it (switches have no value)",
+    "positional": "positional: unexpected argument; --help lists the flags",
     # files that are not there
     "--dataset ./tales": "--dataset ./tales: no such file or folder",
     "--resume none-such": "--resume none-such: no such folder",
@@ -66,46 +57,46 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     f"--config {ROOT}/assets/demo/config.json": f"--config {ROOT}/assets/demo/config.json: it is not the config.json",
     "--model ./none-such": "--model ./none-such: no such folder",
     # sources of a mixture and its stages
-    "--dataset a=x:1 a=y:1": "--dataset: two sources are called a; give them other names",
-    "--dataset x:1 synthetic:1": "--dataset: synthetic tokens cannot be mixed with others",
-    "--dataset x:1 y": "--dataset: y has no weight and others have",
+    "--dataset a=x:1 a=y:1": "--dataset: two sources are named a; give other names",
+    "--dataset x:1 synthetic:1": "--dataset: synthetic cannot be mixed with others",
+    "--dataset x:1 y": "--dataset: y has no weight, others have one",
     "--dataset x:0 y:0": "--dataset: all weights are 0",
-    "--dataset x:1 y:0": "--dataset: y has the weight 0 and no --mixture-stage uses it",
-    "--dataset x:1 y:1 --mixture-stage 0.5:z=1": "--mixture-stage: no source is called z; there is x, y",
+    "--dataset x:1 y:0": "--dataset: y has weight 0 in the whole run",
+    "--dataset x:1 y:1 --mixture-stage 0.5:z=1": "--mixture-stage: no source is named z; sources: x, y",
     "--dataset x:1 y:1 --mixture-stage 0.5:x=1 --mixture-stage 0.50:y=1": "--mixture-stage: two stages begin at 0.5",
     "--mixture-stage 1:x=1 --dataset x:1 y:1": "",
     "--mixture-stage 0.8:x --dataset x:1 y:1": "",
     "--mixture-stage 0.8:x=1,x=2 --dataset x:1 y:1": "",
     "--mixture-stage 0.5:x=0 --dataset x:1 y:1": "",
     # what does not go together
-    "--num-steps 3 --num-tokens 20e9": "--num-tokens: --num-steps is given too; leave out one of them",
-    "--num-epochs 3 --num-tokens 20e9": "--num-epochs: --num-tokens is given too; leave out one of them",
-    "--num-epochs 3 --num-steps 0": "--num-epochs: --num-steps is given too; leave out one of them",
-    "--num-epochs 3 --streaming": "--num-epochs: how large a stream is, is not known; give --num-steps or --num-tokens",
-    "--num-epochs 3 --dataset synthetic": "--num-epochs: random tokens have no end; give --num-steps",
-    "--num-epochs 3 --dataset x:1 y:2": "--num-epochs: by weights each source is read at a rate of its own; give",
-    "--eval-interval epoch --streaming": "--eval-interval epoch: how large a stream is, is not known; give a number",
+    "--num-steps 3 --num-tokens 20e9": "--num-tokens: --num-steps is given too; leave one out",
+    "--num-epochs 3 --num-tokens 20e9": "--num-epochs: --num-tokens is given too; leave one out",
+    "--num-epochs 3 --num-steps 0": "--num-epochs: --num-steps is given too; leave one out",
+    "--num-epochs 3 --streaming": "--num-epochs: the size of a stream is unknown; give --num-steps or --num-tokens",
+    "--num-epochs 3 --dataset synthetic": "--num-epochs: synthetic tokens have no epochs; give --num-steps",
+    "--num-epochs 3 --dataset x:1 y:2": "--num-epochs: weighted sources have different epochs; give",
+    "--eval-interval epoch --streaming": "--eval-interval epoch: the size of a stream is unknown; give a number",
     "--eval-interval epochs": "--eval-interval: ",
     "--eval-split ./held --eval-interval 5": "--eval-split ./held: no such file or folder",
-    "--attention flash --precision fp32": "--attention flash: takes no fp32; use sdpa",
+    "--attention flash --precision fp32": "--attention flash: does not support fp32; use sdpa",
     "--document-mask --dataset synthetic": "",
     "--document-mask --attention flash_attention_2": "",
     "--streaming --dataset synthetic": "",
-    "--streaming --packing best-fit": "--packing best-fit: it needs the lengths",
-    "--streaming --packing none": "--packing none: it needs the lengths",
-    "--packing none --num-tokens 1B": "--num-tokens: with --packing none the padding, which is no token, is not known",
+    "--streaming --packing best-fit": "--packing best-fit: needs the lengths",
+    "--streaming --packing none": "--packing none: needs the lengths",
+    "--packing none --num-tokens 1B": "--num-tokens: with --packing none the number of tokens in a step is unknown",
     "--sample-packing none": "--sample-packing: no such flag; use --packing",
     "--streaming --max-epochs 3": "--max-epochs: ",
     "--dp-replicate-size 2 --zero-stage 0": "",
-    "--optimizer adamw-bf16 --betas 0.9 0.99": "--betas: with adamw-bf16 at most 0.98",
-    "--warmup-steps 5 --lr-scheduler constant": "--warmup-steps: the constant scheduler has no warmup",
-    "--warmup-steps 20 --num-steps 10": "--warmup-steps 20: the run ends after 10 steps; give at most so many",
+    "--optimizer adamw-bf16 --betas 0.9 0.99": "--betas: at most 0.98 with --optimizer adamw-bf16",
+    "--warmup-steps 5 --lr-scheduler constant": "--warmup-steps: --lr-scheduler constant has no warmup",
+    "--warmup-steps 20 --num-steps 10": "--warmup-steps 20: the run has 10 steps; give at most that many",
     "--min-mfu 40 --num-steps 10": "--min-mfu: no step is left to measure; give --num-steps at least 11",
-    "--num-steps 0": "--num-steps: 0 trains nothing; it goes with",
-    "--num-steps 0 --sample-prompt Once": "--num-steps: 0 trains nothing, and random weights have nothing to show",
-    "--resume auto --num-steps 0 --export e": "--resume: --num-steps 0 takes one checkpoint",
-    "--plan-gpu Voodoo": "--plan-gpu 'Voodoo': not a kind that plans know",
-    "--plan --plan-gpu cpu": "--plan-gpu 'cpu': not a kind that plans know",
+    "--num-steps 0": "--num-steps: 0 trains nothing; add --eval-interval 1",
+    "--num-steps 0 --sample-prompt Once": "--num-steps: 0 trains nothing, and the weights are random",
+    "--resume auto --num-steps 0 --export e": "--resume: --num-steps 0 needs one checkpoint",
+    "--plan-gpu Voodoo": "--plan-gpu 'Voodoo': unknown GPU; give one of",
+    "--plan --plan-gpu cpu": "--plan-gpu 'cpu': unknown GPU; give one of",
     "--json": "--json: only with --plan, or with --num-steps 0 and --eval-interval",
     "--fp8-recipe rowwise": "--fp8-recipe/--fp8-emulate: only with --precision fp8",
 }
@@ -117,21 +108,20 @@ def test_a_mistake_in_the_flags(argv, said, tmp_path, monkeypatch):
     assert refused(*argv.split()).startswith(said or argv.split()[0])
 
 
-FILES = {  # a file of flags: how its error goes on after the file's name
+FILES = {  # a file of flags: its error after the file's name
     "batch_siz = 3": "batch_siz: no such flag; did you mean --batch-size?",
     "config = 'more.toml'": "config: no such flag",
-    "[plan]\nplan_rates = 'rates.json'": "plan_rates: no such flag any more; plans go by assumed rates",
     "num_steps = 5.0": "--num-steps: 5.0 is not a whole number of at least 0",
-    "no_compile = true": "no_compile: no such key; write compile = false",
-    "no-cpu-offload = true": "no-cpu-offload: no such key; write cpu-offload = false",
-    "no_fused_loss = false": "no_fused_loss: no such key; write fused_loss = true",
+    "no_compile = true": "no_compile: unknown key; write compile = false",
+    "no-cpu-offload = true": "no-cpu-offload: unknown key; write cpu-offload = false",
+    "no_fused_loss = false": "no_fused_loss: unknown key; write fused_loss = true",
     "[training]\nlocal_batch_size = 2": "local_batch_size: no such flag; use --batch-size",
     "output_dir = 's3://b/run'": "--output-dir: s3://b/run is a URL",
     "dataset = ''": "--dataset: ",
-    "lr = true": "lr: true where a value belongs",
-    "cpu_offload = 1": "cpu_offload: 1 where true or false belongs",
-    "lr = 1\n[more]\nlr = 2": "lr stands there twice",
-    "lr: 3": "it is no TOML (Expected '=' after a key",
+    "lr = true": "lr: true is not a value",
+    "cpu_offload = 1": "cpu_offload: 1 is not true or false",
+    "lr = 1\n[more]\nlr = 2": "lr is given twice",
+    "lr: 3": "invalid TOML (Expected '=' after a key",
 }
 
 
@@ -148,7 +138,6 @@ WITHOUT_EFFECT = {  # flags, of which the first has no effect: what gives it one
     "--decay-steps 3": "--lr-scheduler warmup_stable_decay",
     "--plan-gpus 8": "--plan",
     "--keep-checkpoints 3 --no-final-checkpoint": "--checkpoint-interval 5",
-    "--sample-prompt Once --dataset synthetic": "--init pretrained",
     "--skip-bad-records --dataset synthetic": "--dataset demo",
     "--text-field story --dataset tales.txt": "--dataset tales.jsonl",
     "--dataset-config wikitext-2 --dataset demo": "--dataset wikitext",
@@ -226,9 +215,7 @@ def test_a_url_where_only_a_local_path_can_be_is_refused(name, tmp_path, monkeyp
     flag = f"--{name.replace('_', '-')}"
     for url in URLS:
         if name in LOCAL:
-            assert refused(flag, url).startswith(
-                f"{flag}: {url} is a URL, which is neither read nor written here; give a"
-            )
+            assert refused(flag, url).startswith(f"{flag}: {url} is a URL, and a local path is needed; copy or sync")
         elif name in ("model", "tokenizer"):
             assert refused(flag, url) == f"{flag}: {url} is a URL; give a hub id such as OWNER/NAME, or a local folder"
         else:
@@ -339,7 +326,11 @@ def only_line(process) -> str:
     "run, flags, said",
     [
         (cold_python, "--num-stpes 3", "--num-stpes: no such flag; did you mean --num-steps?"),
-        (python, "--attention flash", "--attention flash: takes no fp32"),  # the precision that a CPU has by default
+        (
+            python,
+            "--attention flash",
+            "--attention flash: does not support fp32",
+        ),  # the precision that a CPU has by default
         (python, "--dataset {}/short.txt", "--dataset {}/short.txt"),
     ],
 )
@@ -366,7 +357,7 @@ def test_wandb_without_a_login_is_one_line(arguments, tmp_path):
 
 
 ACCELERATE = {  # what accelerate launch sets: what the program warns of
-    "ACCELERATE_USE_FSDP=true": "ACCELERATE_USE_FSDP=true .* is not followed: this program goes by --zero-stage",
+    "ACCELERATE_USE_FSDP=true": "ACCELERATE_USE_FSDP=true .* is ignored: use --zero-stage",
     "ACCELERATE_USE_DEEPSPEED=true": "ACCELERATE_USE_DEEPSPEED=true .* --zero-stage",
     "ACCELERATE_USE_MEGATRON_LM=true": "ACCELERATE_USE_MEGATRON_LM=true .* --zero-stage",
     "ACCELERATE_USE_PARALLELISM_CONFIG=true": "ACCELERATE_USE_PARALLELISM_CONFIG=true .* --dp-replicate-size",
@@ -374,7 +365,7 @@ ACCELERATE = {  # what accelerate launch sets: what the program warns of
     "ACCELERATE_MIXED_PRECISION=bf16": "ACCELERATE_MIXED_PRECISION=bf16 .*: this run computes in fp32; --precision",
     "ACCELERATE_MIXED_PRECISION=fp32": "",
     "ACCELERATE_MIXED_PRECISION=no ACCELERATE_DYNAMO_BACKEND=NO ACCELERATE_USE_FSDP=false": "",
-    "ACCELERATE_USE_CPU=True MASTER_ADDR=127.0.0.1 MASTER_PORT=29500": "accelerate launch: one rank was started, altho",
+    "ACCELERATE_USE_CPU=True MASTER_ADDR=127.0.0.1 MASTER_PORT=29500": "accelerate launch: it started one rank, altho",
     "ACCELERATE_USE_CPU=True": "",
 }
 
@@ -383,7 +374,7 @@ ACCELERATE = {  # what accelerate launch sets: what the program warns of
 def test_what_accelerates_launcher_asks_for_and_is_not_followed_is_a_warning(environment, warning, monkeypatch, capfd):
     for variable in environment.split():
         monkeypatch.setenv(*variable.split("="))
-    leave_out_accelerate()
+    drop_accelerate_settings()
     choose_precision(parse(["--demo"]), None)
     said = capfd.readouterr().err
     assert re.match(f"train_fsdp.py: warning: {warning}", said) if warning else said == ""

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import train_fsdp
 import utils
 from harness.flags.settings import FLAGS
-from harness.report.metrics import NOTES, find
+from harness.report.metrics import EXTRA_KEYS, find_metric
 
 PROMPT = "Once upon a time"
 
@@ -56,7 +56,7 @@ def test_the_demo_learns_says_so_and_ends_with_a_story_and_no_warning(demo):
     assert process.stdout.count(f"\n{PROMPT}") == 2  # after the evaluation at step 6, and at the end
     *_, stories, after = process.stdout.split("\n\n")
     assert stories.startswith(PROMPT)
-    assert re.match("export +.*\ngo on +.*\nreport +.*/first/report.html$", after)
+    assert re.match("export +.*\nresume +.*\nreport +.*/first/report.html$", after)
 
 
 def test_each_logged_step_is_a_line_of_metrics_and_the_last_one_holds_the_averages(demo):
@@ -69,7 +69,7 @@ def test_each_logged_step_is_a_line_of_metrics_and_the_last_one_holds_the_averag
         assert ("eval_loss" in line) == (line["step"] in (6, 12))
         figures = [value for key, value in line.items() if key != "samples"]
         assert all(isinstance(value, int | float) and math.isfinite(value) for value in figures)
-        assert all(find(key) for key in line if key not in NOTES)  # a row of the table of figures
+        assert all(find_metric(key) for key in line if key not in EXTRA_KEYS)  # a row of the table of metrics
         assert ("samples" in line) == (line["step"] == 6 or "final" in line)
     *logged, final = lines
     assert final["final"] is True and not any("final" in line for line in logged)

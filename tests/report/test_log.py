@@ -62,7 +62,7 @@ def test_the_same_command_after_the_end_changes_nothing_and_another_one_goes_on(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Figures
+# Metrics
 
 SPEC = """step loss router_loss expert_load_max eval_loss grad_norm learning_rate tokens_seen tokens_per_sec
 tokens_per_sec_per_gpu steps_per_sec step_time_ms data_wait_percent mfu_percent actual_tflops_per_sec
@@ -71,7 +71,7 @@ theoretical_tflops_total peak_memory_active peak_memory_alloc peak_memory_reserv
 
 def test_every_promised_key_has_its_row_and_a_name_of_its_own():
     assert {*SPEC.split()} <= METRICS.keys()
-    assert len({figure.name for figure in METRICS.values()}) == len(METRICS)
+    assert len({metric.tracker_name for metric in METRICS.values()}) == len(METRICS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_the_memory_record_is_written_when_asked_and_when_memory_runs_out(device
 # Gates
 
 
-def test_a_missed_gate_is_exit_code_3_with_one_line_that_names_figure_and_gate(tmp_path):
+def test_a_missed_gate_is_exit_code_3_with_one_line_that_names_metric_and_gate(tmp_path):
     gate = ["--num-steps", "3", "--perf-warmup-steps", "1", "--peak-tflops", "100", "--min-mfu", "60"]
     process = python(*TINY.split(), *gate, "--output-dir", tmp_path, "--run-name", "it")
     assert process.returncode == 3
@@ -226,11 +226,11 @@ def test_a_missed_gate_is_exit_code_3_with_one_line_that_names_figure_and_gate(t
     assert json.loads((tmp_path / "it" / "config.json").read_text())["starts"][0]["exit_code"] == 3
 
 
-def test_a_gate_is_judged_by_the_figures_of_the_last_line():
+def test_a_gate_is_judged_by_the_metrics_of_the_last_line():
     args = parse(["--min-mfu", "50", "--max-memory-gib", "70"])
     with pytest.raises(UserError) as unmeasured:
         check_gates(args, {})
-    assert "the MFU was not measured, as no step came after the 10 of warmup" in str(unmeasured.value)
+    assert "the MFU was not measured: no step came after the 10 warmup steps" in str(unmeasured.value)
     assert "peak_memory_reserved was not measured" in str(unmeasured.value) and unmeasured.value.exit_code == 3
     check_gates(args, {"mfu_percent": 50.0, "peak_memory_reserved": 70.0})
     for mfu, memory, gate in ((49.9, 60, "--min-mfu 50"), (51, 70.1, "--max-memory-gib 70")):
@@ -241,9 +241,9 @@ def test_a_gate_is_judged_by_the_figures_of_the_last_line():
 
 def test_what_cannot_be_measured_here_is_refused_before_anything_begins(run):
     for flags, said in {
-        "--min-mfu 40": "--min-mfu: there is no MFU without the device's peak; give --peak-tflops",
-        "--max-memory-gib 4": "--max-memory-gib: memory is measured on a GPU only",
-        "--memory-snapshot": "--memory-snapshot: memory is measured on a GPU only",
+        "--min-mfu 40": "--min-mfu: the peak of this device is unknown; give --peak-tflops",
+        "--max-memory-gib 4": "--max-memory-gib: memory is measured on GPUs only",
+        "--memory-snapshot": "--memory-snapshot: memory is measured on GPUs only",
     }.items():
         with pytest.raises(UserError, match=re.escape(said)) as refused:
             run(*flags.split())
@@ -301,7 +301,7 @@ def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room_again(dis
     assert steps_in(disturbed.folder) == [*range(1, 9), 8]
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed")]
     assert told == [
-        "failed     metrics.jsonl, from step 3 on: File too large; its lines wait in memory, the run goes on"
+        "failed     metrics.jsonl, from step 3 on: File too large; its lines wait in memory, the run continues"
     ]
 
 

@@ -16,10 +16,10 @@ CHARTS = ["Loss", "Throughput", "MFU", "Step time", "Memory", "Gradient norm", "
 
 def line(step: int, **more) -> dict:
     """A log line of a run on GPUs."""
-    figures = {"loss": 8 / step, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_seen": 1000 * step}
-    figures |= {"tokens_per_sec": 5e4, "step_time_ms": 20.0, "mfu_percent": 41.5}
-    figures |= {"peak_memory_active": 30.0, "peak_memory_alloc": 31.0, "peak_memory_reserved": 40.0}
-    return {"step": step, "data_wait_percent": 0.5} | figures | more
+    metrics = {"loss": 8 / step, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_seen": 1000 * step}
+    metrics |= {"tokens_per_sec": 5e4, "step_time_ms": 20.0, "mfu_percent": 41.5}
+    metrics |= {"peak_memory_active": 30.0, "peak_memory_alloc": 31.0, "peak_memory_reserved": 40.0}
+    return {"step": step, "data_wait_percent": 0.5} | metrics | more
 
 
 def write_run(folder: pathlib.Path, lines: list) -> pathlib.Path:
@@ -68,7 +68,7 @@ def charts_of(page: str) -> list[str]:
     return re.findall(r"<h3>(.*?) <span>", page)
 
 
-def test_a_page_has_the_runs_figures_words_and_plan(full):
+def test_a_page_has_the_runs_metrics_words_and_plan(full):
     page = page_of(full)
     text = text_of(page)
     assert charts_of(page) == CHARTS
@@ -96,7 +96,7 @@ def test_text_is_only_text_and_the_page_asks_for_nothing(full):
         ([{"step": step, "loss": 0.0, "grad_norm": -1.0, "learning_rate": 0} for step in (5, 6)], "ended at step 6"),
     ],
 )
-def test_a_run_with_hardly_any_figures_or_odd_ones_has_a_page(tmp_path, lines, state):
+def test_a_run_with_hardly_any_metrics_or_odd_ones_has_a_page(tmp_path, lines, state):
     folder = write_run(tmp_path / "r", lines)
     assert state in text_of(page_of(folder))
     (folder / "config.json").write_text("[")
@@ -149,8 +149,8 @@ def test_a_run_of_20_000_lines_stays_below_50_kb_with_its_spikes_in_a_band_and_i
 def test_losses_of_sources_and_of_routers_have_charts_where_there_are_some(tmp_path):
     lines = [line(step, **{"eval_loss/web": 2.0, "eval_loss/v1.2-b": 3.0, "router_loss": 1.0}) for step in (1, 2, 3)]
     page = page_of(write_run(tmp_path / "r", lines))
-    assert set(charts_of(page)) - {*CHARTS} == {"Held-out loss by source", "Router loss"}
-    assert drawing_of(page, "Held-out loss by source").count("<polyline") == 2 and "v1.2-b 3" in text_of(page)
+    assert set(charts_of(page)) - {*CHARTS} == {"Eval loss by source", "Router loss"}
+    assert drawing_of(page, "Eval loss by source").count("<polyline") == 2 and "v1.2-b 3" in text_of(page)
     assert drawing_of(page, "Memory").count("<polyline") == 2
 
 
@@ -171,7 +171,7 @@ def test_a_page_says_where_the_run_comes_from_and_marks_where_it_was_resumed(tmp
     page = page_of(folder)
     text = text_of(page)
     assert "model 2,623,744 parameters command python train_fsdp.py --demo --lr 5e-4 commit 59e27bd" in text
-    assert "started 2026-11-20 10:00:00 UTC resumed 2026-11-21 10:00:00 UTC, from step 10 on" in text
-    assert "from step 30 on, changed: lr 0.001 -> 0.0005" in text
+    assert "started 2026-11-20 10:00:00 UTC resumed 2026-11-21 10:00:00 UTC, from step 10" in text
+    assert "from step 30, changed: lr 0.001 -> 0.0005" in text
     marks = re.findall(r'<path class=resumed d="M(\d+) 0v300">', drawing_of(page, "Loss"))
     assert [int(mark) for mark in marks] == [round(1000 * 9 / 39), round(1000 * 29 / 39)]

@@ -66,7 +66,7 @@ def watched(tmp_path_factory):
     return scrapes, folder / "it"
 
 
-def test_a_run_is_seen_from_before_its_first_step_to_its_end_with_the_figures_of_its_lines(watched):
+def test_a_run_is_seen_from_before_its_first_step_to_its_end_with_the_metrics_of_its_lines(watched):
     scrapes, folder = watched
     states = [state_of(samples) for samples in scrapes]
     assert states[0] == "running" and set(states) <= {"running", "done"}
@@ -103,7 +103,7 @@ def test_a_metric_says_what_it_is_and_that_of_a_source_is_behind_a_label(tmp_pat
     registry.register(served)
     text = generate_latest(registry).decode()
     assert text.count("# TYPE training_eval_loss gauge\n") == 1
-    assert f"# HELP training_mfu_percent {METRICS['mfu_percent'].words}, %\n" in text
+    assert f"# HELP training_mfu_percent {METRICS['mfu_percent'].description}, %\n" in text
     samples = {}
     for family in text_string_to_metric_families(text):
         samples[family.name] = [(sample.labels, sample.value) for sample in family.samples]

@@ -48,7 +48,7 @@ def line(step: int, **more) -> dict:
     return {"step": step, "loss": 5.0 / step, "tokens_seen": 64 * step} | more
 
 
-def test_both_have_the_figures_of_each_source_over_steps_and_losses_over_tokens(opened, tmp_path):
+def test_both_have_the_metrics_of_each_source_over_steps_and_losses_over_tokens(opened, tmp_path):
     sources = ("web", "v1.2-wiki_en", "step")
     trackers = opened("all")
     assert {tracker.name for tracker in trackers} >= {"wandb", "tensorboard"}
@@ -63,8 +63,8 @@ def test_both_have_the_figures_of_each_source_over_steps_and_losses_over_tokens(
     for number, source in enumerate(sources):
         name = f"eval/loss/{source}"
         assert [(event.step, event.value) for event in events.Scalars(name)] == [(1, 1 + number), (2, 2 + number)]
-        router_probs = events.Scalars(f"by_tokens/eval_loss/{source}")
-        assert [(event.step, event.value) for event in router_probs] == [(64, 1 + number), (128, 2 + number)]
+        by_tokens = events.Scalars(f"by_tokens/eval_loss/{source}")
+        assert [(event.step, event.value) for event in by_tokens] == [(64, 1 + number), (128, 2 + number)]
         assert [row[name] for row in rows] == [1 + number, 2 + number]
         assert rows[1][f"by_tokens/eval_loss/{source}"] == 2 + number
     assert [(row["train/step"], str(row["train/grad_norm"]), row["data/share/web"]) for row in rows] == [
@@ -98,8 +98,8 @@ def test_steps_that_are_taken_again_after_a_resume_replace_the_first_ones(opened
         tensorboard.close(143)
     events = read_events(tmp_path)
     assert [event.value for event in events.Scalars("train/loss")] == [5, 2.5, pytest.approx(50 / 3), 12.5, 10]
-    router_probs = [(event.step, event.value) for event in events.Scalars("by_tokens/loss")]
-    assert router_probs == [(64, 5), (128, 2.5), (192, pytest.approx(50 / 3)), (256, 12.5), (320, 10)]
+    by_tokens = [(event.step, event.value) for event in events.Scalars("by_tokens/loss")]
+    assert by_tokens == [(64, 5), (128, 2.5), (192, pytest.approx(50 / 3)), (256, 12.5), (320, 10)]
 
 
 def test_wandb_drops_no_line_of_a_start_that_goes_on_from_before_the_last_one(opened, tmp_path):
@@ -147,7 +147,7 @@ def test_a_tracker_that_fails_does_not_end_a_run_and_one_that_does_not_start_doe
         monkeypatch.setattr(wandb.sdk.wandb_run.Run, "log", fail)
         assert train(flags, device) == 0
         said = capsys.readouterr().out
-        assert said.count("failed     wandb, from step 1 on: timed out after 90.0 sec.; the run goes on without") == 1
+        assert said.count("failed     wandb, from step 1 on: timed out after 90.0 sec.; the run continues without") == 1
         assert [line["step"] for line in metrics_of(tmp_path / "out" / "r")] == [1, 2, 3, 3]
     else:
         monkeypatch.setattr(wandb, "init", fail)

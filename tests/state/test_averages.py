@@ -84,4 +84,4 @@ def test_what_is_damaged_foreign_or_missing_is_one_line(device, run, tmp_path):
 @pytest.mark.parametrize("flags", ["", "--num-steps 0 --sample-prompt a --init pretrained", "--resume auto"])
 def test_it_goes_with_a_run_that_trains_nothing(mistake, flags):
     message = mistake("--average-checkpoints", "2", *words(flags))
-    assert message.startswith(("--average-checkpoints: goes with --num-steps 0 and --resume RUN", "--num-steps: "))
+    assert message.startswith(("--average-checkpoints: only with --num-steps 0 and --resume RUN", "--num-steps: "))

@@ -39,7 +39,7 @@ def kept(run) -> list[int]:
 
 
 def losses(run) -> dict[int, float]:
-    """The held-out losses of a run, by step."""
+    """The eval losses of a run, by step."""
     return {line["step"]: line["eval_loss"] for line in metrics_of(run) if "eval_loss" in line and "final" not in line}
 
 
@@ -56,13 +56,13 @@ def test_the_best_is_kept_beside_the_newest_and_what_exports_it_is_said(flags, r
     check_best(run, 8)
     best = min(losses(run), key=losses(run).get)
     said = capfd.readouterr().out
-    line = re.search(r"^best +step-0*(\d+), held-out loss ([\d.]+), exported by: (.*)$", said, re.MULTILINE)
+    line = re.search(r"^best +step-0*(\d+), eval loss ([\d.]+), exported by: (.*)$", said, re.MULTILINE)
     assert (int(line[1]), line[2]) == (best, f"{losses(run)[best]:.4f}")
     command = shlex.split(line[3])
     command = command[next(i for i, word in enumerate(command) if word.startswith("--")) :]
     assert train(command, device) == 0
     assert f"exported   {run}-best, step {best}" in capfd.readouterr().out
-    goes_on = words(re.search(r"^from best +a new run goes on with (.*)$", said, re.MULTILINE)[1].replace("NAME", "q"))
+    goes_on = words(re.search(r"^from best +a new run starts with (.*)$", said, re.MULTILINE)[1].replace("NAME", "q"))
     assert train([*flags("8"), *goes_on], device) == 0
     assert losses(run.with_name("q")).keys() == {step for step in (4, 6, 8) if step > best}
 

@@ -241,7 +241,7 @@ def test_a_finished_run_keeps_its_last_state_unless_told_not_to(run, finished, t
         name = "run" + flags.replace(" ", "")
         assert run(name, *words(flags)) == 0
         assert [path.name for path in saved.complete_checkpoints(tmp_path / name)] == checkpoint_names(*kept), flags
-        is_older = f"kept       step-00000004, which these commands take: step {STEPS} was not saved"
+        is_older = f"kept       step-00000004, used by these commands: step {STEPS} was not saved"
         assert (is_older in capsys.readouterr().out) == (kept == [4]), flags
 
 
@@ -508,7 +508,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_is_remov
     for folder in others:
         flip(folder / "__0_0.distcp")
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    assert "manifest.json is of format 2, and this program reads 1" in refused("branch", "--resume", newest)
+    assert "manifest.json has format 2, and this version reads 1" in refused("branch", "--resume", newest)
     message = refused("r", "--resume", "auto", "--num-steps", STEPS + 2, exit_code=1)
     assert message.startswith(f"--resume auto: every checkpoint in {copied / 'checkpoints'} is damaged; ")
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
@@ -526,7 +526,7 @@ def test_only_a_name_of_eight_digits_whose_manifest_agrees_is_a_checkpoint(run, 
     shutil.copytree(folder / "step-00000002", folder / "step-00000008")
     assert run("r", *words("--resume auto --num-steps 7 --checkpoint-interval 1 --keep-checkpoints 1")) == 0
     output = capsys.readouterr().out
-    assert "skipped    step-00000008 is damaged: manifest.json is of step 2" in output
+    assert "skipped    step-00000008 is damaged: manifest.json has step 2" in output
     assert "step-00000006 at step 6" in output
     assert names(copied) == sorted([*NOT_MINE, *checkpoint_names(7, 8, 9)])
     assert run("branch", "--resume", folder / "step-best") == 0

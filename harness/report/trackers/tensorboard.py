@@ -9,40 +9,40 @@ from typing import Any
 from harness import flags
 from harness import state as states
 from harness.report.files import read_metrics
-from harness.report.trackers import Tracker, named, over_tokens
+from harness.report.trackers import Tracker, over_tokens, to_tracker_names
 
 
 class Tensorboard(Tracker):
-    """Event files in the run's folder itself, so that TensorBoard names the run by it: figures over steps, losses over
-    tokens and, when it is done, its averages as `final/NAME`, beside the flags that were given in the tab HPARAMS."""
+    """Event files in the run's folder itself, so that TensorBoard names the run by it: metrics over steps, losses over
+    tokens, and at the end the averages as `final/NAME`, with the explicit flags in the tab HPARAMS."""
 
     name = "tensorboard"
 
-    def __init__(self, settings: flags.Args, folder: pathlib.Path):
-        import tensorboard  # noqa: F401 - that it is there
+    def __init__(self, args: flags.Args, folder: pathlib.Path):
+        import tensorboard  # noqa: F401 - check that it is installed
 
         self.folder = folder
 
     def start(self, run: dict, state: states.TrainState) -> str:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.given = {name: str(value) for name, value in run["given"].items()}
-        # what an earlier start wrote after this point is hidden
+        self.explicit = {name: str(value) for name, value in run["given"].items()}
+        # hides the events that an earlier start wrote after this step
         self.writer = SummaryWriter(str(self.folder), purge_step=state.step + 1)
         for line in read_metrics(self.folder / "metrics.jsonl"):
-            # hidden too, as TensorBoard takes these tokens for steps
+            # TensorBoard takes tokens for steps, and has hidden these too
             if "final" not in line and line["tokens_seen"] > state.step:
                 self._log_over_tokens(line)
-        # indented, a text is a block of code, in which Markdown changes nothing
+        # indented text is a code block in Markdown, shown unchanged
         self.writer.add_text("config", textwrap.indent(json.dumps(run, indent=2), "    "), state.step)
         self.writer.flush()
         return f"tensorboard --logdir {shlex.quote(str(self.folder))}"
 
     def log(self, metrics: dict) -> None:
-        for name, value in named(metrics).items():
+        for name, value in to_tracker_names(metrics).items():
             self.writer.add_scalar(name, value, metrics["step"])
         self._log_over_tokens(metrics)
-        self.writer.flush()  # a kill loses nothing
+        self.writer.flush()  # so that a kill loses nothing
 
     def _log_over_tokens(self, metrics: dict) -> None:
         for name, value in over_tokens(metrics).items():
@@ -52,10 +52,10 @@ class Tensorboard(Tracker):
     def finish(self, metrics: dict) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        averages = {f"final/{name}": value for name, value in named(metrics).items()}
-        # not `add_hparams`, which makes a run of its own
+        averages = {f"final/{name}": value for name, value in to_tracker_names(metrics).items()}
+        # `add_hparams` would make a run of its own
         file: Any = self.writer.file_writer  # None once it is closed
-        for summary in hparams(self.given, averages):
+        for summary in hparams(self.explicit, averages):
             file.add_summary(summary)
         for name, value in averages.items():
             self.writer.add_scalar(name, value, metrics["step"])

@@ -5,25 +5,25 @@ import shlex
 
 from harness import base, flags, job
 from harness import state as states
-from harness.report.trackers import Tracker, named, over_tokens
+from harness.report.trackers import Tracker, over_tokens, to_tracker_names
 
 STEP = "train/step"
-FINISH_SECONDS = 60  # that the end of a run waits for what is not uploaded
+FINISH_SECONDS = 60  # timeout for uploads at the end of a run
 
 
 class Wandb(Tracker):
-    """A run in wandb. It keeps its id over restarts. The axis is a metric, `train/step`: wandb's own step counts rows,
-    as wandb drops a row that is not behind the last one, such as that of a step that a resumed run takes again."""
+    """A run in wandb, with the same id for all starts. Its x axis is the metric `train/step`. wandb's own step counts
+    rows: wandb drops a row that is not after the last one, such as a step that a resumed run repeats."""
 
     name = "wandb"
 
-    def __init__(self, settings: flags.Args, folder: pathlib.Path):
+    def __init__(self, args: flags.Args, folder: pathlib.Path):
         import wandb
 
-        self.settings, self.folder = settings, folder
+        self.args, self.folder = args, folder
         try:
             ready = wandb.setup().settings.mode != "online" or wandb.login(prompt=False)
-        except Exception as error:  # the server is not reached, or does not know the key
+        except Exception as error:  # no network, or a wrong key
             advice = "WANDB_MODE=offline keeps the run in its folder, for `wandb sync`"
             raise base.UserError(
                 f"--log-with wandb: no login to wandb ({base.first_line(error)}); {advice}", 1
@@ -35,7 +35,7 @@ class Wandb(Tracker):
         import wandb
 
         self.run = wandb.init(
-            project=self.settings.project_name,
+            project=self.args.project_name,
             name=self.folder.name,
             dir=str(self.folder),
             id=run["run_id"],
@@ -43,7 +43,7 @@ class Wandb(Tracker):
             config=run,
             settings=wandb.Settings(finish_timeout=FINISH_SECONDS),
         )
-        self.row = max(self.run.step, state.step)  # offline, behind the rows of a start that ended here
+        self.row = max(self.run.step, state.step)  # offline, after the rows of an earlier start
         self.run.define_metric(STEP)
         self.run.define_metric("*", step_metric=STEP)
         self.run.define_metric("by_tokens/*", step_metric="data/tokens_seen")
@@ -54,19 +54,21 @@ class Wandb(Tracker):
         return self.run.url or f"offline; later: wandb sync {pattern}"
 
     def log(self, metrics: dict) -> None:
-        self.run.log({STEP: metrics["step"]} | named(metrics) | over_tokens(metrics), step=self.row, commit=True)
+        self.run.log(
+            {STEP: metrics["step"]} | to_tracker_names(metrics) | over_tokens(metrics), step=self.row, commit=True
+        )
         self.row += 1
 
     def finish(self, metrics: dict) -> None:
-        self.run.summary.update(named(metrics))
+        self.run.summary.update(to_tracker_names(metrics))
 
     def close(self, exit_code: int) -> None:
         import wandb
 
         if exit_code == job.STOPPED:
-            self.run.mark_preempting()  # wandb then calls it preempted, else failed
+            self.run.mark_preempting()  # shown as preempted, not as failed
         self.run.finish(exit_code=exit_code)
-        wandb.teardown(exit_code)  # until its process has written the last record: it ends with this one
+        wandb.teardown(exit_code)  # waits for its process, which would die with this one
 
 
 TRACKER = Wandb
