@@ -14,7 +14,7 @@ Each name of the list has a docstring in its file.
 
 from harness.job.endings import STOPPED, at_exit, state_of
 from harness.job.folders import replace_file, take_folder
-from harness.job.heartbeats import PROGRESS, end_part, enter_phase
+from harness.job.heartbeats import PROGRESS, end_save_stage, enter_phase
 from harness.job.preflight import check_disk, check_machine
 from harness.job.schedule import Actions, count_steps, due
 from harness.job.signals import Stopped, StopRequest, ignore_signals
@@ -49,7 +49,7 @@ __all__ = [
     "command",
     "count_steps",
     "due",
-    "end_part",
+    "end_save_stage",
     "enter_phase",
     "ignore_signals",
     "is_first_rank",

@@ -44,15 +44,15 @@ RANKS: list[tuple[str, int]] = [here()]
 
 @dataclasses.dataclass
 class Progress:
-    """Where this process is. Every rank enters the same phases in the same order: `moves` counts them."""
+    """Where this process is. Every rank enters the same phases in the same order: `phase_count` counts them."""
 
     phase: str = "start"
     step: int = 0
-    moves: int = 0
+    phase_count: int = 0
     began: float = dataclasses.field(default_factory=time.monotonic)  # when it came into `phase` from another one
-    first_move: int = 0  # the count of moves then
+    first_count: int = 0  # the count of moves then
     since: float = dataclasses.field(default_factory=time.monotonic)  # its last move
-    parts: int = 0  # of checkpoints that a thread has done, and for each of which the other ranks wait
+    save_stages: int = 0  # of checkpoints that a thread has done, and for each of which the other ranks wait
     folder: pathlib.Path | None = None  # of the run, where a stall leaves its traces
 
 
@@ -64,16 +64,16 @@ def enter_phase(phase: str, step: int | None = None) -> None:
     """Records that this rank enters a phase; every rank calls this."""
     endings.block_if_ending()
     PROGRESS.since = time.monotonic()
-    PROGRESS.moves += 1
+    PROGRESS.phase_count += 1
     if phase != PROGRESS.phase:
-        PROGRESS.phase, PROGRESS.began, PROGRESS.first_move = phase, PROGRESS.since, PROGRESS.moves
+        PROGRESS.phase, PROGRESS.began, PROGRESS.first_count = phase, PROGRESS.since, PROGRESS.phase_count
     if step is not None:
         PROGRESS.step = step
 
 
-def end_part() -> None:
+def end_save_stage() -> None:
     """Records that a thread of this rank has done its part of a checkpoint; every rank calls this."""
-    PROGRESS.parts += 1
+    PROGRESS.save_stages += 1
 
 
 def rank_name(rank: int) -> str:
@@ -87,7 +87,7 @@ def how_far() -> str:
     with contextlib.suppress(IndexError, OSError):  # the work ended, or its files were renamed
         return base.WORK[-1]()
     unit = UNITS.get(PROGRESS.phase)
-    return f"{PROGRESS.moves - PROGRESS.first_move:,} {unit}" if unit else ""
+    return f"{PROGRESS.phase_count - PROGRESS.first_count:,} {unit}" if unit else ""
 
 
 def silent_ranks(before: list[dict | None], now: list[dict | None]) -> list[int]:
@@ -114,8 +114,8 @@ def find_stalled_ranks(before: list[dict | None], now: list[dict | None], second
     compared = [rank for rank in range(len(beats)) if rank not in silent]
     if any(beats[rank]["waited"] < seconds for rank in compared):
         return [], ""
-    least = min(beats[rank]["moves"] for rank in compared)
-    behind = [rank for rank in compared if beats[rank]["moves"] == least]
+    least = min(beats[rank]["phase_count"] for rank in compared)
+    behind = [rank for rank in compared if beats[rank]["phase_count"] == least]
     place = beats[behind[0]]
     if silent and place["phase"] != "data":
         last = beats[silent[0]]
@@ -176,7 +176,11 @@ class Heartbeats(threading.Thread):
         """Writes where this rank is."""
         self.beats += 1
         where = {"place": RANKS[self.rank], "beat": self.beats, "waited": self.waited}
-        where |= {"phase": PROGRESS.phase, "step": PROGRESS.step, "moves": [PROGRESS.moves, PROGRESS.parts]}
+        where |= {
+            "phase": PROGRESS.phase,
+            "step": PROGRESS.step,
+            "phase_count": [PROGRESS.phase_count, PROGRESS.save_stages],
+        }
         where |= {"lasts": time.monotonic() - PROGRESS.began, "how_far": how_far()}
         self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(where))
         if self.world == 1 or (self.rank == 0 and self.waited < self.seconds):
@@ -212,8 +216,8 @@ class Heartbeats(threading.Thread):
             slept, now = min(time.monotonic() - now, 2 * self.interval), time.monotonic()
             if endings.ENDING or self.stop.leaving:
                 return
-            if base.WORK or place != (PROGRESS.moves, PROGRESS.parts):
-                place, self.waited = (PROGRESS.moves, PROGRESS.parts), 0.0
+            if base.WORK or place != (PROGRESS.phase_count, PROGRESS.save_stages):
+                place, self.waited = (PROGRESS.phase_count, PROGRESS.save_stages), 0.0
                 before, read_at = None, (1 - SILENCE) * self.seconds
             self.waited += slept
             try:
@@ -223,7 +227,7 @@ class Heartbeats(threading.Thread):
                 beats = self.read()
                 if before:
                     ranks, where = find_stalled_ranks(before, beats, self.seconds)
-                    if ranks and place == (PROGRESS.moves, PROGRESS.parts) and not base.WORK:
+                    if ranks and place == (PROGRESS.phase_count, PROGRESS.save_stages) and not base.WORK:
                         self.end(f"--timeout-minutes: {self.describe(ranks)}: {where}")
                     if self.rank == 0:
                         _, working = min((beat["waited"], rank) for rank, beat in enumerate(beats) if beat)

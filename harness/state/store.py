@@ -159,7 +159,7 @@ class Checkpoints:
                     result = work()
         except (Exception, dcp.CheckpointException) as exception:
             error = checkpoint_error(exception)
-        job.end_part()
+        job.end_save_stage()
         results, errors = zip(*base.all_gather_objects((result, error), self.group), strict=True)
         for error in errors:
             if error:

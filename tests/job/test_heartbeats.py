@@ -139,7 +139,7 @@ def test_ranks_that_work_for_longer_than_the_timeout_are_not_ended(slow_runs, wh
 # ----------------------------------------------------------------------------------------------------------------------
 # The verdict
 
-BEAT = {"beat": 7, "phase": "backward", "step": 3, "moves": 20, "waited": 601}
+BEAT = {"beat": 7, "phase": "backward", "step": 3, "phase_count": 20, "waited": 601}
 SILENT, WORKING = {"silent": True}, {"waited": 2}
 
 
@@ -147,12 +147,12 @@ SILENT, WORKING = {"silent": True}, {"waited": 2}
     "ranks, named, words",
     [  # what the drills above, with two ranks, do not come to
         ([{}, {}, {}], [0, 1, 2], "all wait for each other"),
-        ([{}, {"moves": 19}, {}], [1], "in backward"),
-        ([{}, SILENT, {"moves": 19}], [1], "no heartbeat for over 450 s"),  # this comes before who is behind
-        ([{}, SILENT, {"moves": 19, "phase": "data"}], [2], "in data"),  # but not before one that reads for ever
+        ([{}, {"phase_count": 19}, {}], [1], "in backward"),
+        ([{}, SILENT, {"phase_count": 19}], [1], "no heartbeat for over 450 s"),  # this comes before who is behind
+        ([{}, SILENT, {"phase_count": 19, "phase": "data"}], [2], "in data"),  # but not before one that reads for ever
         # while one works, nobody is named
         ([{}, WORKING, {}], [], ""),
-        ([{}, WORKING, {"moves": 19}], [], ""),
+        ([{}, WORKING, {"phase_count": 19}], [], ""),
         ([{}, WORKING, SILENT], [], ""),
         ([{}, WORKING | SILENT], [1], "no heartbeat"),  # what a rank said before it fell silent counts no more
     ],
