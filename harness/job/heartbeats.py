@@ -33,13 +33,13 @@ EXIT_TIMEOUT = 9.0  # seconds after which a rank that ends a stalled job is gone
 UNKNOWN = ("", 0)
 
 
-def here() -> tuple[str, int]:
+def host_and_pid() -> tuple[str, int]:
     """(host, pid) of this process."""
     return socket.gethostname(), os.getpid()
 
 
-# `here` of each rank, UNKNOWN of one that has not come yet; before the first beat of this rank alone
-RANKS: list[tuple[str, int]] = [here()]
+# `host_and_pid` of each rank, UNKNOWN of one that has not come yet; before the first beat of this rank alone
+RANKS: list[tuple[str, int]] = [host_and_pid()]
 
 
 @dataclasses.dataclass
@@ -127,10 +127,10 @@ def find_stalled_ranks(before: list[dict | None], now: list[dict | None], second
     return behind, where
 
 
-class Leaving(Protocol):
+class HasFinished(Protocol):
     """What the thread reads of the run's `StopRequest`."""
 
-    leaving: bool  # whether the ranks have done all their work
+    has_finished: bool  # whether the ranks have done all their work
 
 
 class Heartbeats(threading.Thread):
@@ -141,7 +141,7 @@ class Heartbeats(threading.Thread):
     the run's `StopRequest`.
     """
 
-    def __init__(self, seconds: float, store: "dist.Store", stop: Leaving):
+    def __init__(self, seconds: float, store: "dist.Store", stop: HasFinished):
         super().__init__(daemon=True)
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.seconds, self.stop = seconds, stop
@@ -150,7 +150,7 @@ class Heartbeats(threading.Thread):
         self.beats = 0
         self.reported: set[str] = set()  # phases that took long
         RANKS[:] = [UNKNOWN] * self.world
-        RANKS[self.rank] = here()
+        RANKS[self.rank] = host_and_pid()
         # a connection of its own, as a call on the other one may block
         self.store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
         self.store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
@@ -214,7 +214,7 @@ class Heartbeats(threading.Thread):
         while True:
             time.sleep(self.interval)
             slept, now = min(time.monotonic() - now, 2 * self.interval), time.monotonic()
-            if endings.ENDING or self.stop.leaving:
+            if endings.ENDING or self.stop.has_finished:
                 return
             if base.WORK or place != (PROGRESS.phase_count, PROGRESS.save_stages):
                 place, self.waited = (PROGRESS.phase_count, PROGRESS.save_stages), 0.0
@@ -236,8 +236,8 @@ class Heartbeats(threading.Thread):
                 before, read_at = beats, self.waited + SILENCE * self.seconds + 2 * self.interval
             except RuntimeError as error:
                 if self.waited > self.seconds and self.world > 1:
-                    here = f"{rank_name(self.rank)} waits in {PROGRESS.phase} of step {PROGRESS.step}"
-                    self.end(f"--timeout-minutes: {here}, and {error}")
+                    waiting = f"{rank_name(self.rank)} waits in {PROGRESS.phase} of step {PROGRESS.step}"
+                    self.end(f"--timeout-minutes: {waiting}, and {error}")
 
     def describe(self, ranks: list[int]) -> str:
         others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""

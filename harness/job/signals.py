@@ -36,7 +36,7 @@ class StopRequest:
         self.name = ""  # of the signal that asked for the end
         self.can_save = False  # set by the loop, from when a step is done
         self.resumed_step = 0  # set by the loop, what this start went on from
-        self.leaving = False  # set when the ranks have done all their work
+        self.has_finished = False  # set when the ranks have done all their work
         self.first_request = math.inf  # when, on the monotonic clock
         self.group: Any = None  # of the ranks that ask each other, by default all of the world
         self.round: Any = None  # the all-reduce of `flag` that was begun last
@@ -92,13 +92,13 @@ class StopRequest:
                 os._exit(exit_code)
         elif interrupts:
             if self.settings is not None and terminal.is_first_rank():
-                here = heartbeats.PROGRESS
+                progress = heartbeats.PROGRESS
                 lines = terminal.describe_interrupt(
-                    self.settings, here.step, here.phase, here.folder, self.resumed_step
+                    self.settings, progress.step, progress.phase, progress.folder, self.resumed_step
                 )
                 terminal.print_error(lines)
             endings.end(endings.INTERRUPTED, timeout=3)
-        elif not self.leaving:  # torchrun sends SIGTERM to ranks that leave a moment after the first one
+        elif not self.has_finished:  # torchrun sends SIGTERM to ranks that leave a moment after the first one
             now = time.monotonic()
             if now - self.first_request > self.SAME_REQUEST:
                 endings.end(self.EXIT_CODE, timeout=3)

@@ -220,7 +220,7 @@ def stop_processes(stop: signals.StopRequest | None = None) -> None:
         stop.round.wait()
     dist.barrier()
     if stop:
-        stop.leaving = True
+        stop.has_finished = True
     dist.destroy_process_group()
 
 
