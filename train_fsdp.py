@@ -329,7 +329,7 @@ def train(run: Run, stop: job.StopRequest) -> None:
         if due.save:
             run.checkpoints.save(run.state, wait=due.last)
             if not due.last:
-                stop.raise_if_asked()  # while what is saved is the last complete step
+                stop.raise_if_stopping()  # while what is saved is the last complete step
     run.checkpoints.finish()
 
 
@@ -380,7 +380,7 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
     with stop.before_each_forward(run.state.model):
         samples = opening.generate_samples(run, run.data, run.state.model, run.device)
     if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long
-        stop.raise_if_asked()  # else a run that took its last step is done
+        stop.raise_if_stopping()  # else a run that took its last step is done
     stop.can_save = False
     metrics = run.log.finish(samples, plan.predicted_metrics(planned) | run.checkpoints.best_metrics())
     if settings.export:

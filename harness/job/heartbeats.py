@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BEAT = 2.0  # seconds between two beats
-SILENT_BEATS = 3  # missing beats after which a rank is gone, where a collective broke
-SILENCE = 0.75  # of the timeout, without a beat: a call into C that holds the interpreter's lock can last long
+MISSED_BEATS = 3  # missing beats after which a rank is gone, where a collective broke
+READING_INTERVAL = 0.75  # of the timeout, without a beat: a call into C that holds the interpreter's lock can last long
 STORE_TIMEOUT = 10.0  # seconds until the store must have answered
 EXIT_TIMEOUT = 9.0  # seconds after which a rank that ends a stalled job is gone, whatever blocks it
 
@@ -82,7 +82,7 @@ def rank_name(rank: int) -> str:
     return f"rank {rank} ({host}, pid {pid})" if pid else f"rank {rank}"
 
 
-def how_far() -> str:
+def describe_progress() -> str:
     """What this rank has done of its phase, in words; empty if that is not known."""
     with contextlib.suppress(IndexError, OSError):  # the work ended, or its files were renamed
         return base.WORK[-1]()
@@ -90,7 +90,7 @@ def how_far() -> str:
     return f"{PROGRESS.phase_count - PROGRESS.first_count:,} {unit}" if unit else ""
 
 
-def silent_ranks(before: list[dict | None], now: list[dict | None]) -> list[int]:
+def ranks_without_beat(before: list[dict | None], now: list[dict | None]) -> list[int]:
     """The ranks that have written nothing between two readings of all beats."""
     ranks = []
     for rank, (earlier, later) in enumerate(zip(before, now, strict=True)):
@@ -100,8 +100,8 @@ def silent_ranks(before: list[dict | None], now: list[dict | None]) -> list[int]
 
 
 def find_stalled_ranks(before: list[dict | None], now: list[dict | None], seconds: float) -> tuple[list[int], str]:
-    """Find the ranks for which all others wait, from two readings of all beats, SILENCE of `seconds` apart. Return them
-    and where they are, in words; ([], "") if a rank has worked or entered a phase within `seconds`.
+    """Find the ranks for which all others wait, from two readings of all beats, READING_INTERVAL of `seconds` apart.
+    Return them and where they are, in words; ([], "") if a rank has worked or entered a phase within `seconds`.
 
     Those that never came; else a rank that reads data, where it waits for nobody, behind all that beat; else those that
     are silent; else those that have entered the fewest phases.
@@ -109,18 +109,18 @@ def find_stalled_ranks(before: list[dict | None], now: list[dict | None], second
     if absent := [rank for rank, beat in enumerate(now) if beat is None]:
         return absent, "never seen"
     beats: list[dict] = [beat for beat in now if beat]
-    silent = silent_ranks(before, now)
+    missing = ranks_without_beat(before, now)
     # What a silent rank wrote last may be many phases old, so it is not compared with those that beat.
-    compared = [rank for rank in range(len(beats)) if rank not in silent]
+    compared = [rank for rank in range(len(beats)) if rank not in missing]
     if any(beats[rank]["waited"] < seconds for rank in compared):
         return [], ""
     least = min(beats[rank]["phase_count"] for rank in compared)
     behind = [rank for rank in compared if beats[rank]["phase_count"] == least]
     place = beats[behind[0]]
-    if silent and place["phase"] != "data":
-        last = beats[silent[0]]
+    if missing and place["phase"] != "data":
+        last = beats[missing[0]]
         where = f"last seen in {last['phase']} of step {last['step']}"
-        return silent, f"no heartbeat for over {SILENCE * seconds:.0f} s, {where}"
+        return missing, f"no heartbeat for over {READING_INTERVAL * seconds:.0f} s, {where}"
     where = f"in {place['phase']} of step {place['step']} for {place['waited']:.0f} s"
     if len(behind) == len(beats) > 1 and place["phase"] != "data":
         where += ": all wait for each other; the network between them, or a driver"
@@ -181,7 +181,7 @@ class Heartbeats(threading.Thread):
             "step": PROGRESS.step,
             "phase_count": [PROGRESS.phase_count, PROGRESS.save_stages],
         }
-        where |= {"lasts": time.monotonic() - PROGRESS.began, "how_far": how_far()}
+        where |= {"lasts": time.monotonic() - PROGRESS.began, "progress": describe_progress()}
         self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(where))
         if self.world == 1 or (self.rank == 0 and self.waited < self.seconds):
             self.report_long_phase(0, where)
@@ -192,8 +192,8 @@ class Heartbeats(threading.Thread):
             return
         self.reported.add(beat["phase"])
         line = f"{rank_name(rank)} has been in {beat['phase']} for {beat['lasts'] / 60:.3g} minutes"
-        if beat["how_far"]:
-            line += f": {beat['how_far']}"
+        if beat["progress"]:
+            line += f": {beat['describe_progress']}"
         print_in_thread(f"train_fsdp.py: {line}")
 
     def read(self) -> list[dict | None]:
@@ -218,7 +218,7 @@ class Heartbeats(threading.Thread):
                 return
             if base.WORK or place != (PROGRESS.phase_count, PROGRESS.save_stages):
                 place, self.waited = (PROGRESS.phase_count, PROGRESS.save_stages), 0.0
-                before, read_at = None, (1 - SILENCE) * self.seconds
+                before, read_at = None, (1 - READING_INTERVAL) * self.seconds
             self.waited += slept
             try:
                 self.beat()
@@ -233,7 +233,7 @@ class Heartbeats(threading.Thread):
                         _, working = min((beat["waited"], rank) for rank, beat in enumerate(beats) if beat)
                         self.report_long_phase(working, beats[working])
                 # two beats later than the timeout: by then those of the others say that they wait, too
-                before, read_at = beats, self.waited + SILENCE * self.seconds + 2 * self.interval
+                before, read_at = beats, self.waited + READING_INTERVAL * self.seconds + 2 * self.interval
             except RuntimeError as error:
                 if self.waited > self.seconds and self.world > 1:
                     waiting = f"{rank_name(self.rank)} waits in {PROGRESS.phase} of step {PROGRESS.step}"
@@ -252,17 +252,17 @@ class Heartbeats(threading.Thread):
             return ""
         try:
             before = self.read()
-            time.sleep(SILENT_BEATS * self.interval)
+            time.sleep(MISSED_BEATS * self.interval)
             now = self.read()
         except RuntimeError as no_answer:
             return f"{rank_name(self.rank)} lost the others, and {no_answer}"
-        for rank in silent_ranks(before, now):
+        for rank in ranks_without_beat(before, now):
             beat = now[rank]
             place = f"last seen in {beat['phase']} of step {beat['step']}" if beat else "or was never started"
             return f"{rank_name(rank)} is gone, {place}"
         return ""
 
-    def speaks_first(self) -> bool:
+    def is_first_to_print(self) -> bool:
         """Whether this rank is the first to ask, and so the one that prints why the job ends; without an answer from
         the store the first rank of each node is."""
         try:
@@ -278,7 +278,7 @@ class Heartbeats(threading.Thread):
         with open(os.devnull, "w") as nowhere:
             # a thread of C, which ends this process even where the record of NCCL holds the interpreter's lock
             faulthandler.dump_traceback_later(EXIT_TIMEOUT, exit=True, file=nowhere)
-            if self.speaks_first():
+            if self.is_first_to_print():
                 base.record_error(line)
                 print_in_thread(line)
             if PROGRESS.folder:

@@ -148,7 +148,7 @@ class StopRequest:
         finally:
             hook.remove()
 
-    def raise_if_asked(self) -> None:
+    def raise_if_stopping(self) -> None:
         """Raises Stopped where a rank has a request at this moment. Every rank calls this, and waits for the others."""
         if self.any_rank_wants_to_stop() or self.any_rank_wants_to_stop():  # the first answer is older
             raise Stopped

@@ -91,7 +91,7 @@ class World:
             message = "".join(traceback.format_exception(error))
         if not terminal.is_first_rank():
             time.sleep(timeout)  # if rank 0 has failed too, it prints meanwhile, and the launcher ends this rank
-        if self.watch is None or self.watch.speaks_first():
+        if self.watch is None or self.watch.is_first_to_print():
             base.record_error(message, happened)
             terminal.print_error(message)
             if self.settings.json:
