@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 from harness import base, flags
 from harness.job import endings, heartbeats
 
-LOCK_PATIENCE = 5.0  # seconds for a run that was just killed to be gone
+LOCK_TIMEOUT = 5.0  # seconds for a run that was just killed to be gone
 
 
 def take_folder(settings: flags.Args) -> pathlib.Path:
@@ -95,7 +95,7 @@ def make_folder(folder: pathlib.Path, alone: bool) -> pathlib.Path:
 def lock_folder(folder: pathlib.Path) -> FileLock:
     """Makes the folder this process's own, as long as the lock that is returned exists. Raises a UserError where
     another run is in it."""
-    lock = FileLock(folder / ".lock", timeout=LOCK_PATIENCE, is_singleton=True)  # a process may take it twice
+    lock = FileLock(folder / ".lock", timeout=LOCK_TIMEOUT, is_singleton=True)  # a process may take it twice
     try:
         lock.acquire()
     except Timeout:

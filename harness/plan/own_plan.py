@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness import base, flags, job
 
-PATIENCE = 60  # seconds that the end of a run waits for its plan
+PLAN_TIMEOUT = 60  # seconds that the end of a run waits for its plan
 RUN = "TRAIN_FSDP_PLANS_FOR"  # the run's pid, in the environment of the process that plans
 
 
@@ -110,8 +110,8 @@ def predicted_metrics(process: subprocess.Popen | None) -> dict[str, float]:
     if process is None:
         return {}
     if process.poll() is None:
-        job.print0(f"planned    waiting for this run's plan, {PATIENCE} s at most; --no-own-plan leaves it out")
-    predicted, problem = read_plan(process, PATIENCE)
+        job.print0(f"planned    waiting for this run's plan, {PLAN_TIMEOUT} s at most; --no-own-plan leaves it out")
+    predicted, problem = read_plan(process, PLAN_TIMEOUT)
     if not predicted:
         job.print0(f"planned    nothing: {problem}")
         return {}
