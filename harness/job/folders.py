@@ -29,19 +29,19 @@ def take_folder(settings: flags.Args) -> pathlib.Path:
 
 def choose_folder(settings: flags.Args) -> pathlib.Path:
     """Makes and locks the run's folder, and returns it; raises a UserError as `take_folder` does."""
-    resumed = folder_of_resumed_run(settings)
+    resumed = find_resumed_folder(settings)
     outputs = pathlib.Path(settings.output_dir).expanduser()
-    folder = outputs / name_of(settings)
+    folder = outputs / choose_name(settings)
     if resumed and not settings.run_name:
         folder = resumed
     try:
         resumes_same_run = resumed is not None and folder.resolve() == resumed.resolve()
         if not resumes_same_run and folder.resolve().parent != outputs.resolve():
             refuse(folder, f"{folder} is a link that leads out of {outputs}; remove it")
-        is_a_runs = any((folder / mark).exists() for mark in (".lock", "metrics.jsonl"))
-        if (folder / "config.json").exists() and not is_a_runs:
+        holds_run = any((folder / mark).exists() for mark in (".lock", "metrics.jsonl"))
+        if (folder / "config.json").exists() and not holds_run:
             refuse(folder, f"the config.json in {folder} is not a run's; choose another name")
-        folder = make_folder(folder, alone=not settings.run_name and settings.resume == "none")
+        folder = make_folder(folder, must_be_new=not settings.run_name and settings.resume == "none")
         refuse_links(folder)
         refuse_run(settings, folder, resumes_same_run)
     except OSError as error:
@@ -50,7 +50,7 @@ def choose_folder(settings: flags.Args) -> pathlib.Path:
     return folder
 
 
-def name_of(settings: flags.Args) -> str:
+def choose_name(settings: flags.Args) -> str:
     """The name of the run's folder: --run-name, else the model's name, for a new run with the time.
 
     Raises:
@@ -67,7 +67,7 @@ def name_of(settings: flags.Args) -> str:
     return name
 
 
-def folder_of_resumed_run(settings: flags.Args) -> pathlib.Path | None:
+def find_resumed_folder(settings: flags.Args) -> pathlib.Path | None:
     """The folder of the run that --resume PATH is in, or names; None without a PATH."""
     if settings.resume in ("none", "auto"):
         return None
@@ -75,18 +75,18 @@ def folder_of_resumed_run(settings: flags.Args) -> pathlib.Path | None:
     return next((folder for folder in (path, *path.parents[:2]) if (folder / "checkpoints").is_dir()), None)
 
 
-def make_folder(folder: pathlib.Path, alone: bool) -> pathlib.Path:
+def make_folder(folder: pathlib.Path, must_be_new: bool) -> pathlib.Path:
     """Makes a run's folder and locks it until this process ends; it is removed then if nothing was written into it.
 
-    With `alone`, for a name that the user did not give, it is always a new folder: where another start of the same
+    With `must_be_new`, for a name that the user did not give, it is always a new folder: if another start of the same
     second has that name, a number is appended.
     """
     named, number = folder, 1
-    while alone and folder.exists():
+    while must_be_new and folder.exists():
         number += 1
         folder = named.with_name(f"{named.name}-{number}")
     new = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=not alone)
+    folder.mkdir(parents=True, exist_ok=not must_be_new)
     lock = lock_folder(folder)
     endings.at_exit(lambda _: discard(new, lock))
     return folder
