@@ -47,12 +47,12 @@ def check_export(settings: flags.Args, checkpoint: Checkpoint | None, folder: pa
     """
     is_same_run = checkpoint is not None and (folder is None or resumes_same_run(checkpoint, folder))
     run_id = checkpoint.manifest["run_id"] if is_same_run else None
-    base.broadcast_from_rank_0(lambda: check_place(settings, run_id))
+    base.broadcast_from_rank_0(lambda: check_target(settings, run_id))
 
 
-def check_place(settings: flags.Args, run_id: str | None) -> None:
+def check_target(settings: flags.Args, run_id: str | None) -> None:
     """`check_export` of the run `run_id`, which is None for a new one."""
-    final = folder_of(settings)
+    final = export_folder(settings)
     try:
         existing = next((parent for parent in final.parents if parent.exists()), final)
         tempfile.TemporaryFile(dir=existing).close()
@@ -62,19 +62,19 @@ def check_place(settings: flags.Args, run_id: str | None) -> None:
         raise base.UserError(f"--export: {settings.export} is the folder of --model; choose another folder")
     if not os.path.lexists(final):
         return
-    header, advice = header_of_export(final), "choose another folder or remove it"
+    header, advice = read_export_header(final), "choose another folder or remove it"
     if not header:
         raise base.UserError(f"--export: {settings.export} exists and is no export; {advice}")
-    if header["run_id"] != run_id and header.get("command") != checksum_of_command(settings):
+    if header["run_id"] != run_id and header.get("command") != command_checksum(settings):
         raise base.UserError(f"--export: {settings.export} holds the export of another run; {advice}")
 
 
-def folder_of(settings: flags.Args) -> pathlib.Path:
+def export_folder(settings: flags.Args) -> pathlib.Path:
     """The folder of --export, by a path that ends in its name: that of `.` is the current folder's."""
     return pathlib.Path(os.path.abspath(os.path.expanduser(settings.export)))
 
 
-def header_of_export(folder: pathlib.Path) -> dict[str, str]:
+def read_export_header(folder: pathlib.Path) -> dict[str, str]:
     """What the header of a file of weights says of the run that was exported; empty for a folder that was not written
     here."""
     from safetensors import SafetensorError, safe_open
@@ -91,12 +91,12 @@ def trained_on(settings: flags.Settings, record: data.DataRecord | None) -> list
     that whose export they began with. Every rank calls this."""
     sources = [*record.removed.values(), *record.sources.values()] if record else []
     if settings.init == "pretrained":
-        header = base.broadcast_from_rank_0(lambda: header_of_export(pathlib.Path(settings.model).expanduser()))
+        header = base.broadcast_from_rank_0(lambda: read_export_header(pathlib.Path(settings.model).expanduser()))
         sources += json.loads(header.get("trained_on", "[]"))
     return sources
 
 
-def checksum_of_command(settings: flags.Args) -> str:
+def command_checksum(settings: flags.Args) -> str:
     """Tells commands apart by the flags that were given; their values, such as paths, are nothing to publish."""
     given = json.dumps(dict(settings.explicit), sort_keys=True, default=str)
     return hashlib.sha256(given.encode()).hexdigest()[:20]
@@ -117,7 +117,7 @@ def export(
     Raises:
         UserError: the model is not finite, or the folder cannot be written; nothing of it is left.
     """
-    final = folder_of(settings)
+    final = export_folder(settings)
     temporary = final.with_name(f".{final.name}.writing")
 
     def on_rank_0(write: Callable[[], None]) -> None:
@@ -201,7 +201,7 @@ def write_weights(
     parts = [tensors]
     if sum(tensor.nbytes for tensor in tensors.values()) > MAX_SINGLE_FILE_BYTES and not adapters_alone:
         parts = by_layer(tensors)
-    command = checksum_of_command(settings)
+    command = command_checksum(settings)
     step = state.describe_steps() if state.averaged_steps else str(state.step)
     header = {"format": "pt", "run_id": state.run_id, "step": step, "command": command}
     header["trained_on"] = json.dumps(trained_on)

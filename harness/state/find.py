@@ -23,7 +23,7 @@ def find_checkpoint(resume: str, folder: pathlib.Path | None) -> Checkpoint | No
     if resume == "none":
         return None
     if resume == "auto":
-        return find_own(folder) if folder else None
+        return find_newest(folder) if folder else None
     absent = base.broadcast_from_rank_0(lambda: flags.no_checkpoint(resume))
     if absent:
         raise base.UserError(f"--resume {resume}: {absent}")
@@ -101,7 +101,7 @@ def local_weights(state: TrainState) -> dict[str, torch.Tensor]:
     return {name: part for name, part in parts.items() if part.is_floating_point()}
 
 
-def find_own(folder: pathlib.Path) -> Checkpoint | None:
+def find_newest(folder: pathlib.Path) -> Checkpoint | None:
     """The newest checkpoint of the run in `folder` that is not damaged; None where it has saved none."""
     paths = base.broadcast_from_rank_0(lambda: base.named_checkpoints(folder))
     for path in reversed(paths):
@@ -125,18 +125,18 @@ def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
     try:
         manifest = base.read_manifest(path)
         for name, (size, checksum) in list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]:
-            problem = problem or damage_of_file(path, name, size, checksum)
+            problem = problem or find_damage(path, name, size, checksum)
     except OSError as error:
         problem = f"{pathlib.Path(error.filename or path).name}: {error.strerror}"  # an unreadable sector has no name
     except ValueError as error:
         problem = str(error)
-    for problem_of_rank in base.all_gather_objects(problem):
-        if problem_of_rank:
-            return manifest, problem_of_rank
+    for rank_problem in base.all_gather_objects(problem):
+        if rank_problem:
+            return manifest, rank_problem
     return manifest, ""
 
 
-def damage_of_file(checkpoint: pathlib.Path, name: str, size: int, checksum: str) -> str:
+def find_damage(checkpoint: pathlib.Path, name: str, size: int, checksum: str) -> str:
     """How a file differs from what the manifest has of it, in words; empty where it does not."""
     if pathlib.PurePath(name).name != name:
         return f"{name} is outside the checkpoint"

@@ -39,15 +39,15 @@ def describe_identity(
     if tokenizer and not data.is_mapped:  # no token of token files is the tokenizer's
         vocabulary = hashlib.sha256(corpora.vocabulary_of(tokenizer).encode()).hexdigest()
     return {
-        "model": as_json(fields_of(config)),
-        "base": digest_of_base(settings, config),
+        "model": as_json(config_fields(config)),
+        "base": base_digest(settings, config),
         "tokenizer": vocabulary,
         "data": as_json(data.record.record()),
         "held_out": data.held_out_identity,
     }
 
 
-def digest_of_base(settings: flag_rules.Settings, config: PretrainedConfig) -> str | None:
+def base_digest(settings: flag_rules.Settings, config: PretrainedConfig) -> str | None:
     """The checksum of the frozen weights that adapters are trained for; None where the model itself is trained. Each
     rank reads them for itself: what has to be fetched first would take longer than the others wait for one."""
     if not settings.lora_rank:
@@ -55,7 +55,7 @@ def digest_of_base(settings: flag_rules.Settings, config: PretrainedConfig) -> s
     return base.call_on_all_ranks(lambda: models.digest_of_weights(models.find_source(settings.model), config))
 
 
-def fields_of(config: PretrainedConfig) -> dict:
+def config_fields(config: PretrainedConfig) -> dict:
     return {key: value for key, value in config.to_dict().items() if key not in NOT_COMPARED}
 
 
@@ -104,7 +104,7 @@ def check_resume(
 def check_same_model(config: PretrainedConfig, manifest: dict) -> None:
     """Raises a UserError where the model is another than that of a checkpoint. Fields that one of two versions of
     transformers lacks are not compared."""
-    now = as_json(fields_of(config))
+    now = as_json(config_fields(config))
     for name, value in manifest["model"].items():
         if name in now and now[name] != value:
             refuse(f"--model: {name}", value, now[name])
@@ -115,7 +115,7 @@ def check_same_weights(settings: flag_rules.Settings, config: PretrainedConfig, 
     adapters of another base. Every rank calls this."""
     if manifest:
         check_same_model(config, manifest)
-        check_same_base(settings, digest_of_base(settings, config), manifest)
+        check_same_base(settings, base_digest(settings, config), manifest)
 
 
 def check_same_base(settings: flag_rules.Settings, digest: str | None, manifest: dict) -> None:
@@ -155,10 +155,10 @@ def check_same_corpus(settings: flag_rules.Settings, now: corpora.DataRecord, ma
         raise base.UserError(f"--dataset: {name} is no source of the run; leave it out")
 
 
-def differences(known: dict[str, dict], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:
+def differences(before: dict[str, dict], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:
     """(source, field of its record) of all that is not as it is known."""
     for name, rules in now.sources.items():
-        for key, value in known.get(name, {}).items():
+        for key, value in before.get(name, {}).items():
             if rules.get(key) != value:
                 yield name, key.replace("_", " ")
 

@@ -118,7 +118,7 @@ class Checkpoints:
             with contextlib.suppress(OSError, ValueError):  # it is removed meanwhile
                 manifest = base.read_manifest(path)
                 loss = manifest.get("eval_loss")
-                is_comparable = loss is not None and held_out_of(manifest) == held_out_of(self.run_fields)
+                is_comparable = loss is not None and eval_identity(manifest) == eval_identity(self.run_fields)
                 if is_comparable and (best is None or loss < best[1]):
                     best = path, loss
         return best
@@ -202,8 +202,8 @@ class Checkpoints:
         try:
             self._together(prepare, main_only=True)
             files: dict[str, list] = {}  # name: [size, checksum], of all ranks
-            for files_of_rank in self._together(write):
-                files |= files_of_rank
+            for rank_files in self._together(write):
+                files |= rank_files
             self._together(publish, main_only=True)
         except (OSError, RuntimeError) as error:  # RuntimeError: another rank has died
             self.failures += 1
@@ -227,7 +227,7 @@ class Checkpoints:
         remove_leftovers(self.folder.parent)
 
 
-def held_out_of(manifest: dict) -> tuple:
+def eval_identity(manifest: dict) -> tuple:
     """What tells the windows that a checkpoint was evaluated on from others, whatever their sources are called."""
     return [*manifest.get("held_out", {}).values()], manifest["flags"]["eval_windows"]
 
