@@ -26,7 +26,7 @@ from harness.state.shards import SafeReader, checkpoint_error
 # The clock may be set while a run goes on, so it is read once and time is then counted.
 PROCESS_STARTED = psutil.Process().create_time()
 CLOCK = time.time() - time.monotonic()
-OF_ONE_LAYOUT = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # ends the names of what one sharding or world size has
+LAYOUT_SUFFIX = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # ends the names of what one sharding or world size has
 
 
 class Checkpoint(NamedTuple):
@@ -36,9 +36,9 @@ class Checkpoint(NamedTuple):
     manifest: dict  # what it records of the run, `Counters` among it
 
 
-def run_counter(**options: Any) -> Any:
+def reset_in_new_run(**options: Any) -> Any:
     """A counter that a run which goes on from another run's checkpoint begins anew."""
-    return dataclasses.field(metadata={"run_counter": True}, **options)
+    return dataclasses.field(metadata={"reset_in_new_run": True}, **options)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -57,18 +57,18 @@ class Counters:
     eval_loss: float | None = None  # held-out loss after `step`, where it was evaluated
     skipped_steps: int = 0
     skipped_in_a_row: int = 0  # the last steps
-    run_id: str = run_counter(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
-    started: float = run_counter(default=PROCESS_STARTED)  # the run's first process, seconds since the epoch
-    elapsed_before: float = run_counter(default=0.0)  # seconds from there to the start of this process
-    productive_before: float = run_counter(default=0.0)  # seconds of steps of the processes before this one
-    totals: dict[str, float] = run_counter(default_factory=dict)  # noqa: RUF009 - a field; of the tracker
+    run_id: str = reset_in_new_run(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
+    started: float = reset_in_new_run(default=PROCESS_STARTED)  # the run's first process, seconds since the epoch
+    elapsed_before: float = reset_in_new_run(default=0.0)  # seconds from there to the start of this process
+    productive_before: float = reset_in_new_run(default=0.0)  # seconds of steps of the processes before this one
+    totals: dict[str, float] = reset_in_new_run(default_factory=dict)  # noqa: RUF009 - a field; of the tracker
 
     def restore(self, manifest: dict, from_other_run: bool) -> None:
         """Takes the counters of a manifest; of another run's only what belongs to the weights and the data. One that
         the manifest lacks stays as it is."""
         for field in dataclasses.fields(Counters):
-            begins_at_zero = from_other_run and "run_counter" in field.metadata
-            if field.name in manifest and not begins_at_zero:
+            is_reset = from_other_run and "reset_in_new_run" in field.metadata
+            if field.name in manifest and not is_reset:
                 setattr(self, field.name, manifest[field.name])
         for source, by_stream in self.positions.items():  # JSON has neither integers as keys nor tuples
             self.positions[source] = {int(stream): tuple(place) for stream, place in by_stream.items()}
@@ -91,8 +91,8 @@ class TrainState(Counters):
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.tracker = tracker
         self.averaged_steps: list[int] = []  # of checkpoints, if the weights are their mean
-        self.moved: dict[tuple[str, int], tuple] = {}  # positions that this rank's batches have moved
-        self.moved_in_step: dict[tuple[str, int], tuple] = {}  # those of the batches of an unfinished step
+        self.new_positions: dict[tuple[str, int], tuple] = {}  # positions that this rank's batches have moved
+        self.step_positions: dict[tuple[str, int], tuple] = {}  # those of the batches of an unfinished step
 
     # ---- Counting ----------------------------------------------------------------------------------------------------
 
@@ -100,8 +100,8 @@ class TrainState(Counters):
         """Counts an optimizer step of `data`, a run's training data: its samples and tokens, the schedule."""
         self.step += 1
         self.eval_loss = None
-        self.moved |= self.moved_in_step
-        self.moved_in_step.clear()
+        self.new_positions |= self.step_positions
+        self.step_positions.clear()
         samples = data.record.samples_of_step(self.step)
         self.samples += len(samples)
         self.tokens += data.count_tokens(samples)
@@ -132,14 +132,14 @@ class TrainState(Counters):
         """Takes over the positions that came with a batch, when its step is done."""
         for source, by_stream in positions.items():
             for stream, position in by_stream.items():
-                self.moved_in_step[source, stream] = position
+                self.step_positions[source, stream] = position
 
     def share_positions(self) -> dict[str, dict[int, tuple]]:
         """The positions of all ranks; every rank calls this. Of a stream that several ranks read the earliest one
         counts: a rank may still need what follows it."""
         latest: dict[tuple[str, int], tuple] = {}
-        for moved in base.all_gather_objects(self.moved):
-            for key, position in moved.items():
+        for rank_positions in base.all_gather_objects(self.new_positions):
+            for key, position in rank_positions.items():
                 latest[key] = min(position, latest.get(key, position))
         shared = {source: dict(by_stream) for source, by_stream in self.positions.items()}
         for (source, stream), position in latest.items():
@@ -249,7 +249,7 @@ class TrainState(Counters):
         )  # a rank where DCP's own look failed would load alone
         tensors = self.tensors()
         for name in list(tensors):
-            if OF_ONE_LAYOUT.search(name) and name not in index.state_dict_metadata:
+            if LAYOUT_SUFFIX.search(name) and name not in index.state_dict_metadata:
                 del tensors[name]
         try:
             dcp.load(tensors, storage_reader=SafeReader(path, index))
