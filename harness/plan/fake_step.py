@@ -107,7 +107,7 @@ def built(
             optimizer.register_step_post_hook(lambda *_: recorder.end_update())
             recorder.kind = "activations"
             yield recorder, model, optimizer
-            recorder.count_ends()
+            recorder.count_exposed_collectives()
     finally:
         dist.destroy_process_group()
 

@@ -38,7 +38,7 @@ def make_plan(asked: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
         UserError: there is no such GPU, it has no float8, or a number of GPUs is no whole number of nodes.
     """
     began = time.monotonic()
-    ends = began + (asked.plan_seconds or math.inf)
+    deadline = began + (asked.plan_seconds or math.inf)
     rates = choose_rates(asked)
     if asked.precision == "fp8" and not (rates.values["fp8_tflops"] or asked.fp8_emulate):
         why = f"needs a GPU with float8 (Ada, Hopper or newer), {rates.device} has none"
@@ -59,7 +59,7 @@ def make_plan(asked: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
         return predict(settings, recipe, config, world, rates, flops_of(settings.lora_rank)[0])
 
     has_float8 = bool(rates.values["fp8_tflops"]) and importlib.util.find_spec("torchao") is not None
-    search = Search(settings, config, worlds, plan, rates.memory_gib, ends, has_float8)
+    search = Search(settings, config, worlds, plan, rates.memory_gib, deadline, has_float8)
     search.run()
     settings = dataclasses.replace(settings, **search.asked)
     result: dict[str, Any] = {

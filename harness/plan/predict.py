@@ -89,8 +89,8 @@ def record_whole_step(
     from harness.plan import fake_step  # loads what only a plan needs
 
     layers = config.get_text_config().num_hidden_layers
-    ends = 2 * max(period, 2)  # layers whose peaks are extrapolated, half of them at each end
-    shallow = ends + (layers - ends) % period
+    end_layers = 2 * max(period, 2)  # layers whose peaks are extrapolated, half of them at each end
+    shallow = end_layers + (layers - end_layers) % period
     depths = [shallow, shallow + period] if shallow + period < layers else [layers]
     try:
         records = [fake_step.record_step(settings, recipe, config, world, depth, rates) for depth in depths]

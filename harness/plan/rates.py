@@ -129,13 +129,13 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
             kind, ranks, nodes, ranks_per_node = key
             sent = counts["sent_bytes", part, *key]
             seconds = rates.seconds_of_collective(kind, ranks, nodes, ranks_per_node, count, sent)
-            calls, sent = counts.get(("end_calls", part, *key), 0), counts.get(("end_bytes", part, *key), 0)
-            at_the_ends = rates.seconds_of_collective(kind, ranks, nodes, ranks_per_node, calls, sent)
+            calls, sent = counts.get(("exposed_calls", part, *key), 0), counts.get(("exposed_bytes", part, *key), 0)
+            at_ends = rates.seconds_of_collective(kind, ranks, nodes, ranks_per_node, calls, sent)
             if phase == "optimizer" and kind not in DIVIDES_WORK:
-                at_the_ends = seconds
+                at_ends = seconds
             communication += seconds
-            exposed += at_the_ends
-            beside[phase] += seconds - at_the_ends
+            exposed += at_ends
+            beside[phase] += seconds - at_ends
     gaps = kernels * GAP_US / 1e6
     in_all = sum(compute.values()) + gaps
     exposed += sum(max(0.0, beside[phase] - compute[phase]) for phase in PHASES)

@@ -45,7 +45,7 @@ class StepRecorder(TorchDispatchMode):
         (launches, phase)                                                     kernels that compiled regions launch
         (layers, phase)                                                       forward passes of compiled layers
         (calls, phase, kind, ranks, nodes, ranks_per_node), (sent_bytes, ...) of collectives: see `_count_collective`
-        (end_calls, ...), (end_bytes, ...)                                    of these, with no computation beside them
+        (exposed_calls, ...), (exposed_bytes, ...)                            of these, with no computation beside them
         (communicators, run)                                                  groups of more than one rank, of rank 0
     The phases are forward, backward, optimizer and, of the last, update: the optimizer's own step.
     """
@@ -103,7 +103,7 @@ class StepRecorder(TorchDispatchMode):
     def end_update(self) -> None:
         self.updating = False
 
-    def count_ends(self) -> None:
+    def count_exposed_collectives(self) -> None:
         """Counts the collectives that have no computation beside them: the first two gathers of the step, the last
         reduction of each kind, and the first and the last move of an optimizer that divides its work."""
         in_passes = [entry for entry in self.collectives if entry[0] != "update"]
@@ -112,8 +112,8 @@ class StepRecorder(TorchDispatchMode):
         reductions.pop("all_gather", None)
         moves = [entry for entry in self.collectives if entry[0] == "update" and entry[1] in DIVIDES_WORK]
         for *key, sent in (*gathers[:2], *reductions.values(), *moves[:1], *moves[-1:]):
-            self.counts["end_calls", *key] += 1
-            self.counts["end_bytes", *key] += sent
+            self.counts["exposed_calls", *key] += 1
+            self.counts["exposed_bytes", *key] += sent
 
     def label(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         for tensor in tensors:

@@ -32,8 +32,8 @@ class OutOfTimeError(Exception):
 class Search:
     """What was planned of a run, as it was asked for and otherwise, on `worlds[0]` GPUs and on the other numbers.
 
-    `plan(settings, world)` gives a prediction. After `ends`, by time.monotonic, no plan begins but the first and, if
-    that does not fit, what saves most memory. The tokens of a step stay those that were asked for, but with
+    `plan(settings, world)` gives a prediction. After `deadline`, by time.monotonic, no plan begins but the first and,
+    if that does not fit, what saves most memory. The tokens of a step stay those that were asked for, but with
     --batch-size auto, where the batch is the largest that fits.
     """
 
@@ -44,19 +44,19 @@ class Search:
         worlds: tuple[int, ...],
         plan: Callable[[flags.Args, int], dict[str, Any]],
         capacity: float,
-        ends: float,
+        deadline: float,
         has_float8: bool = False,
     ):
         self.has_float8 = has_float8
         self.settings, self.config, self.worlds, self.world = settings, config, worlds, worlds[0]
         self.plan = plan
-        self.capacity, self.ends = capacity, ends  # GiB, seconds
+        self.capacity, self.deadline = capacity, deadline  # GiB, seconds
         self.is_auto = settings.explicit.get("batch_size") == "auto"
         self.asked: dict = (
             {"batch_size": settings.batch_size_multiple()} if self.is_auto else {}
         )  # what "as asked" changes
         self.is_complete = True
-        self.is_timed = True  # False while `ends` does not count
+        self.is_timed = True  # False while `deadline` does not count
         self.rows: dict[tuple, dict] = {}  # by world and changes, in the order in which they were planned
 
     def run(self) -> None:
@@ -91,7 +91,7 @@ class Search:
         changes = {n: value for n, value in changes.items() if n in named or value != getattr(self.settings, n)}
         key = world, *sorted(changes.items())
         if key not in self.rows:
-            if self.rows and self.is_timed and time.monotonic() > self.ends:
+            if self.rows and self.is_timed and time.monotonic() > self.deadline:
                 raise OutOfTimeError
             configured = dataclasses.replace(self.settings, **changes)
             plan = self.plan(configured, world)

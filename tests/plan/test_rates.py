@@ -60,7 +60,7 @@ def test_launches_and_collectives_run_beside_the_computation():
     step = rates.price_step(counts, known(**LINKS))
     assert (step["exposed"], step["launches"], step["gaps"]) == (0, 0, 0)
     assert step["step"] == pytest.approx(10 + rates.CONTENTION, rel=1e-3)
-    counts |= {("end_calls", *group): 1, ("end_bytes", *group): 1e11}
+    counts |= {("exposed_calls", *group): 1, ("exposed_bytes", *group): 1e11}
     assert rates.price_step(counts, known(**LINKS))["exposed"] == pytest.approx(1.0, rel=1e-3)
     counts["dispatches", "forward"] = 20_000
     bounded = rates.price_step(counts, known(**LINKS))
