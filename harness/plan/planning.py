@@ -31,22 +31,22 @@ def print_plan(settings: flags.Args, recipe: Recipe) -> None:
     print(json.dumps(result, indent=2) if settings.json else describe_plan(resolved, result))
 
 
-def make_plan(asked: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
+def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
     """(the settings with all that the flags left open, the JSON object of their plan).
 
     Raises:
         UserError: there is no such GPU, it has no float8, or a number of GPUs is no whole number of nodes.
     """
     began = time.monotonic()
-    deadline = began + (asked.plan_seconds or math.inf)
-    rates = choose_rates(asked)
-    if asked.precision == "fp8" and not (rates.values["fp8_tflops"] or asked.fp8_emulate):
+    deadline = began + (args.plan_seconds or math.inf)
+    rates = choose_rates(args)
+    if args.precision == "fp8" and not (rates.values["fp8_tflops"] or args.fp8_emulate):
         why = f"needs a GPU with float8 (Ada, Hopper or newer), {rates.device} has none"
         raise base.UserError(f"--precision fp8: {why}; use bf16")
-    worlds = asked.plan_gpus or (asked.gpus_per_node,)
-    check_nodes(worlds, asked.gpus_per_node)
-    config = models.load_config(asked.model)
-    settings = resolving.resolve(asked, config, flags.Args.batch_size_multiple)
+    worlds = args.plan_gpus or (args.gpus_per_node,)
+    check_nodes(worlds, args.gpus_per_node)
+    config = models.load_config(args.model)
+    settings = resolving.resolve(args, config, flags.Args.batch_size_multiple)
 
     @functools.cache
     def flops_of(rank: int) -> tuple[int, str]:
@@ -61,7 +61,7 @@ def make_plan(asked: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
     has_float8 = bool(rates.values["fp8_tflops"]) and importlib.util.find_spec("torchao") is not None
     search = Search(settings, config, worlds, plan, rates.memory_gib, deadline, has_float8)
     search.run()
-    settings = dataclasses.replace(settings, **search.asked)
+    settings = dataclasses.replace(settings, **search.base_changes)
     result: dict[str, Any] = {
         "model": settings.model,
         "gpu": rates.device,

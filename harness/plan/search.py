@@ -52,7 +52,7 @@ class Search:
         self.plan = plan
         self.capacity, self.deadline = capacity, deadline  # GiB, seconds
         self.is_auto = settings.explicit.get("batch_size") == "auto"
-        self.asked: dict = (
+        self.base_changes: dict = (
             {"batch_size": settings.batch_size_multiple()} if self.is_auto else {}
         )  # what "as asked" changes
         self.is_complete = True
@@ -86,7 +86,7 @@ class Search:
         Raises:
             OutOfTimeError: it was not planned in time.
         """
-        world, changes = world or self.world, self.asked | changes
+        world, changes = world or self.world, self.base_changes | changes
         named = {"batch_size"} if self.is_auto else set()  # in its command, as the one that was given is auto
         changes = {n: value for n, value in changes.items() if n in named or value != getattr(self.settings, n)}
         key = world, *sorted(changes.items())
@@ -113,7 +113,7 @@ class Search:
     def plan_asked(self) -> None:
         """As it was asked for, on each number of GPUs; where these are several also with one shard group a node."""
         if self.is_auto:
-            self.asked = {"batch_size": self.largest_batch({}) or self.settings.batch_size_multiple()}
+            self.base_changes = {"batch_size": self.largest_batch({}) or self.settings.batch_size_multiple()}
         if self.settings.plan_seconds and not self.row()["fits"]:
             self.plan_most_savers()
         for world in self.worlds:

@@ -104,7 +104,7 @@ def test_what_may_fit_by_the_least_that_runs_reserved_is_tight_and_not_refused()
     assert verdicts == ["fits", "tight", "tight", "does not fit"]
     asked = 2 + 32 / 2 + 0.5 + LEVELS["full"]
     found = searched("--batch-size auto --activation-checkpointing full", asked * 0.98, worlds=(2,))
-    assert found.asked["batch_size"] == 1 and found.row()["verdict"] == "tight"
+    assert found.base_changes["batch_size"] == 1 and found.row()["verdict"] == "tight"
 
 
 def test_where_the_advised_is_tight_a_row_with_room_is_offered_as_safer():
