@@ -94,7 +94,7 @@ def built(
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        with mock.patch.object(torch.distributed.device_mesh, "new_group", new_group_of_rank_0):
+        with mock.patch.object(torch.distributed.device_mesh, "new_group", new_rank_0_group):
             mesh = recipe.build_mesh(settings, torch.device("cpu"))  # before the tensors are fake
         groups = {dist.group.WORLD, *mesh.get_all_groups()}  # a mesh of one dimension has the world's own group
         recorder.counts["communicators", "run"] = sum(group.size() > 1 for group in groups)
@@ -184,7 +184,7 @@ def on_fake_tensors(recorder: StepRecorder) -> Iterator[None]:
         yield
 
 
-def new_group_of_rank_0(ranks: list[int], **options: Any) -> dist.ProcessGroup | None:
+def new_rank_0_group(ranks: list[int], **options: Any) -> dist.ProcessGroup | None:
     """Makes a group if rank 0 is in it. A mesh of two dimensions makes the groups of all ranks, and a plan of rank 0
     needs its own two."""
     return dist.new_group(ranks, **options) if 0 in ranks else None

@@ -105,7 +105,7 @@ def count_kernels(nodes: list[Node], fused_outputs: set[Node]) -> int:
         own += has_own_kernel(node)
         if node in fused_outputs:
             largest = max((tensor.numel() for tensor in tensors_in(node.meta.get("val"))), default=0)
-            if largest > 1:  # one number is fused_outputs by the kernel that reads it
+            if largest > 1:  # one number is made by the kernel that reads it
                 fused.add((own, largest))
     return own + len(fused)
 

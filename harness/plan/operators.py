@@ -75,7 +75,7 @@ def operator_flops(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
     return formula(*args, **kwargs, out_val=result) if formula else 0
 
 
-def unit_of(op: OpOverload, flops: int) -> str:
+def find_unit(op: OpOverload, flops: int) -> str:
     """Which rate bounds an operator: memory, chunk_cat (FSDP2's copy of gradients into the buffer that it reduces),
     matmul, fp8, grouped (matmuls of experts) or attention."""
     if not flops:

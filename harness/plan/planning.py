@@ -49,14 +49,14 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
     settings = resolving.resolve(args, config, flags.Args.batch_size_multiple)
 
     @functools.cache
-    def flops_of(rank: int) -> tuple[int, str]:
+    def count_flops(rank: int) -> tuple[int, str]:
         model = models.trained_on_meta(dataclasses.replace(settings, lora_rank=rank, lora_alpha=2 * rank), config)
         flops, text = models.known_flops(model, np.array([settings.sequence_length]), recipe.flops_by_length)
         return round(float(flops[0])), text
 
     @functools.cache
     def plan(settings: flags.Settings, world: int) -> dict[str, Any]:
-        return predict(settings, recipe, config, world, rates, flops_of(settings.lora_rank)[0])
+        return predict(settings, recipe, config, world, rates, count_flops(settings.lora_rank)[0])
 
     has_float8 = bool(rates.values["fp8_tflops"]) and importlib.util.find_spec("torchao") is not None
     search = Search(settings, config, worlds, plan, rates.memory_gib, deadline, has_float8)
@@ -66,12 +66,12 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
         "model": settings.model,
         "gpu": rates.device,
         "precision": settings.precision,
-        "flops": flops_of(settings.lora_rank)[1],
+        "flops": count_flops(settings.lora_rank)[1],
     }
     result |= plan(settings, worlds[0]) | search.result()
     result["search"] |= {"seconds": time.monotonic() - began, "plan_seconds": settings.plan_seconds}
     if settings.num_steps and settings.explicit.keys() & {"num_steps", "num_tokens"}:
-        result["run"] = price_of_run(settings, result)
+        result["run"] = price_run(settings, result)
     elif settings.num_epochs:
         result["num_epochs"] = settings.num_epochs  # whose steps only the data could say
     result["warning"] = describe_unread_lengths(settings)
@@ -100,7 +100,7 @@ def describe_unread_lengths(settings: flags.Settings) -> str:
     return f"{flag}: a plan reads no data: time, tokens and MFU are of documents that fill sequences"
 
 
-def price_of_run(settings: flags.Settings, plan: dict) -> dict:
+def price_run(settings: flags.Settings, plan: dict) -> dict:
     """Steps, hours and, with --gpu-hour-usd, dollars of all the steps of a run that is planned so."""
     steps, world = settings.num_steps, plan["gpus"]
     if settings.num_tokens:

@@ -70,7 +70,7 @@ def predict(
     return prediction
 
 
-def verdict_of(allocator: float, capacity: float) -> str:
+def find_verdict(allocator: float, capacity: float) -> str:
     """Compare the GiB that torch's allocator is planned to reserve with those that CUDA and NCCL leave of the card."""
     if allocator > TOO_LARGE * capacity:
         return "does not fit"
@@ -156,7 +156,7 @@ def find_memory(peaks: Peaks, counts: Counts, host: np.ndarray, capacity: float)
     }
     reserved = total + sum(beside_tensors.values())
     allocator = reserved - beside_tensors["CUDA and NCCL"]
-    verdict = verdict_of(allocator, capacity - beside_tensors["CUDA and NCCL"])
+    verdict = find_verdict(allocator, capacity - beside_tensors["CUDA and NCCL"])
     in_all = {"total": total, "allocator": allocator, "reserved": reserved, "host": float(host.sum()) / base.GIB}
     return {
         "memory_gib": by_kind(np.max(together, axis=0)) | in_all,  # each kind at its own worst moment of a step

@@ -66,9 +66,9 @@ class Rates:
     values: dict[str, float]
     resolved_from: str = ""  # what a name that fits several kinds was taken for
 
-    def seconds_of(self, unit: str, flops: float, nbytes: float) -> float:
+    def operator_seconds(self, unit: str, flops: float, nbytes: float) -> float:
         """Of one operator: by its FLOPs or by the bytes that it moves, whichever takes longer, and at least a kernel's
-        launch. `unit` is one of `operators.unit_of`."""
+        launch. `unit` is one of `operators.find_unit`."""
         seconds = nbytes / self.values["memory_gb_per_s"] / 1e9
         if unit == "chunk_cat":
             seconds /= CHUNK_CAT_SHARE
@@ -81,7 +81,7 @@ class Rates:
             return GROUPED_SHARE * self.values["matmul_tflops"]
         return self.values.get(f"{unit}_tflops") or self.values["matmul_tflops"]
 
-    def seconds_of_collective(
+    def collective_seconds(
         self, kind: str, ranks: int, nodes: int, ranks_per_node: int, calls: float, sent: float
     ) -> float:
         """Seconds of `calls` of one kind among `ranks` on `nodes`, at least `ranks_per_node` of them on each. In all of
@@ -128,9 +128,9 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
         elif name == "calls":
             kind, ranks, nodes, ranks_per_node = key
             sent = counts["sent_bytes", part, *key]
-            seconds = rates.seconds_of_collective(kind, ranks, nodes, ranks_per_node, count, sent)
+            seconds = rates.collective_seconds(kind, ranks, nodes, ranks_per_node, count, sent)
             calls, sent = counts.get(("exposed_calls", part, *key), 0), counts.get(("exposed_bytes", part, *key), 0)
-            at_ends = rates.seconds_of_collective(kind, ranks, nodes, ranks_per_node, calls, sent)
+            at_ends = rates.collective_seconds(kind, ranks, nodes, ranks_per_node, calls, sent)
             if phase == "optimizer" and kind not in DIVIDES_WORK:
                 at_ends = seconds
             communication += seconds

@@ -20,11 +20,11 @@ from harness.plan.fusion import RegionMemory
 from harness.plan.operators import (
     allocated_bytes,
     attention_workspace,
+    find_unit,
     moved_bytes,
     nbytes,
     operator_flops,
     tensors_in,
-    unit_of,
 )
 from harness.plan.rates import DIVIDES_WORK, Rates
 
@@ -40,7 +40,7 @@ class StepRecorder(TorchDispatchMode):
     buffer that turns out to be a gradient), so events are kept and summed at the end.
 
     The keys of `counts`, each sum linear in the number of layers:
-        (seconds, phase, unit), (bytes, phase, unit), (flops, phase, unit)    of operators, by `operators.unit_of`
+        (seconds, phase, unit), (bytes, phase, unit), (flops, phase, unit)    of operators, by `operators.find_unit`
         (dispatches, phase)                                                   kernels that eager operators launch
         (launches, phase)                                                     kernels that compiled regions launch
         (layers, phase)                                                       forward passes of compiled layers
@@ -169,7 +169,7 @@ class StepRecorder(TorchDispatchMode):
         flops = operator_flops(op, args, kwargs, result)
         if flops or not self.in_region:  # the other operators of a compiled region are counted as a whole
             moved = moved_bytes(op, args, kwargs, tensors_in(result))
-            self._count(unit_of(op, flops), flops, moved)
+            self._count(find_unit(op, flops), flops, moved)
             # Views are none: a first call of a compiled function makes some more than the next.
             if not self.in_region and (flops or moved):
                 self.counts["dispatches", self.phase] += self.weight
@@ -182,7 +182,7 @@ class StepRecorder(TorchDispatchMode):
     def _count(self, unit: str, flops: int, moved: int) -> None:
         if flops or moved:
             key = self.phase, unit
-            self.counts["seconds", *key] += self.weight * self.rates.seconds_of(unit, flops, moved)
+            self.counts["seconds", *key] += self.weight * self.rates.operator_seconds(unit, flops, moved)
             self.counts["bytes", *key] += self.weight * moved
             self.counts["flops", *key] += self.weight * flops
 
@@ -192,8 +192,8 @@ class StepRecorder(TorchDispatchMode):
         kinds = [kind for kind in COLLECTIVES if kind.replace("_", "") in name.replace("_", "")]
         if not kinds:
             return
-        (kind,), group = kinds, group_of(args)
-        ranks, nodes, ranks_per_node = self._sizes_of(group)
+        (kind,), group = kinds, find_group(args)
+        ranks, nodes, ranks_per_node = self._group_sizes(group)
         sent = max(map(nbytes, inputs)) * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
         key = (self.phase, kind, ranks, nodes, ranks_per_node)
         self.counts["calls", *key] += self.weight
@@ -204,7 +204,7 @@ class StepRecorder(TorchDispatchMode):
         if kind == "reduce_scatter":
             self.label(inputs[:1], "gradients")
 
-    def _sizes_of(self, group: dist.ProcessGroup) -> tuple[int, int, int]:
+    def _group_sizes(self, group: dist.ProcessGroup) -> tuple[int, int, int]:
         """(ranks of a group, nodes that they are on, the fewest of them on one node)."""
         if group not in self._groups:
             ranks = dist.get_process_group_ranks(group)
@@ -264,7 +264,7 @@ class StepRecorder(TorchDispatchMode):
         return peaks
 
 
-def group_of(args: Sequence[Any]) -> dist.ProcessGroup:
+def find_group(args: Sequence[Any]) -> dist.ProcessGroup:
     """The process group among the arguments of a collective's operator. One of c10d gets an object of TorchScript, a
     functional one the group's name after the operation's."""
     for arg in args:

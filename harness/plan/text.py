@@ -38,7 +38,7 @@ def describe_plan(settings: flags.Settings, result: dict) -> str:
 
 def describe_verdict(result: dict) -> str:
     """Whether it fits, and the memory that it takes."""
-    used = share_of(result["memory_gib"]["reserved"], result["capacity_gib"])
+    used = describe_share(result["memory_gib"]["reserved"], result["capacity_gib"])
     line = f"{result['verdict']}: {used} on each of {result['gpus']:,} x {result['gpu']}"
     if result["verdict"] != "tight":
         return line
@@ -51,7 +51,7 @@ def describe_speed(result: dict) -> dict[str, str]:
     kind, and what helps where the host bounds it."""
     share, lines = share_to_expect(result), {}
     if result["fits"]:
-        lines["expect"] = figures(result, share)
+        lines["expect"] = describe_metrics(result, share)
         if share:
             runs = OWN_RUNS if result["measured_share"] else PUBLISHED_RUNS
             lines["expect"] += f"; {runs} reached {percents(share)} of their plans"
@@ -86,20 +86,20 @@ def describe_advice(result: dict) -> dict[str, str]:
     if best["asked"]:
         advice = "as it is; nothing else planned is more than 1 % faster" if search["planned"] > 1 else "as it is"
     else:
-        title = name_of_best(result)
+        title = title_best(result)
         advice = f"{best['flags']}: "
         if result["fits"]:
             advice += f"{100 * (best['tokens_per_sec'] / result['tokens_per_sec'] - 1):+.1f} %, "
         elif best["gpus"] != result["gpus"]:
             advice += f"{best['gpus']:,} GPUs, "
-        advice += f"{figures(best, None)}, {share_of(best['reserved_gib'], best['capacity_gib'])}"
+        advice += f"{describe_metrics(best, None)}, {describe_share(best['reserved_gib'], best['capacity_gib'])}"
         if best["host_gib"]:
             advice += f" and {best['host_gib']:,.0f} GiB of the host for each"
     lines = {title: advice}
     if safer:
         change = 100 * (safer["tokens_per_sec"] / best["tokens_per_sec"] - 1)
-        room = share_of(safer["reserved_gib"], safer["capacity_gib"])
-        lines["safer"] = f"{safer['flags']}: {change:+.1f} %, {figures(safer, None)}, {room}"
+        room = describe_share(safer["reserved_gib"], safer["capacity_gib"])
+        lines["safer"] = f"{safer['flags']}: {change:+.1f} %, {describe_metrics(safer, None)}, {room}"
     elif best["verdict"] == "tight":
         lines["but"] = "it is tight; nothing with more room was found"
         if not search["complete"]:
@@ -121,8 +121,8 @@ def describe_adapters(result: dict) -> dict[str, str]:
     row = result["with_adapters"]
     if not row:
         return {}
-    room = share_of(row["reserved_gib"], row["capacity_gib"])
-    return {"adapters": f"{row['flags']}: {figures(row, None)}, {room}; other training, of adapters alone"}
+    room = describe_share(row["reserved_gib"], row["capacity_gib"])
+    return {"adapters": f"{row['flags']}: {describe_metrics(row, None)}, {room}; other training, of adapters alone"}
 
 
 def share_to_expect(result: dict) -> tuple | None:
@@ -143,7 +143,7 @@ def describe_host(result: dict) -> str:
     return f"{line}{' or '.join(advice)} helps"
 
 
-def name_of_best(result: dict) -> str:
+def title_best(result: dict) -> str:
     """What the configuration to take is called: where the asked one is tight it has more room."""
     if not result["fits"]:
         return "fits with"
@@ -164,7 +164,7 @@ def describe_configurations(result: dict) -> list[str]:
     header = "  GPUs  sharding      checkpoints    batch  GiB a GPU  fits   tokens/s  MFU"
     lines = ["", f"{'':10}{header}{'$ a billion' if price in result else '':>13}"]
     for row in sorted(result["configurations"], key=order):
-        name = "as is" if row["asked"] else name_of_best(result) if row["fastest"] else "safer" if row["safer"] else ""
+        name = "as is" if row["asked"] else title_best(result) if row["fastest"] else "safer" if row["safer"] else ""
         replicas = f" x{row['dp_replicate_size']}" if row["dp_replicate_size"] > 1 else ""
         batch = f"{row['batch_size']:,} x {row['gradient_accumulation_steps']:,}"
         lines.append(
@@ -253,7 +253,7 @@ def measured_shares(
 # ---- Figures ---------------------------------------------------------------------------------------------------------
 
 
-def figures(row: dict, share: tuple | None) -> str:
+def describe_metrics(row: dict, share: tuple | None) -> str:
     """Speed, MFU and price of a configuration, with the range where published runs reached this share of plans."""
     parts = [f"{ranged(row['tokens_per_sec'], share, '{:,.0f}'.format)} tokens/s"]
     if row["mfu_percent"]:
@@ -289,5 +289,5 @@ def percents(share: tuple) -> str:
     return f"{100 * share[0]:.0f} to {100 * share[-1]:.0f} %"
 
 
-def share_of(gib: float, capacity: float) -> str:
+def describe_share(gib: float, capacity: float) -> str:
     return f"{gib:,.1f} of {capacity:,.1f} GiB ({100 * gib / capacity:,.0f} %)"

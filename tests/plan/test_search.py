@@ -33,8 +33,8 @@ def by_formula(s, world: int, capacity: float, scale: float = 1) -> dict:
     step = products + traffic * s.gradient_accumulation_steps + 1000 * s.cpu_offload + 5 * (level == 6.0) + 10
     return {  # of a prediction what a search reads
         "gpus": world,
-        "fits": predict.verdict_of(reserved, capacity) != "does not fit",
-        "verdict": predict.verdict_of(reserved, capacity),
+        "fits": predict.find_verdict(reserved, capacity) != "does not fit",
+        "verdict": predict.find_verdict(reserved, capacity),
         "memory_gib": {"reserved": reserved, "host": 0.0},
         "at_peak_gib": {"activations": activations},
         "step_time_ms": step,
@@ -100,7 +100,7 @@ def test_the_fastest_is_tight_only_where_nothing_else_fits():
 
 def test_what_may_fit_by_the_least_that_runs_reserved_is_tight_and_not_refused():
     least, most = predict.RESERVED_SHARE
-    verdicts = [predict.verdict_of(share * 100, 100) for share in (0.99 / most, 1.0, 0.99 / least, 1.01 / least)]
+    verdicts = [predict.find_verdict(share * 100, 100) for share in (0.99 / most, 1.0, 0.99 / least, 1.01 / least)]
     assert verdicts == ["fits", "tight", "tight", "does not fit"]
     asked = 2 + 32 / 2 + 0.5 + LEVELS["full"]
     found = searched("--batch-size auto --activation-checkpointing full", asked * 0.98, worlds=(2,))
