@@ -12,7 +12,7 @@ with job.World(settings, advice) as world:     what is raised inside becomes one
 Each name of the list has a docstring in its file.
 """
 
-from harness.job.endings import STOPPED, at_exit, state_of
+from harness.job.endings import STOPPED, at_exit, describe_exit
 from harness.job.folders import replace_file, take_folder
 from harness.job.heartbeats import PROGRESS, end_save_stage, enter_phase
 from harness.job.preflight import check_disk, check_machine
@@ -48,6 +48,7 @@ __all__ = [
     "columns",
     "command",
     "count_steps",
+    "describe_exit",
     "due",
     "end_save_stage",
     "enter_phase",
@@ -62,7 +63,6 @@ __all__ = [
     "progress",
     "replace_file",
     "start_processes",
-    "state_of",
     "step_bar",
     "stop_processes",
     "take_folder",

@@ -18,7 +18,7 @@ def at_exit(listener: Callable[[int], object]) -> None:
     LISTENERS.append(listener)
 
 
-def state_of(exit_code: int) -> str:
+def describe_exit(exit_code: int) -> str:
     """`done`, `stopped` or `failed`; a missed gate is a failure."""
     if exit_code in (INTERRUPTED, STOPPED):
         return "stopped"

@@ -14,12 +14,12 @@ CGROUPS = "/sys/fs/cgroup"
 SPIN_COUNT = 1_000_000  # about 10 ms; libgomp's own default is 300,000 (libgomp/env.c)
 
 
-def ranks_here() -> int:
+def local_world_size() -> int:
     """The number of ranks on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def limits(name: str, path: str | None = None) -> list[list[str]]:
+def cgroup_limits(name: str, path: str | None = None) -> list[list[str]]:
     """The words in the file `name` of this process's cgroup (version 2), and of each cgroup that contains it. `path` is
     that of the cgroup, by default this process's."""
     if path is None:
@@ -40,7 +40,7 @@ def allowed_cores() -> list[int]:
 
 def cores() -> int:
     """How many cores this process may use, by its affinity and by the quotas of its cgroups; at least 1."""
-    quotas = [int(quota) / int(period) for quota, period in limits("cpu.max") if quota != "max"]
+    quotas = [int(quota) / int(period) for quota, period in cgroup_limits("cpu.max") if quota != "max"]
     return max(1, int(min([len(allowed_cores()), *quotas])))
 
 
@@ -53,7 +53,7 @@ def busy_cores() -> float:
 def may_spin(threads: int, streaming: bool) -> bool:
     """Whether the threads of all ranks here may keep their cores while they wait for each other: there is a core for
     each thread, and for each process that reads a stream, and other processes leave those cores free."""
-    ranks, available = ranks_here(), cores()
+    ranks, available = local_world_size(), cores()
     needed = ranks * (threads + 1 if streaming else threads)
     if threads == 1 or needed > available:
         return False
@@ -80,7 +80,7 @@ def set_threads(settings: flags.Args) -> None:
         with contextlib.suppress(OSError):  # the launcher has died since
             is_given = b"OMP_NUM_THREADS=" in launcher_environment.read_bytes()
     if not is_given:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // ranks_here()))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // local_world_size()))
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         return
     threads = os.environ["OMP_NUM_THREADS"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 PREFETCHED_BATCHES = 2  # that a data worker reads ahead
 BATCHES_IN_USE = 2  # that the training holds beside them
-FOREIGN_MEMORY = base.GIB  # bytes of a GPU that other processes may hold without a warning
+MAX_OTHER_BYTES = base.GIB  # bytes of a GPU that other processes may hold without a warning
 
 
 def check_machine(settings: flags.Settings, mesh: DeviceMesh, device: torch.device) -> None:
@@ -30,11 +30,11 @@ def check_machine(settings: flags.Settings, mesh: DeviceMesh, device: torch.devi
         UserError: the run cannot succeed; on every rank.
     """
     base.broadcast_from_node_main(lambda: check_shared_memory(settings), os.environ.get("LOCAL_RANK", "0") == "0")
-    taken = describe_taken(other_processes_on_gpu()) if device.type == "cuda" else ""
+    taken = describe_other_processes(other_processes_on_gpu()) if device.type == "cuda" else ""
     for line in base.all_gather_objects(taken):
         if line:
             terminal.warn(line)
-    if spread := describe_spread(settings, mesh["shard"].size(), host.ranks_here()):
+    if spread := describe_spread(settings, mesh["shard"].size(), host.local_world_size()):
         terminal.print0(spread)
 
 
@@ -67,12 +67,12 @@ def other_processes_on_gpu() -> dict[int, int]:
     return {} if own is None else used
 
 
-def describe_taken(holders: dict[int, int]) -> str:
+def describe_other_processes(holders: dict[int, int]) -> str:
     """The warning of this rank where other processes hold memory on its GPU; empty where it is little."""
     import torch.distributed as dist
 
     taken = sum(holders.values())
-    if taken <= FOREIGN_MEMORY:
+    if taken <= MAX_OTHER_BYTES:
         return ""
     name = f"rank {dist.get_rank()} ({socket.gethostname()}, pid {os.getpid()})"
     held = f"{taken / base.GIB:.1f} GiB of its GPU are held by others (pid {', '.join(map(str, [*holders][:4]))})"
@@ -102,10 +102,10 @@ def batch_bytes(settings: flags.Settings) -> int:
 def check_shared_memory(settings: flags.Settings) -> None:
     """Raises a UserError where the batches that this node's data workers read ahead have no room in its shared memory:
     the workers would die of SIGBUS."""
-    workers = settings.num_workers * host.ranks_here()
+    workers = settings.num_workers * host.local_world_size()
     if not workers:
         return
-    batches = workers * PREFETCHED_BATCHES + BATCHES_IN_USE * host.ranks_here()
+    batches = workers * PREFETCHED_BATCHES + BATCHES_IN_USE * host.local_world_size()
     need, free = batches * batch_bytes(settings), free_bytes(SHARED_MEMORY)
     if need > free:
         what = f"{amount(free)} free, what {workers} data workers read ahead takes {amount(need)}"

@@ -18,7 +18,13 @@ LAUNCHERS = {
     "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
     "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
 }
-LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}  # numbers of a launcher
+LAUNCHER_MINIMUMS = {
+    "RANK": 0,
+    "LOCAL_RANK": 0,
+    "WORLD_SIZE": 1,
+    "LOCAL_WORLD_SIZE": 1,
+    "MASTER_PORT": 0,
+}  # numbers of a launcher
 MAX_PORT = 65_535
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate")
 
@@ -42,11 +48,11 @@ def begin(settings: flags.Args) -> None:
 def check_launcher_env(settings: flags.Args) -> None:
     """Ends the process with one line where its environment is that of one rank of several, but does not say which, or
     where the others are: the ranks would wait for each other in vain, or each train alone."""
-    env, told = os.environ, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    advice = f"start the ranks by torchrun or accelerate, which set {', '.join(told)}; docs/LAUNCH.md has commands"
+    env, needed = os.environ, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    advice = f"start the ranks by torchrun or accelerate, which set {', '.join(needed)}; docs/LAUNCH.md has commands"
     problem = ""
     if "RANK" in env:
-        missing = [name for name in told if name not in env]
+        missing = [name for name in needed if name not in env]
         if missing:
             problem = f"RANK={env['RANK']} is set, but not {', '.join(missing)}"
         elif problem := wrong_number(env):
@@ -66,7 +72,7 @@ def check_launcher_env(settings: flags.Args) -> None:
 
 def wrong_number(env: Mapping[str, str]) -> str:
     """What is wrong with a number of a launcher's, in words; empty where all are right."""
-    for name, least in LEAST.items():
+    for name, least in LAUNCHER_MINIMUMS.items():
         number = env.get(name, str(least))
         if not number.isdigit():
             return f"{name}={number} is not a whole number"

@@ -60,7 +60,7 @@ class Prometheus(Tracker):
     finish = log
 
     def close(self, exit_code: int) -> None:
-        self.running = job.state_of(exit_code)
+        self.running = job.describe_exit(exit_code)
 
     def collect(self) -> Iterator:
         """The metrics as they are now; a figure is that of the last log line that had it."""

@@ -24,10 +24,10 @@ def test_memory_that_others_hold_of_a_gpu_is_named_with_their_pids_where_the_dri
     package = types.SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid)
     package.nvmlDeviceGetComputeRunningProcesses = lambda gpu: [own, *others] if gpu == "GPU-abc" else []
     monkeypatch.setitem(sys.modules, "pynvml", package)
-    said = preflight.describe_taken(preflight.other_processes_on_gpu())
+    said = preflight.describe_other_processes(preflight.other_processes_on_gpu())
     assert f", pid {os.getpid()}): 20.0 GiB of its GPU are held by others (pid 7, 8); " in said
     package.nvmlDeviceGetComputeRunningProcesses = lambda gpu: others  # a container
-    assert preflight.describe_taken(preflight.other_processes_on_gpu()) == ""
+    assert preflight.describe_other_processes(preflight.other_processes_on_gpu()) == ""
     monkeypatch.setitem(sys.modules, "pynvml", None)  # no package
     assert preflight.other_processes_on_gpu() == {}
 
