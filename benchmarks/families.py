@@ -268,7 +268,7 @@ def collect(ranks: int, names: list[str], folder: pathlib.Path) -> dict[str, dic
 # ---- Result ----------------------------------------------------------------------------------------------------------
 
 
-def find_stalled_ranks(one: dict, two: dict) -> dict:
+def compare_ranks(one: dict, two: dict) -> dict:
     """One family's verdict from what one rank and two found."""
     verdict = {
         key: one[key] for key in ("flops", "flops_per_token", "flops_on_real_tensors", "flops_why") if key in one
@@ -338,7 +338,7 @@ def main() -> None:
         one, two = (collect(ranks, names, pathlib.Path(folder)) for ranks in (1, 2))
     result = {"torch": torch.__version__, "transformers": transformers.__version__, "families": {}}
     result["date"] = time.strftime("%Y-%m-%d")
-    result["families"] = {name: find_stalled_ranks(one[name], two[name]) for name in names}
+    result["families"] = {name: compare_ranks(one[name], two[name]) for name in names}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.out == RESULTS:
         write_table(result)
