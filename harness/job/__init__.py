@@ -1,12 +1,12 @@
-"""Job: the processes of a run: how they start, meet, print, share a folder, keep watch over each other and end.
+"""Job: the processes of a run: start, rendezvous, printing, run folder, heartbeats, signals and exit.
 
-job.begin(settings)                            signals, threads; before torch is loaded
-with job.World(settings, advice) as world:     what is raised inside becomes one line and an exit code
-    device = world.meet()
-    folder = job.take_folder(settings)         the run's own, locked
+job.begin(settings)                            signals and threads, before torch is imported
+with job.World(settings, advice) as world:     an exception inside becomes one line and an exit code
+    device = world.meet()                      rendezvous; this rank's device
+    folder = job.take_folder(settings)         the run's folder, locked
     job.check_machine(settings, mesh, device)
-    job.enter_phase("forward")                 where this rank is, for the line about a stall
-    job.due(settings, step, first_step).save
+    job.enter_phase("forward")                 recorded in the heartbeats, named when the job stalls
+    job.due(settings, step, first_step).save   True if a checkpoint is due
     world.exit_code = 0
 
 Each name of the list has a docstring in its file.

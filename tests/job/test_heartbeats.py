@@ -70,7 +70,7 @@ def test_the_rank_for_which_the_others_wait_is_named(stalled, how):
     case = stalled(how)
     (line,) = (line for line in case["said"].splitlines() if "error:" in line)
     place = f" ({socket.gethostname()}, pid {case['pids'][1]})" if how != "never" else ""
-    who = f"rank 1{place} did not come within {TIMEOUT_MINUTES} minutes: "
+    who = f"rank 1{place} timed out after {TIMEOUT_MINUTES} minutes: "
     assert line.startswith(f"train_fsdp.py: error: --timeout-minutes: {who}")
     assert re.fullmatch(STALLS[how], line.partition(who)[2])
     # nobody is killed for silence: one that holds its lock, or is stopped, has no exit code

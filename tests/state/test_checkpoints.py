@@ -689,7 +689,7 @@ def test_a_run_lets_no_second_start_into_its_folder_and_a_signal_ends_it_with_14
             time.sleep(0.02)
         monkeypatch.setattr(folders, "LOCK_TIMEOUT", 0.2)
         second = refused("r", "--resume", "auto")
-        assert second.startswith(f"--run-name r: another run is in {tmp_path / 'r'}, whose processes `fuser ")
+        assert second.startswith(f"--run-name r: another run uses {tmp_path / 'r'}; `fuser ")
         os.kill(process.pid, signal.SIGTERM)
         process.join(600)
         assert process.exitcode == 143
