@@ -146,7 +146,7 @@ SILENT, WORKING = {"silent": True}, {"waited": 2}
 @pytest.mark.parametrize(
     "ranks, named, words",
     [  # what the drills above, with two ranks, do not come to
-        ([{}, {}, {}], [0, 1, 2], "all wait for each other"),
+        ([{}, {}, {}], [0, 1, 2], "all ranks wait for each other"),
         ([{}, {"phase_count": 19}, {}], [1], "in backward"),
         ([{}, SILENT, {"phase_count": 19}], [1], "no heartbeat for over 450 s"),  # this comes before who is behind
         ([{}, SILENT, {"phase_count": 19, "phase": "data"}], [2], "in data"),  # but not before one that reads for ever

@@ -263,7 +263,7 @@ def test_data_and_a_tokenizer_that_changed_under_their_names_are_named(run, refu
     same = ("r", "--tokenizer", tmp_path / "t", "--dataset", data, "--resume", "auto")
     assert run(*same, "--num-steps", 1) == 0
     in_lower_case(tmp_path / "t")
-    assert refused(*same).startswith("--tokenizer: its vocabulary is not what it was at the checkpoint")
+    assert refused(*same).startswith("--tokenizer: its vocabulary is not the checkpoint's")
     shutil.copy(DEMO / "tokenizer.json", tmp_path / "t")
     data.write_text("The owl had a red ball. " * 200)
     assert refused(*same).startswith(f"--dataset: {data} is not what it was at the checkpoint; a resumed run must")
@@ -294,7 +294,7 @@ def test_another_run_is_refused_by_what_changed(copied, refused, tmp_path):
 def test_what_was_held_out_is_not_trained_on_by_a_resume_without_evaluations(run, refused):
     assert run("r", "--eval-interval", 2, "--dataset", STORIES / "train.jsonl", "--num-steps", 2) == 0
     said = refused("r", "--resume", "auto", "--dataset", STORIES / "train.jsonl")
-    held_out = "the run held out documents, which it would train on without the flag"
+    held_out = "without the flag the run would train on its eval split"
     assert said == f"--eval-interval was 2 in the checkpoint: {held_out}; give it again"
 
 
@@ -441,7 +441,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_and_exits_with_1(run, refused, 
     assert message.startswith("--checkpoint-interval: 2 checkpoints could not be saved")
     output = capsys.readouterr().out
     for step in (4, 6):
-        assert f"failed     checkpoint step-{step:08d}: [Errno 27] File too large; the run goes on" in output
+        assert f"failed     checkpoint step-{step:08d}: [Errno 27] File too large; the run continues" in output
     assert names(tmp_path / "r") == checkpoint_names(2)
     assert steps_of(tmp_path / "r") == steps_of(finished)
     assert run("r", "--resume", "auto", "--checkpoint-interval", 2) == 0  # there is room again
