@@ -1,5 +1,5 @@
-"""Planning: --plan: predicts the configuration as it is, searches for what fits or is faster, and prints both. The
-script hands over the functions that a plan drives."""
+"""Planning: --plan predicts the given configuration, searches for one that fits or is faster, and prints both. The
+script passes its functions as a `Recipe`."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from harness.plan.text import assumptions, describe_plan, measured_shares
 
 
 def print_plan(settings: flags.Args, recipe: Recipe) -> None:
-    """--plan: prints what `settings` will need and give, and what else would fit or be faster."""
+    """Print the plan of `settings` on rank 0, as text or with --json as JSON."""
     if int(os.environ.get("RANK", 0)):
         return
     own_plan.exit_with_parent()
@@ -32,10 +32,10 @@ def print_plan(settings: flags.Args, recipe: Recipe) -> None:
 
 
 def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
-    """(the settings with all that the flags left open, the JSON object of their plan).
+    """Return (the resolved settings, the JSON object of their plan).
 
     Raises:
-        UserError: there is no such GPU, it has no float8, or a number of GPUs is no whole number of nodes.
+        UserError: the GPU is unknown or has no float8, or a number of GPUs is no multiple of the nodes' size.
     """
     began = time.monotonic()
     deadline = began + (args.plan_seconds or math.inf)
@@ -73,7 +73,7 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
     if settings.num_steps and settings.explicit.keys() & {"num_steps", "num_tokens"}:
         result["run"] = price_run(settings, result)
     elif settings.num_epochs:
-        result["num_epochs"] = settings.num_epochs  # whose steps only the data could say
+        result["num_epochs"] = settings.num_epochs  # the number of steps depends on the data
     result["warning"] = describe_unread_lengths(settings)
     result["rates"] = rates.values
     result["measured_share"], result["published_share"] = measured_shares(settings, config, result)
@@ -82,8 +82,7 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
 
 
 def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
-    """Raises a UserError where GPUs fill no whole number of nodes: some nodes would be fuller than others, and a run
-    would not be started like that."""
+    """Raise UserError if GPUs do not fill whole nodes, as a launcher starts the same number on each node."""
     for world in worlds:
         if world > per_node and world % per_node:
             nodes = f"{world / per_node:.3g} nodes of {per_node} GPUs"
@@ -93,7 +92,7 @@ def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
 
 
 def describe_unread_lengths(settings: flags.Settings) -> str:
-    """The line about document lengths, which no plan knows; "" if attention sees whole sequences."""
+    """Return the warning about document lengths, which a plan does not know; "" if attention spans full sequences."""
     if not settings.document_mask and settings.packing != "none":
         return ""
     flag = "--document-mask" if settings.document_mask else "--packing none"
@@ -101,7 +100,7 @@ def describe_unread_lengths(settings: flags.Settings) -> str:
 
 
 def price_run(settings: flags.Settings, plan: dict) -> dict:
-    """Steps, hours and, with --gpu-hour-usd, dollars of all the steps of a run that is planned so."""
+    """Return steps, tokens, hours and, with --gpu-hour-usd, dollars (`cost`) of the full run."""
     steps, world = settings.num_steps, plan["gpus"]
     if settings.num_tokens:
         steps = settings.steps_for(settings.num_tokens, world)
