@@ -103,7 +103,7 @@ OTHERWISE = {  # {difference: (name to replace, replacement)}
 
 
 def plan(run: dict) -> dict:
-    """What `train_fsdp.py --plan --json` says of a run, in this process: loading torch takes longer than a plan.
+    """Return the plan of a run, made in this process, as importing torch takes longer than a plan.
 
     Raises:
         UserError: the flags or the config are refused.

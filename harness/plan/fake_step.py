@@ -16,7 +16,7 @@ from torch._functorch.partitioners import (
 )  # private: inductor's partitioner has no other name
 from torch._subclasses.fake_tensor import FakeTensorMode  # private: DTensor and the compiler do not run on `meta`
 from torch.distributed.fsdp._fully_shard import _fsdp_param  # private: FSDP2 has no option for how it chunks
-from torch.distributed.tensor._sharding_prop import ShardingPropagator  # private: it runs operators of its own
+from torch.distributed.tensor._sharding_prop import ShardingPropagator  # private: it runs further operators
 from torch.utils import _python_dispatch  # private: no public name gives the active modes, or a context without them
 from transformers import PretrainedConfig
 from transformers.integrations import moe

@@ -106,7 +106,7 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
     units = dict.fromkeys(("matmul", "attention", "memory", "optimizer"), 0.0)
     kernels = 0.0
     compute = dict.fromkeys(PHASES, 0.0)
-    beside = dict.fromkeys(PHASES, 0.0)  # collectives that may overlap the computation of their phase
+    overlapping = dict.fromkeys(PHASES, 0.0)  # collectives that may overlap the computation of their phase
     exposed = communication = host = 0.0
     for (name, part, *key), count in counts.items():
         phase = "optimizer" if part == "update" else part
@@ -133,10 +133,10 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
                 at_ends = seconds
             communication += seconds
             exposed += at_ends
-            beside[phase] += seconds - at_ends
+            overlapping[phase] += seconds - at_ends
     gaps = kernels * GAP_US / 1e6
     in_all = sum(compute.values()) + gaps
-    exposed += sum(max(0.0, beside[phase] - compute[phase]) for phase in PHASES)
+    exposed += sum(max(0.0, overlapping[phase] - compute[phase]) for phase in PHASES)
     contention = CONTENTION * (communication - exposed)
     launches = max(0.0, host - in_all - exposed - contention)
     return units | {

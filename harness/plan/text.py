@@ -188,14 +188,13 @@ DESCRIBED = (
 )
 ASSUMED = {
     "memory": f"rank 0, the fullest; {100 * FRAGMENTATION:.0f} % fragmentation, {base.CONTEXT_GIB} GiB for CUDA and "
-    f"{base.NCCL_GIB} GiB a communicator",
-    "attention": "saves a row's logsumexp, accumulates the query gradient in fp32; eager attention has the scores' "
-    "matrix in memory",
-    "documents": "each sequence is one without padding, whose tokens meet all its keys in FLOPs and MFU",
-    "layers": "compiled ones are partitioned as inductor does, and each tensor that their kernels have to write is "
-    "written and read once; eager ones run operator by operator; shallow models, extrapolated to the full depth",
-    "time": "one operator after the other, with a gap between two kernels; collectives beside their pass, but for the "
-    "first gathers and the last reductions, and launches ahead; data always there",
+    f"{base.NCCL_GIB} GiB per communicator",
+    "attention": "saves the logsumexp, accumulates the query gradient in fp32; eager attention stores all scores",
+    "documents": "each sequence is one document without padding; its tokens attend to all its keys in FLOPs and MFU",
+    "layers": "compiled layers are partitioned like inductor's; each tensor that their kernels write is written and "
+    "read once; eager layers run operator by operator; shallow models are extrapolated to the full depth",
+    "time": "operators run one after the other, with a gap between kernels; collectives overlap their pass, except for "
+    "the first gathers and the last reductions; the host launches ahead; data never wait",
 }
 
 

@@ -135,7 +135,7 @@ def check_data(settings: flag_rules.Settings, now: corpora.DataRecord, manifest:
             refuse_changed(settings, manifest, DATA_FLAGS)
             raise base.UserError(f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}")
         refuse_changed(settings, manifest, ("eval_interval",))
-        advice = "give it as it was, or under another name as a source of its own"
+        advice = "give the same data, or give the new data under another name"
         raise base.UserError(f"--dataset: the source {name} is not what it was at the checkpoint ({field}); {advice}")
     return corpora.describe_changes(before, now, manifest["samples"])
 

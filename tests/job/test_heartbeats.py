@@ -1,4 +1,4 @@
-"""A stalled job ends, and names the rank that did not come, where it was last seen, and what it did."""
+"""A stalled job ends, and names the rank that timed out, its host, pid and phase."""
 
 import concurrent.futures
 import os
@@ -189,7 +189,7 @@ def test_ranks_whose_launcher_was_killed_save_and_leave(tmp_path):
 
 
 def refused(rank: int, address: str, port: int) -> str:
-    """What a rank says that looks for the store of its job there."""
+    """Return the stderr of a rank that looks for its job's store there."""
     names = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     with pytest.raises(RuntimeError, match="exit code 1") as ended:
         forked(1, multirank.impatient, names, "--demo", "--timeout-minutes", "0.05")

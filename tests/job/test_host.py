@@ -1,4 +1,4 @@
-"""How many threads a rank computes with, how they wait, and which cores a container leaves it."""
+"""The number of threads of a rank, how they wait, and the cores of a container."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A run's own plan: it goes when the run goes, and can be left out or waited for."""
+"""A run's own plan: it ends with the run, and can be left out or waited for."""
 
 import dataclasses
 import subprocess

@@ -1,4 +1,4 @@
-"""Rates of a plan: what is assumed of a kind of GPU, and what a step takes at them."""
+"""Rates of a plan: the assumptions about a kind of GPU, and the time of a step."""
 
 import json
 import sys
@@ -89,7 +89,7 @@ def test_a_bare_name_takes_the_usual_kind_and_says_which_others_there_are(typed)
     kind, others = gpu_names.choose_kind(typed)
     found = rates.choose_rates(parse(["--plan", "--plan-gpu", typed]))
     assert found.device == kind and find_gpu(kind).memory_gib == found.memory_gib
-    assert all(repr(other) in found.resolved_from for other in others) and bool(found.taken) == bool(others)
+    assert all(repr(other) in found.resolved_from for other in others) and bool(found.resolved_from) == bool(others)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a plan advises: what fits, and is faster, of a list of configurations planned one after the other.
+"""The recommendation of a plan: configurations that fit, and faster ones, planned in a fixed order.
 
 Most tests search among plans of a formula, which can be compared with all there are.
 """
@@ -53,7 +53,7 @@ def searched(
     def plan(settings, world):
         done.append(world)
         if len(done) == plans:
-            found.ends = 0.0
+            found.deadline = 0.0
         return by_formula(settings, world, capacity, scale)
 
     found = search.Search(settings, None, worlds, plan, capacity, float("inf"))
@@ -234,7 +234,7 @@ DEMO = "--plan --demo --no-compile --plan-gpu H200 --sequence-length 512 --gpu-h
 
 @pytest.mark.slow
 def test_a_plan_opens_with_the_answer_and_the_advised_command_does_what_it_says(tmp_path):
-    """On a card on which the demo does not fit as asked."""
+    """On a card on which the demo does not fit as given."""
     program = [sys.executable, copy_with_gpu(tmp_path, "Voodoo", 1.2)]
     command = [*program, *words(DEMO), *words("--plan-gpu Voodoo --plan-gpus 2 --batch-size 8 --num-tokens 10000000")]
     command += ["--plan-seconds", "600"]  # enough to compare all three, on a busy machine too

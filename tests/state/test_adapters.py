@@ -1,4 +1,4 @@
-"""What a run with --lora-rank saves and exports: adapters alone, which peft, transformers and a resumed run load."""
+"""Checkpoints and exports with --lora-rank: only adapters, which peft, transformers and a resumed run load."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A run that is killed at any moment loses at most the steps since its last checkpoint, and goes on as the same run."""
+"""A run that is killed at any moment loses at most the steps since its last checkpoint, and resumes as the same run."""
 
 import json
 import math
@@ -53,7 +53,7 @@ DEMO = ROOT / "assets" / "demo"
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """A tiny run of a few steps; what a test gives beside it wins."""
+    """A tiny run of a few steps; flags of a test win."""
     folder = tmp_path_factory.mktemp("checkpoints")
     model = write_model(folder / "model", "llama", **SIZES | {"tie_word_embeddings": False})
     small = f"--num-steps {STEPS} --sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --log-interval 1"
@@ -124,7 +124,7 @@ def last_of(folder):
 
 
 def told(output: str, name: str) -> str:
-    """What a line of the output that begins with a name says."""
+    """Return the text of the output's line that begins with a name."""
     return next((line[11:] for line in output.splitlines() if line.startswith(f"{name:10} ")), "")
 
 
@@ -180,7 +180,7 @@ WITHIN = {  # a step of four microbatches, or an evaluation after step 3 of two 
 def test_a_stop_within_a_step_or_an_evaluation_saves_the_last_complete_step_and_goes_on_bit_for_bit(
     run, tmp_path, within
 ):
-    """The unfinished step or evaluation is begun anew."""
+    """The unfinished step or evaluation is repeated."""
     model_type, sizes = MODELS["gpt2"]
     places = {"dropout": write_model(tmp_path / "dropout", model_type, **sizes | {"resid_pdrop": 0.2})}
     technique = words(WITHIN[within].format(stories=STORIES, **places))
