@@ -258,7 +258,7 @@ def train(run: loop.Run, stop: job.StopRequest) -> None:
         if due.save:
             run.checkpoints.save(run.state, wait=due.last)
             if not due.last:
-                stop.raise_if_asked()  # while what is saved is the last complete step
+                stop.raise_if_stopping()  # while what is saved is the last complete step
     run.checkpoints.finish()
 
 

@@ -1,9 +1,9 @@
-"""The shortest loop that trains the same model on the same windows: what the harness is measured against.
+"""A minimal training loop on the same model and sequences, as the baseline for the harness.
 
     python benchmarks/bare_loop.py --model assets/demo --tokens tokens.bin --num-steps 60
 
-No sharding, no tracking, no evaluation; prints one JSON object. A folder with weights is trained on from them; windows
-come in train_fsdp.py's order (seed 42), weights are decayed and clipped as there, so the losses are the same.
+No sharding, tracking or evaluation; prints one JSON object. Weights in the folder are the initial ones. Sequences have
+train_fsdp.py's order (seed 42), weight decay and clipping are the same, so the losses are equal.
 """
 
 import argparse
@@ -28,7 +28,7 @@ parser.add_argument("--sequence-length", type=int, default=256)
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--num-steps", type=int, default=60)
 parser.add_argument("--perf-warmup-steps", "--warmup-steps", type=int, default=10, help="steps that are not timed")
-parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: of matrices in the layers")
+parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: for matrices in the layers")
 parser.add_argument("--compile", action="store_true", help="the whole model")
 args = parser.parse_args()
 

@@ -1,15 +1,14 @@
-"""Measures train_fsdp.py and what it is compared with: fresh processes, in turn, repeated; a table, one JSON.
+"""Measure train_fsdp.py and other programs in fresh processes, in rounds. Prints a table, writes one JSON file.
 
-    python benchmarks/bench.py cpu                     what holds on any machine, as ratios
-    python benchmarks/bench.py gpu --only ladder       the published settings, then one change after another
-    python benchmarks/bench.py gpu --only memory       memory against speed; likewise scale, loss, ranks
+    python benchmarks/bench.py cpu                     speed and start against a bare loop, as ratios
+    python benchmarks/bench.py gpu                     learning curves; on several GPUs also their scaling
     python benchmarks/bench.py compare                 against the programs in benchmarks/peers
-    python benchmarks/bench.py compare --cpu           the same with the demo model on a CPU: what is level there
-                                                       --missing: only what earlier calls left to do
-    python benchmarks/bench.py gpu --only ladder --rehearse     the same path with the demo model on the CPU
+    python benchmarks/bench.py compare --cpu           the same with the demo model on a CPU
+                                                       --missing: only the rounds that earlier calls lack
+    python benchmarks/bench.py gpu --rehearse          the same path with the demo model on the CPU
 
-Configurations run in rounds, A B C A B C, until --repeats or --minutes are used up. The same command again adds rounds:
-runs of the same code, command and machine are kept. What fails is kept too, with its error line.
+Configurations run in rounds, A B C A B C, up to --repeats or --minutes. The same command again adds rounds: runs of the
+same code, command and machine are kept. A configuration that fails is kept with its error line.
 """
 
 import argparse
@@ -28,12 +27,12 @@ import torch
 from running import PEERS, ROOT, Config, RunError, code_hash, describe_machine, device_name, execute, now
 
 RESULTS = ROOT / "benchmarks" / "results"
-ENOUGH = 60  # seconds that must be left for a configuration that has not run yet
+MIN_SECONDS_LEFT = 60  # a configuration that has not run yet starts only if so many are left
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is measured. A part is (what it says, the figure that counts, pairs to divide, configurations). A pair is (above,
-# below, goal) and, where it is not the part's figure that is divided, which one.
+# Suites. A part is (title, metric, pairs, configurations). A pair is (numerator, denominator, goal) and, for another
+# metric than the part's, that metric.
 
 DEMO = {"model": "demo", "dataset": "demo", "sequence_length": 256, "cache_dir": "WORK/cache", "log_interval": 1000}
 SPEED = {"model": "smollm3-3b", "dataset": "synthetic", "sequence_length": 8192, "batch_size": 1, "zero_stage": 2}
@@ -41,10 +40,10 @@ SPEED |= {"own_plan": False}  # a short run would wait for it
 PUBLISHED = {"precision": "bf16-pure", "compile": False, "fused_loss": False, "attention": "flash"}
 FINAL = {"precision": "bf16", "compile": True, "fused_loss": True, "attention": "auto"}
 BARE, TOKENS = "benchmarks/bare_loop.py", {"tokens": "WORK/tokens.bin"}
-SAME = {"model": "WORK/start"}  # first weights that two programs share
-# What makes the program do a peer's steps.
+SAME = {"model": "WORK/start"}  # the first weights that programs share
+# Settings for the same steps as a peer's.
 PLAIN = {"tokenizer": "assets/demo", "init": "pretrained", "lr": 3e-4, "lr_scheduler": "constant", "precision": "fp32"}
-SAME_WAITING = {"GOMP_SPINCOUNT": "1000000"}  # what train_fsdp.py chooses on free cores (harness/job/host.py)
+SAME_WAITING = {"GOMP_SPINCOUNT": "1000000"}  # as train_fsdp.py sets it on free cores (harness/job/host.py)
 
 
 def trained(base: dict, variants: dict[str, dict]) -> dict[str, Config]:
@@ -78,15 +77,15 @@ def start() -> tuple:
 
 
 def curves(base: dict, variants: dict[str, dict]) -> tuple:
-    """Learning curves on the same data and steps: the reference, itself with another seed (that is noise), others."""
+    """Learning curves on the same data: the reference, the reference with another seed (the noise), the others."""
     (reference, flags), *others = variants.items()
     variants = {reference: flags, f"{reference}, another seed": flags | {"seed": 43}, **dict(others)}
     pairs = {
-        f"held-out loss, {name} / {reference}": (name, reference, "0.995 to 1.005" if "fp8" in name else "within noise")
+        f"eval loss, {name} / {reference}": (name, reference, "0.995 to 1.005" if "fp8" in name else "within noise")
         for name in variants
         if name != reference
     }
-    return "held-out loss after the same steps on the same data", "eval_loss", pairs, trained(base, variants)
+    return "eval loss after the same steps on the same data", "eval_loss", pairs, trained(base, variants)
 
 
 def loss_gpu() -> tuple:
@@ -103,62 +102,8 @@ def loss_gpu() -> tuple:
     )
 
 
-# Milliseconds for 8,192 tokens of SmolLM3-3B on one H200, predicted before any of it was measured, and why. The rungs
-# before cuDNN ask for flash: left to itself, torch takes cuDNN on a Hopper.
-LADDER = [
-    ("published settings", PUBLISHED, 485, "the sum of the budget"),
-    ("fp32 master weights", {"precision": "bf16"}, 510, "32 bytes a parameter in AdamW for 16, fp32 reduction"),
-    ("fused loss", {"fused_loss": True}, 508, "4 GB for the head's gradient where logits moved more; 5 GiB less"),
-    ("compiled layers", {"compile": True}, 443, "elementwise work in a third of the passes over memory"),
-    ("cuDNN attention", {"attention": "cudnn"}, 403, "35 TFLOP at 470 TFLOP/s for 300"),
-    ("moments in bf16", {"optimizer": "adamw-bf16"}, 393, "20 bytes a parameter in AdamW for 32"),
-    ("batch 2, moments in fp32", {"batch_size": 2, "optimizer": "adamw"}, 381, "45 ms a step for twice the tokens"),
-    ("4 microbatches, one reduction", {"gradient_accumulation_steps": 4, "zero_stage": 1}, 364, "for eight times"),
-    ("float8 linears", {"precision": "fp8"}, 289, "138 TFLOP of linears at 1,100 TFLOP/s for 620, 20 ms of casts"),
-]
-
-
-def ladder() -> tuple:
-    configs, flags = {}, SPEED
-    for name, change, milliseconds, why in LADDER:
-        flags = {key: value for key, value in (flags | change).items() if value is not None}
-        predicted = {"on": "NVIDIA H200", "tokens_per_sec_per_gpu": round(8192e3 / milliseconds), "why": why}
-        configs["+ " * bool(configs) + name] = Config("train_fsdp.py", flags, predicted)
-    return "SmolLM3-3B at 8,192 tokens, each line one change more", "tokens_per_sec_per_gpu", {}, configs
-
-
-def memory() -> tuple:
-    selective, full = {"activation_checkpointing": "selective"}, {"activation_checkpointing": "full"}
-    variants = {
-        "batch 1": {},
-        "batch 2": {"batch_size": 2},
-        "batch 1, selective": selective,
-        "batch 4, selective": selective | {"batch_size": 4},
-        "batch 1, full": full,
-        "batch 4, full": full | {"batch_size": 4},
-        "batch 1, full, 8-bit Adam": full | {"optimizer": "adamw8bit"},
-        "batch 1, full, bf16-pure": full | {"precision": "bf16-pure"},
-        "batch 4, full, offloaded": full | {"batch_size": 4, "cpu_offload": True},
-    }
-    what = "SmolLM3-3B at 8,192 tokens: activation checkpointing and what else saves memory"
-    return what, "tokens_per_sec_per_gpu", {}, trained(SPEED | FINAL, variants)
-
-
-def scale() -> tuple:
-    variants = {f"{m}, 8,192 tokens": {"model": m} for m in ("llama3.2-1b", "smollm3-3b", "llama3.1-8b")}
-    for length in (2048, 4096, 16384, 32768, 65536):
-        size = {"sequence_length": length, "batch_size": max(1, 16384 // length)}
-        variants[f"smollm3-3b, {length:,} tokens"] = size
-    # KempnerForge's published run on one H200, 10,471 tokens/s, has these settings
-    other = {"model": "llama3.1-8b", "precision": "bf16-pure", "sequence_length": 4096, "batch_size": 4}
-    variants["llama3.1-8b, bf16-pure, 4,096 tokens"] = other | {"gradient_accumulation_steps": 2}
-    base = SPEED | FINAL | {"activation_checkpointing": "full"}
-    what = "model sizes and sequence lengths, full checkpointing"
-    return what, "tokens_per_sec_per_gpu", {}, trained(base, variants)
-
-
 def ranks(available: int) -> tuple:
-    """The same work for each GPU on 1, 2, 4, 8 of them, and on all of them by stage."""
+    """The same work per GPU on 1, 2, 4, 8 GPUs at stage 3, and on all GPUs at the other stages."""
     base = SPEED | FINAL | {"activation_checkpointing": "selective"}
     numbers = [n for n in (1, 2, 4, 8) if n <= available]
     configs = {f"ZeRO-3, {n} ranks": Config("train_fsdp.py", base | {"zero_stage": 3}, ranks=n) for n in numbers}
@@ -182,9 +127,8 @@ def peers() -> tuple:
 
 
 def peers_cpu(ranks: int, tokens: int, threads: int, optimizer: str) -> tuple:
-    """The same weights, windows, optimizer and number of steps in every program, fp32, without a compiler or data
-    workers, with the same threads that wait in the same way. The last losses must agree; of several ranks, their mean.
-    """
+    """The same weights, sequences, optimizer and steps in every program: fp32, eager, no data workers, the same number
+    of threads and spinning. The last losses must agree; with several ranks their mean."""
     size = {"batch_size": tokens // 256 // ranks, "num_steps": 32768 // tokens + 12, "perf_warmup_steps": 4}
     size |= {"sequence_length": 256, "optimizer": optimizer}
     options = SAME | TOKENS | size | {"precision": "fp32", "compile": False}
@@ -214,7 +158,7 @@ def peers_cpu(ranks: int, tokens: int, threads: int, optimizer: str) -> tuple:
         config.ranks, config.same_loss_as = ranks, "" if label == reference else reference
         config.env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)} | SAME_WAITING
     pairs = {f"train_fsdp.py / {other}": ("train_fsdp.py", other, "at least 1") for other in others}
-    if ranks > 1:  # each beside the stage that sends what it sends: the Fabric program keeps layers gathered
+    if ranks > 1:  # each against the stage with the same communication: Fabric keeps layers gathered
         alike = {"Fabric, FSDP2": 2} | dict.fromkeys(replicas, 0)
         for other, stage in alike.items():
             pairs[f"stage {stage} / {other}"] = (f"train_fsdp.py, stage {stage}", other, "at least 1")
@@ -232,15 +176,14 @@ def compare_cpu() -> dict[str, tuple]:
     return parts
 
 
-def parts_of(suite: str, available: int) -> dict[str, tuple]:
+def find_parts(suite: str, available: int) -> dict[str, tuple]:
     if suite == "cpu":
         return {"harness": harness(), "start": start()}
     if suite == "compare":
         return {"peers": peers()}
     if suite == "compare-cpu":
         return compare_cpu()
-    parts = {"ladder": ladder(), "memory": memory(), "scale": scale(), "loss": loss_gpu()}
-    return parts | ({"ranks": ranks(available)} if available > 1 else {})
+    return {"loss": loss_gpu()} | ({"ranks": ranks(available)} if available > 1 else {})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -248,40 +191,38 @@ def parts_of(suite: str, available: int) -> dict[str, tuple]:
 
 
 def prepare(work: pathlib.Path) -> None:
-    """What the bare loop reads: the demo's tokens and first weights, which a step exports whose learning rate changes
-    nothing."""
+    """Write the files that the bare loop reads: the demo's tokens, and first weights, exported after a step with a
+    learning rate too small to change them."""
     first = {"num_steps": 1, "lr": 1e-30, "precision": "fp32", "export": "WORK/start"}
     execute(Config("train_fsdp.py", DEMO | first), work, 1, 900)
     os.link(next((work / "cache").glob("tokens-*.bin")), work / "tokens.bin")
 
 
-SAME_LOSS = 1e-4  # of two programs that start from the same weights and do the same steps, relative; fp32
+SAME_LOSS = 1e-4  # relative tolerance for two programs with the same weights and steps in fp32
 
 
 def check_loss(figures: dict, config: Config, entry: dict) -> None:
-    """Refuses a run whose last loss is not that of the configuration that it is compared with."""
+    """Raise RunError if the last loss is not that of the configuration that this run is compared with."""
     others = entry["configs"].get(config.same_loss_as, {"runs": []})["runs"]
     if others and not math.isclose(figures["loss"], others[-1]["loss"], rel_tol=SAME_LOSS):
         found = f"its last loss is {figures['loss']:.6f}, that of {config.same_loss_as} {others[-1]['loss']:.6f}"
-        raise RunError(f"not compared: {found}; more than {SAME_LOSS} apart they did not do the same work")
+        raise RunError(f"not compared: {found}; a difference above {SAME_LOSS} means other work")
 
 
 def set_steps(flags: dict) -> None:
-    """About 160,000 tokens a rank after three steps of warmup, where the flags do not say how many steps."""
+    """Set about 160,000 tokens per rank after three warmup steps, if the flags have no number of steps."""
     if "sequence_length" in flags and "num_steps" not in flags:
         tokens = flags["sequence_length"] * flags.get("batch_size", 1) * flags.get("gradient_accumulation_steps", 1)
         flags |= {"num_steps": 3 + max(3, 163840 // tokens), "perf_warmup_steps": 3}
 
 
 def shrink(flags: dict) -> None:
-    """For a rehearsal: the demo model, a 128th of the sequence, six steps, nothing that needs a GPU."""
+    """Change flags for a rehearsal: the demo model, a 128th of the sequence, six steps, nothing that needs a GPU."""
     if "sequence_length" in flags:
         flags |= {"sequence_length": max(16, flags["sequence_length"] // 128)}
         if flags["model"] != SAME["model"]:
             flags["model"] = "demo"
         flags |= {"num_steps": 6, "perf_warmup_steps": 2}
-    if flags.get("attention") == "cudnn":
-        flags["attention"] = "sdpa"
     if "eval_interval" in flags:
         flags |= {"eval_interval": 6, "warmup_steps": 2}
     if flags.get("precision") == "fp8":
@@ -289,7 +230,7 @@ def shrink(flags: dict) -> None:
 
 
 def measure(name: str, part: tuple, args, store: dict, save) -> None:
-    """Runs a part's configurations in rounds and keeps every run as it ends."""
+    """Run a part's configurations in rounds; save after every run."""
     what, figure, pairs, configs = part
     entry = store.setdefault(name, {"configs": {}})
     entry |= {"what": what, "figure": figure, "pairs": pairs}
@@ -301,16 +242,15 @@ def measure(name: str, part: tuple, args, store: dict, save) -> None:
         set_steps(config.flags)
         if args.rehearse:
             shrink(config.flags)
-            config.predicted = {}
         stamps[label] = here | {"ranks": config.ranks or args.gpus}
         old, command = entry["configs"].get(label, {}), config.command()
         kept = [r for r in old.get("runs", []) if old["command"] == command and stamps[label].items() <= r.items()]
-        entry["configs"][label] = {"command": command, "predicted": config.predicted, "runs": kept}
+        entry["configs"][label] = {"command": command, "runs": kept}
     entry["configs"] = {label: entry["configs"][label] for label in configs if label in entry["configs"]}
     repeats = args.repeats
     if args.missing:
         repeats -= drop_unfinished_rounds([entry["configs"][label] for label in wanted])
-        if repeats <= 0 or args.deadline - time.monotonic() < ENOUGH:
+        if repeats <= 0 or args.deadline - time.monotonic() < MIN_SECONDS_LEFT:
             return
     with tempfile.TemporaryDirectory() as folder:
         work = pathlib.Path(folder)
@@ -325,39 +265,39 @@ def measure(name: str, part: tuple, args, store: dict, save) -> None:
                 if "error" in result or (result["runs"] and left < max(run["wall_s"] for run in result["runs"])):
                     continue
                 try:
-                    if left < ENOUGH and not result["runs"]:
-                        raise RunError("not run: the --minutes were used up")
+                    if left < MIN_SECONDS_LEFT and not result["runs"]:
+                        raise RunError("not run: --minutes are over")
                     figures = execute(config, work, args.gpus, left, args.rehearse)
                     check_loss(figures, config, entry)
                     result["runs"].append(figures | stamps[label] | {"date": now(), "round": f"{began}, {repeat}"})
-                    said = f"{figures.get(figure, math.nan):,.4g}"
+                    text = f"{figures.get(figure, math.nan):,.4g}"
                 except RunError as error:
-                    said = result["error"] = str(error)
-                print(f"{name} {repeat + 1}/{repeats}  {label}: {said}", flush=True)
+                    text = result["error"] = str(error)
+                print(f"{name} {repeat + 1}/{repeats}  {label}: {text}", flush=True)
                 save()
 
 
 def drop_unfinished_rounds(results: list[dict]) -> int:
-    """Removes the runs of rounds that have fewer runs than the fullest; returns how many rounds remain."""
-    runs_of = Counter(run["round"] for result in results for run in result["runs"])
-    finished = [name for name, runs in runs_of.items() if runs == max(runs_of.values())]
+    """Remove the runs of incomplete rounds. Returns the number of rounds that remain."""
+    runs = Counter(run["round"] for result in results for run in result["runs"])
+    finished = [name for name, count in runs.items() if count == max(runs.values())]
     for result in results:
         result["runs"] = [run for run in result["runs"] if run["round"] in finished]
     return len(finished)
 
 
 def seconds_of_a_round(results: list[dict]) -> float:
-    """By the longest run of each configuration; 0 of those that have not run."""
+    """Sum the longest run of each configuration, 0 for one that has not run."""
     return sum(max((run["wall_s"] for run in result["runs"]), default=0) for result in results)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Telling
+# Results
 
 
 def ratios(entry: dict, above: str, below: str, goal: str, key: str = "") -> list[float]:
-    """One configuration's figure divided by another's in each round, or once their medians if they had no round in
-    common; `key` where it is not the part's figure."""
+    """Divide one configuration's metric by another's in each round, or their medians if they share no round. `key` is
+    the metric, by default the part's."""
     key = key or entry["figure"]
     runs = [entry["configs"].get(name, {"runs": []})["runs"] for name in (above, below)]
     a, b = ({run["round"]: run[key] for run in side} for side in runs)
@@ -366,7 +306,7 @@ def ratios(entry: dict, above: str, below: str, goal: str, key: str = "") -> lis
 
 
 def median_and_spread(values: list[float], digits: int = 4) -> str:
-    """The median, and in brackets the extremes where they differ in these digits."""
+    """Format the median, with minimum and maximum in brackets if they differ in these digits."""
     form = ",.0f" if max(values) >= 1000 else f".{digits}g"
     low, middle, high = (f"{value:{form}}" for value in (min(values), statistics.median(values), max(values)))
     return middle if low == high else f"{middle} [{low} to {high}]"
@@ -384,20 +324,19 @@ COLUMNS = {
 
 
 def table(entry: dict) -> str:
-    """A part as Markdown: medians, in brackets the extremes, then the ratios run by run."""
+    """Format a part as Markdown: medians with minimum and maximum, then the ratios."""
     figure = entry["figure"]
     runs = [run for config in entry["configs"].values() for run in config["runs"]]
     columns = {title: key for title, key in COLUMNS.items() if key != figure and any(key in run for run in runs)}
-    predicted = any(config["predicted"] for config in entry["configs"].values())
     title = figure.replace("_per_sec", "/s").replace("_per_gpu", "/GPU").replace("_", " ")
-    rows = [["", title, *["predicted"] * predicted, *columns, "runs"]]
+    rows = [["", title, *columns, "runs"]]
     for name, config in entry["configs"].items():
-        of = lambda key: [run[key] for run in config["runs"] if key in run]  # noqa: B023, E731
-        cells = [median_and_spread(of(figure)) if of(figure) else config.get("error", "-")]
-        cells += [f"{config['predicted']['tokens_per_sec_per_gpu']:,}" if config["predicted"] else ""] * predicted
-        cells += [
-            median_and_spread(of(key), digits=3 if key != "loss" else 5) if of(key) else "" for key in columns.values()
-        ]
+        cells = []
+        for key in (figure, *columns.values()):
+            values = [run[key] for run in config["runs"] if key in run]
+            digits = {figure: 4, "loss": 5}.get(key, 3)
+            cells.append(median_and_spread(values, digits) if values else "")
+        cells[0] = cells[0] or config.get("error", "-")
         rows.append([name, *cells, str(len(config["runs"]))])
     for label, pair in entry["pairs"].items():
         if values := ratios(entry, *pair):
@@ -412,8 +351,8 @@ def main() -> None:
     parser.add_argument("suite", choices=["cpu", "gpu", "compare"])
     parser.add_argument("--only", default="*", help="PART, or PART/CONFIGURATION with * and ?")
     parser.add_argument("--repeats", type=int, help="rounds [3; 5 of compare --cpu]")
-    parser.add_argument("--missing", action="store_true", help="only whole rounds that kept runs lack of --repeats")
-    parser.add_argument("--minutes", type=float, default=8.5, help="after these no run begins or goes on [8.5]")
+    parser.add_argument("--missing", action="store_true", help="only the rounds that kept runs lack for --repeats")
+    parser.add_argument("--minutes", type=float, default=8.5, help="no run starts or continues after these [8.5]")
     parser.add_argument("--gpus", type=int, help="ranks [all GPUs of this machine, or 1]")
     parser.add_argument("--out", type=pathlib.Path, help="folder of the JSON [benchmarks/results]")
     parser.add_argument("--rehearse", action="store_true", help="the demo model on the CPU, to a temporary folder")
@@ -422,7 +361,7 @@ def main() -> None:
     args.deadline = time.monotonic() + 60 * args.minutes
     if args.cpu:
         if args.suite != "compare":
-            parser.error(f"--cpu: is for compare; {args.suite} needs no such flag")
+            parser.error(f"--cpu: has no effect on {args.suite}; it is for compare")
         args.suite = "compare-cpu"
     args.repeats = args.repeats or (5 if args.cpu else 3)
     on_cpu = args.suite in ("cpu", "compare-cpu")
@@ -431,7 +370,7 @@ def main() -> None:
         args.only += "/*"
     out = args.out or (pathlib.Path(tempfile.mkdtemp(prefix="rehearsal-")) if args.rehearse else RESULTS)
     if args.rehearse and out.resolve().is_relative_to(RESULTS):
-        parser.error(f"--rehearse: its figures do not belong in {RESULTS}; give another --out")
+        parser.error(f"--rehearse: its results do not belong in {RESULTS}; give another --out")
     if args.suite in ("gpu", "compare") and not (torch.cuda.is_available() or args.rehearse):
         more = ", --cpu measures it there" if args.suite == "compare" else ""
         parser.error(f"{args.suite}: there is no GPU; --rehearse runs it with the demo model on the CPU{more}")
@@ -440,7 +379,7 @@ def main() -> None:
 
 
 def run_suite(args, file: pathlib.Path) -> None:
-    parts, wanted = parts_of(args.suite, args.gpus), args.only.partition("/")[0]
+    parts, wanted = find_parts(args.suite, args.gpus), args.only.partition("/")[0]
     if not fnmatch.filter(parts, wanted):
         sys.exit(f"bench.py: error: --only {wanted}: {args.suite} has {', '.join(parts)}")
     results = json.loads(file.read_text()) if file.exists() else {"parts": {}}

@@ -1,10 +1,10 @@
-"""Whether the devices of this machine train as its CPU does: the same few steps on both, and their losses.
+"""Compare training on this machine's devices with its CPU: the losses of the same few steps.
 
     python benchmarks/beside_cpu.py --ranks 2 -- --optimizer muon --zero-stage 2
 
-Both begin with the same weights, which the CPU draws and exports first: each device draws other random numbers from one
-seed. The CPU's run is one rank without the flags that only say how a step is divided. Ends with 1 where a loss is more
-than 1e-4 from the CPU's, with Muon 1e-3: kernels add in other orders, and steps amplify it.
+Both start from weights that the CPU drew and exported, as devices draw different random numbers from a seed. The CPU's
+run has one rank, without the flags that only divide a step. Exits with 1 if a loss differs from the CPU's by more than
+1e-4, with Muon 1e-3: kernels add in other orders, and steps amplify the differences.
 """
 
 import argparse
@@ -18,17 +18,13 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 STEPS = "--precision fp32 --no-compile --sequence-length 64 --num-steps 8 --log-interval 1 --eval-interval 0"
-TOLERANCES = {"muon": 1e-3}  # relative; its iterations are in bf16
+TOLERANCES = {"muon": 1e-3}  # relative; Muon's iterations are in bf16
 TOLERANCE = 1e-4
-DIVIDES = ("--zero-stage", "--dp-replicate-size", "--cpu-offload", "--defer-grad-sync")  # each with its value, if any
+DIVIDING_FLAGS = ("--zero-stage", "--dp-replicate-size", "--cpu-offload", "--defer-grad-sync")  # each may have a value
 
 
 def train(folder: pathlib.Path, name: str, ranks: int, flags: list[str], **env: str) -> None:
-    """One run.
-
-    Raises:
-        SystemExit: it did not end with 0.
-    """
+    """Run train_fsdp.py. Raises SystemExit if it fails."""
     launcher = [sys.executable] if ranks == 1 else [*TORCHRUN, f"--nproc_per_node={ranks}"]
     where = ["--output-dir", str(folder), "--run-name", name, "--no-final-checkpoint", "--cache-dir", str(folder / "c")]
     command = [*launcher, str(ROOT / "train_fsdp.py"), "--demo", *where, *flags]
@@ -38,7 +34,7 @@ def train(folder: pathlib.Path, name: str, ranks: int, flags: list[str], **env: 
 
 
 def losses(folder: pathlib.Path, name: str, ranks: int, flags: list[str], **env: str) -> list[float]:
-    """The losses of one run from the exported weights."""
+    """Return the losses of a run from the exported weights."""
     start = ["--model", str(folder / "start"), "--init", "pretrained", "--lr", "0.004"]
     train(folder, name, ranks, [*start, *STEPS.split(), *flags], **env)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
@@ -46,12 +42,12 @@ def losses(folder: pathlib.Path, name: str, ranks: int, flags: list[str], **env:
 
 
 def without_division(flags: list[str]) -> list[str]:
-    """These flags without those that say how a step is divided among ranks."""
+    """Return the flags without DIVIDING_FLAGS."""
     kept: list[str] = []
     divides = False
     for word in flags:
         if word.startswith("--"):
-            divides = word in DIVIDES
+            divides = word in DIVIDING_FLAGS
         if not divides:
             kept.append(word)
     return kept
@@ -59,8 +55,8 @@ def without_division(flags: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1, help="of the devices' run [1]")
-    parser.add_argument("flags", nargs="*", help="of both runs, after --")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of the devices' run [1]")
+    parser.add_argument("flags", nargs="*", help="flags of both runs, after --")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path, cpu = pathlib.Path(folder), {"CUDA_VISIBLE_DEVICES": ""}

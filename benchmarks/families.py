@@ -1,11 +1,10 @@
-"""Walks every causal-LM family of the installed transformers, built small: what is known of its FLOPs, and whether the
-harness trains it right.
+"""Test every causal-LM family of the installed transformers, built small: its FLOPs, and training on one and two ranks.
 
     python benchmarks/families.py
 
-FLOPs: `utils.get_model_flops_per_token` against torch's counter on real tensors, and whether PaLM's formula says the
-same. Training: the script's own functions, fp32, a few steps on one rank and on two; right are equal losses that are
-the cross entropy of causal logits. Writes benchmarks/results/families.json and the tables in docs/MODELS.md.
+FLOPs: `utils.get_model_flops_per_token`, from PaLM's formula or the counter, against torch's counter on real tensors.
+Training: the script's functions, fp32, a few steps; the losses of one and two ranks must be equal, and the cross
+entropy of causal logits. Writes benchmarks/results/families.json and the tables in docs/MODELS.md.
 """
 
 import argparse
@@ -43,7 +42,7 @@ SEQUENCE, STEPS, BATCH, TOLERANCE = 64, 4, 4, 1e-5
 RESULTS, TABLE = ROOT / "benchmarks" / "results" / "families.json", ROOT / "docs" / "MODELS.md"
 MARKS = ("<!-- made by benchmarks/families.py -->", "<!-- end -->")
 
-# How a field of a default config is made small: the first pattern that is its whole name.
+# Small values for fields of default configs: the first pattern that matches the full name.
 SMALL = {
     r"vocab_size.*|n_vocab": 512,
     r"(num|n|decoder|encoder)_.*layers?|n_layer|num_layers": 4,
@@ -62,7 +61,7 @@ SMALL = {
     r"chunk_size|.*_chunk_size": 16,
     r".*drop.*|.*jitter.*": 0,
 }
-# What a family's config wants beside.
+# Further fields of single families.
 WANTED = {
     "bailing_hybrid": {"qk_rope_head_dim": 8, "head_dim": 16},
     "bamba": {"mamba_n_heads": 8},
@@ -84,7 +83,7 @@ def families() -> list[str]:
 
 
 def small_sizes(config) -> dict:
-    """Small values for the fields of a default config that have a size, its parts' too."""
+    """Return small values for the sizes in a default config and its sub-configs."""
     sizes, heads = {}, getattr(config, "num_attention_heads", None)
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):
@@ -116,10 +115,10 @@ def small_config(family: str):
 
 
 def flops_on_real_tensors(config) -> float:
-    """FLOPs per token as torch's counter counts an eager step of a model with weights."""
+    """Return FLOPs per token from torch's counter, for an eager step of a model with weights."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # it does not see into a grouped matmul
+        model.set_experts_implementation("eager")  # the counter does not count grouped matmuls
     tokens = torch.randint(1, 500, (1, SEQUENCE), generator=torch.Generator().manual_seed(0))
     with (
         FlopCounterMode(display=False, custom_mapping=models.CORRECTED_FORMULAS) as counter,
@@ -129,18 +128,18 @@ def flops_on_real_tensors(config) -> float:
     return counter.get_total_flops() / SEQUENCE
 
 
-def look_at_flops(config) -> dict:
-    """How the figure comes about: by PaLM's formula or by the counter alone, or why there is none."""
+def check_flops(config) -> dict:
+    """Return FLOPs per token, their source (formula, counter or none, with the reason) and the counter's value."""
     config._attn_implementation = "eager"
     try:
-        figure = utils.get_model_flops_per_token(config, SEQUENCE)
+        flops = utils.get_model_flops_per_token(config, SEQUENCE)
     except ValueError as error:
         return {"flops": "none", "flops_why": str(error), "flops_on_real_tensors": flops_on_real_tensors(config)}
-    look = {"flops_per_token": figure, "flops_on_real_tensors": flops_on_real_tensors(config), "flops": "counter"}
-    with contextlib.suppress(ValueError):  # only the formula has a causal figure
+    result = {"flops_per_token": flops, "flops_on_real_tensors": flops_on_real_tensors(config), "flops": "counter"}
+    with contextlib.suppress(ValueError):  # only the formula has a causal variant
         utils.get_model_flops_per_token(config, SEQUENCE, causal=True)
-        look["flops"] = "formula"
-    return look
+        result["flops"] = "formula"
+    return result
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -154,7 +153,8 @@ def batches(rank: int, world: int):
 
 
 def train(folder: pathlib.Path, device) -> dict:
-    """Losses of a few steps, and whether the first is the cross entropy of logits that see no later token."""
+    """Return the losses of a few steps, and problems: a loss other than the cross entropy, logits that are not
+    causal."""
     import torch.distributed as dist
 
     import train_fsdp
@@ -167,7 +167,7 @@ def train(folder: pathlib.Path, device) -> dict:
     flags += f" --batch-size {BATCH // world} --lr 1e-4 --lr-scheduler constant"
     settings = parse_args(["--model", str(folder), *flags.split()])
     config = models.load_config(settings.model)
-    # The router loss is a product of means over a microbatch: other microbatches train otherwise.
+    # The router loss is a product of means over a microbatch, so it depends on the number of ranks.
     config.get_text_config().router_aux_loss_coef = 0.0
     settings = resolving.resolve_steps(resolving.resolve(settings, config))
     mesh = train_fsdp.build_mesh(settings, device)
@@ -190,18 +190,17 @@ def train(folder: pathlib.Path, device) -> dict:
         torch.manual_seed(seed)
         with torch.no_grad():
             seen.add(model(**batch, use_cache=False).loss.item())
-    losses, given = [], batches(rank, world)
+    losses, rank_batches = [], batches(rank, world)
     for _ in range(STEPS):
-        mean = train_fsdp.train_step(settings, model, optimizer, given, utils.PerformanceTracker(0, world, 0))[
-            0
-        ].clone()
+        tracker = utils.PerformanceTracker(0, world, 0)
+        mean = train_fsdp.train_step(settings, model, optimizer, rank_batches, tracker)[0].clone()
         dist.all_reduce(mean)
         losses.append(mean.item() / world)
     return {"losses": losses, "problems": problems, "random": len(seen) > 1}
 
 
 def walk(names: list[str], out: pathlib.Path) -> None:
-    """One rank's way through the families; rank 0 adds a line to `out` for each."""
+    """Test the families on this rank; rank 0 adds a line to `out` for each."""
     import torch.distributed as dist
 
     from harness.job import start_processes, stop_processes
@@ -220,10 +219,10 @@ def walk(names: list[str], out: pathlib.Path) -> None:
                 config.save_pretrained(folder)
                 check_size(config)
                 if dist.get_world_size() == 1:
-                    found |= look_at_flops(small_config(name))
+                    found |= check_flops(small_config(name))
                 found["built"] = True
                 found |= train(pathlib.Path(folder), device)
-        except Exception as error:  # of any kind: it is what is looked for
+        except Exception as error:  # any error is a result
             found["error"] = f"{type(error).__name__}: {first_line(error)}"[:200]
             found["error"] = re.sub(r"/tmp/\S+?: ", "", found["error"])
         if dist.get_rank() == 0:
@@ -234,15 +233,16 @@ def walk(names: list[str], out: pathlib.Path) -> None:
 
 
 def check_size(config) -> None:
-    """Raises what building the model raises, and ValueError where it is too large to walk."""
+    """Build the model on the meta device. Raises ValueError if it is too large to test."""
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     if size > 3e7:
-        raise ValueError(f"{size:,} parameters however small its config is made")
+        raise ValueError(f"{size:,} parameters with the smallest config")
 
 
 def collect(ranks: int, names: list[str], folder: pathlib.Path) -> dict[str, dict]:
-    """What `walk` found with a number of ranks; a family that ends or stops the ranks is left there."""
+    """Return the results of `walk` on `ranks` ranks. After a family that kills or stalls the ranks, the next walk
+    starts with the family after it."""
     out, found, left = folder / f"{ranks}.jsonl", {}, list(names)
     while left:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -271,8 +271,8 @@ def collect(ranks: int, names: list[str], folder: pathlib.Path) -> dict[str, dic
 # ---- Result ----------------------------------------------------------------------------------------------------------
 
 
-def compare_rank_counts(one: dict, two: dict) -> dict:
-    """One family's verdict from what one rank and two found."""
+def compare_ranks(one: dict, two: dict) -> dict:
+    """Return a family's verdict from its results on one and two ranks."""
     verdict = {
         key: one[key] for key in ("flops", "flops_per_token", "flops_on_real_tensors", "flops_why") if key in one
     }
@@ -286,7 +286,7 @@ def compare_rank_counts(one: dict, two: dict) -> dict:
     problems = one["problems"] + ([f"losses {apart:.1e} apart"] if not apart <= tolerance else [])
     verdict |= {"losses": one["losses"], "apart": apart, "verdict": "wrong" if problems else "trains"}
     if one["random"] and not problems:
-        problems = [f"it draws random numbers of its own, so losses are only near, {apart:.1e} apart"]
+        problems = [f"it draws random numbers, so losses are only close, {apart:.1e} apart"]
     return verdict | ({"why": "; ".join(problems)} if problems else {})
 
 
@@ -295,8 +295,7 @@ def list_families(names: list[str]) -> str:
 
 
 def table(result: dict) -> str:
-    """The families that train by how their FLOPs are counted, those that are refused by the reason, and the others, in
-    Markdown."""
+    """Format as Markdown: families that train by source of their FLOPs, refused ones by reason, the others."""
     trained: dict[str, list[str]] = collections.defaultdict(list)
     refused: dict[str, list[str]] = collections.defaultdict(list)
     not_built = [name for name, family in result["families"].items() if family["verdict"] == "not built"]
@@ -341,7 +340,7 @@ def main() -> None:
         one, two = (collect(ranks, names, pathlib.Path(folder)) for ranks in (1, 2))
     result = {"torch": torch.__version__, "transformers": transformers.__version__, "families": {}}
     result["date"] = time.strftime("%Y-%m-%d")
-    result["families"] = {name: compare_rank_counts(one[name], two[name]) for name in names}
+    result["families"] = {name: compare_ranks(one[name], two[name]) for name in names}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.out == RESULTS:
         write_table(result)

@@ -1,10 +1,10 @@
-"""Kills a training run with SIGKILL at random moments, again and again, and checks that nothing was lost.
+"""Kill a training run with SIGKILL at random moments, many times, and check that nothing is lost.
 
     python benchmarks/kill_test.py --kills 50
 
-A run under torchrun is killed (one random rank, or torchrun and every rank), during saves too, and started again with
-`--resume auto` by the same command. At the end metrics.jsonl must equal that of a run that nobody killed: every step
-once, the same losses to the last bit. Exits with 1 if not.
+A run under torchrun is killed (one random rank, or torchrun and every rank), also during saves, and restarted by the
+same command with `--resume auto`. At the end metrics.jsonl must equal that of an undisturbed run: every step once,
+bitwise equal losses. Exits with 1 if not.
 """
 
 import argparse
@@ -32,8 +32,8 @@ def command(args: argparse.Namespace, folder: pathlib.Path, name: str) -> list[s
     return [*launch, str(ROOT / "train_fsdp.py"), *flags.split(), "--output-dir", str(folder)]
 
 
-def steps_of(path: pathlib.Path) -> list[dict]:
-    """The logged steps, without the final line and without a line that a kill cut off."""
+def logged_steps(path: pathlib.Path) -> list[dict]:
+    """Return the logged steps, without the final line and lines that a kill cut off."""
     entries = []
     for line in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
@@ -46,7 +46,7 @@ def saving(run: pathlib.Path) -> bool:
 
 
 def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> bool:
-    """Whether `condition` came true before the process ended or the time was up."""
+    """Wait for `condition`. Returns False if the process ends or the time is over before it is true."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         if condition():
@@ -56,9 +56,9 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> bool
 
 
 def kill_once(process: subprocess.Popen, run: pathlib.Path, choose: random.Random) -> dict | None:
-    """Waits for a random moment of training and kills; None if the run came to its end before."""
-    before = len(steps_of(run / "metrics.jsonl"))
-    if not wait_for(lambda: len(steps_of(run / "metrics.jsonl")) != before, process):
+    """Kill at a random moment of training; return None if the run ended before."""
+    before = len(logged_steps(run / "metrics.jsonl"))
+    if not wait_for(lambda: len(logged_steps(run / "metrics.jsonl")) != before, process):
         return None
     wait_for(lambda: False, process, choose.uniform(0, 3))
     if choose.random() < 0.5:  # aim at a save
@@ -100,7 +100,7 @@ def main() -> None:
                 if process.returncode:
                     sys.exit(f"the run failed by itself:\n{output}")
                 break
-            done = max((entry["step"] for entry in steps_of(run / "metrics.jsonl")), default=0)
+            done = max((entry["step"] for entry in logged_steps(run / "metrics.jsonl")), default=0)
             complete = max((path.name for path in run.glob("checkpoints/step-*")), default="step-0")
             kills.append(kill)
             lost.append(done - int(complete.removeprefix("step-")))
@@ -109,7 +109,8 @@ def main() -> None:
         subprocess.run(command(args, reference.parent, reference.name), check=True, stdout=subprocess.DEVNULL)
         keys = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
         survived, whole = (
-            [[entry[key] for key in keys] for entry in steps_of(path / "metrics.jsonl")] for path in (run, reference)
+            [[entry[key] for key in keys] for entry in logged_steps(path / "metrics.jsonl")]
+            for path in (run, reference)
         )
     result = {
         "date": time.strftime("%Y-%m-%d"),

@@ -1,15 +1,15 @@
-"""How near plans are to this program's own runs on GPUs: each run of plan_measured.json beside its plan by
-`train_fsdp.py --plan`, with the rates that plans assume.
+"""Compare plans with this program's runs on GPUs: plan each run of plan_measured.json with the assumed rates.
 
     python benchmarks/plan_measured.py [--only '*fp8*'] [--out benchmarks/results/plan_measured.json]
 
-It writes `planned` of each run. The runs' own figures stay as they were measured:
+It writes `planned` of each run. The measurements stay:
 
-    flags, plan_gpu        of the run, and the kind of GPU that plans know it as
-    summary, last_window   of all steps after --perf-warmup-steps, and of the last line of the log; `compared` says
-                           which of both stands beside the plan: the last line where a profile disturbs the others
-    kernels                of a profiled step: ms by kind, launches, ms between kernels that follow each other at once
-    note, left_out         what a figure needs to be read right; why a run is not compared with its plan
+    flags, plan_gpu        flags of the run, and the name of its GPU for --plan-gpu
+    summary, last_window   metrics of all steps after --perf-warmup-steps, and of the last log line; `compared` names
+    the
+                           one to compare with the plan: the last line if a profile slowed the other steps
+    kernels                of a profiled step: ms by kind, launches, ms of gaps between kernels
+    note, left_out         a remark on a number; the reason for a run that is not compared with its plan
 """
 
 import argparse
@@ -33,13 +33,13 @@ KINDS = ("matmul", "attention", "memory", "optimizer", "gaps", "launches")
 
 
 def plan(run: dict) -> dict:
-    """What the program plans of a run, in this process: loading torch takes longer than a plan."""
+    """Return the plan of a run, made in this process, as importing torch takes longer than a plan."""
     settings = parse_args([*FLAGS, run["plan_gpu"], *run["flags"].split()])
     return planning.make_plan(settings, train_fsdp.RECIPE)[1]
 
 
-def figures_of(planned: dict) -> dict:
-    """The figures of a plan that stand beside a run's own, GiB, ms and tokens/s."""
+def planned_metrics(planned: dict) -> dict:
+    """Return a plan's metrics with the keys of a run: GiB, ms and tokens/s."""
     return {
         "step_time_ms": planned["step_time_ms"],
         "tokens_per_sec": planned["tokens_per_sec"],
@@ -51,7 +51,7 @@ def figures_of(planned: dict) -> dict:
 
 
 def table(runs: dict[str, dict]) -> str:
-    """Measured, and the plan as a share of it, in Markdown."""
+    """Format measurements and plans as Markdown."""
     lines = [
         "| run | ms a step | planned | allocated | planned | reserved | planned |",
         "|---|---|---|---|---|---|---|",
@@ -72,7 +72,7 @@ def main() -> None:
     contents = json.loads(RESULTS.read_text())
     for name, run in contents["runs"].items():
         if fnmatch.fnmatch(name, args.only):
-            run["planned"] = figures_of(plan(run))
+            run["planned"] = planned_metrics(plan(run))
     args.out.write_text(json.dumps(contents, indent=1) + "\n")
     print(table(contents["runs"]))
 

@@ -1,22 +1,19 @@
-"""How near plans by data sheets are to published runs: speed beside speed, memory beside memory.
+"""Compare plans with published runs: speed and memory.
 
     python benchmarks/plan_published.py [--only 'torchtitan*'] [--out benchmarks/results/plan_published.json]
 
-Each row of `runs` in the file is a run that somebody published, and beside it what `train_fsdp.py --plan` says of it
-without any measured rate. To add a run, add a row with the first of these:
+Each row of `runs` in the file is a published run and its plan by `train_fsdp.py --plan`. To add a run, add a row with:
 
-    name, source               of the publication or repository, with its date where it has one
-    published                  tokens/s a GPU
-    memory_gib, memory_is      what it says of a GPU's memory, null where nothing; "reserved" by PyTorch's allocator, or
-                               "allocated": what tensors take
-    flags                      those that come nearest to it; CONFIG is the folder of `config`, a model without a preset
-    config, rates              or null; rates are those that differ from what a plan assumes of this GPU
-    otherwise                  what its library does otherwise than this program, and is planned so: of OTHERWISE
-    not_expressed, guessed     what the run has and a plan cannot say; what is not published
-    chose                      CONTENTION of harness/plan/rates.py where it was used to choose that, on several GPUs;
-                               "" for a run that is held out
-    contradicts_itself         its figures do not agree with each other: not in `published_share`
-    other_kind                 what it is, where it is none of `text.PUBLISHED_KINDS`: in no range that plans print
+    name, source               of the publication or repository, with its date if it has one
+    published                  tokens/s per GPU
+    memory_gib, memory_is      memory per GPU, or null; "reserved" by PyTorch's allocator, or "allocated" by tensors
+    flags                      closest flags; CONFIG is the folder of `config`, a model without a preset
+    config, rates              or null; rates that differ from a plan's assumptions for this GPU
+    otherwise                  differences of its library, which the plan applies: keys of OTHERWISE
+    not_expressed, guessed     settings that a plan does not have; settings that are not published
+    chose                      CONTENTION of harness/plan/rates.py if the run was used to fit it; "" for a held-out run
+    contradicts_itself         its numbers disagree: not in `published_share`
+    other_kind                 the reason for a run that is in no range that plans print
 
 The rates of torchtitan's H100 (96 GB of HBM2e at 2.4 TB/s, 500 W) are the SXM card's, products and attention as 835 to
 989, the NVL card's peak to its own: torchtitan says that its peak lies between both. llm-foundry's attention is
@@ -57,12 +54,12 @@ from harness import model as models
 from harness import plan as planning
 from harness.flags import parse_args
 
-# ---- What libraries do otherwise -------------------------------------------------------------------------------------
+# ---- Differences of libraries ----------------------------------------------------------------------------------------
 
 
 def every_second_matmul():
-    """In the place of the model wing's `selective_contexts`: torchtitan's policy, which keeps what attention gives,
-    float8's scales, and of the matmuls of a layer the first, third, ..."""
+    """Replace `selective_contexts` by torchtitan's policy, which saves attention outputs, float8 scales, and the first,
+    third, ... matmul of a layer."""
     matmuls: collections.Counter = collections.Counter()
 
     def policy(context, op, *args, **kwargs):
@@ -76,12 +73,12 @@ def every_second_matmul():
 
 
 def reduces_in_fp32() -> MixedPrecisionPolicy:
-    """In the place of the policy of bf16-pure: gradients are accumulated and reduced in fp32."""
+    """Replace the policy of bf16-pure: gradients are accumulated and reduced in fp32."""
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def loss_in_bf16(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Tensor:
-    """In the place of the model wing's `full_loss`: no copy of the logits in fp32."""
+    """Replace `full_loss`: no fp32 copy of the logits."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -91,22 +88,22 @@ assumed_rates = pkgutil.resolve_name(RATES)
 
 
 def compiled_loss(*logits_and_labels, **options) -> torch.Tensor:
-    """In the place of the model wing's `full_loss`: compiled, it reads the logits in bf16 and holds no copy in fp32."""
+    """Replace `full_loss`: compiled, it reads bf16 logits without an fp32 copy."""
     return torch.compile(FULL_LOSS)(*logits_and_labels, **options)
 
 
-OTHERWISE = {  # what is replaced, and by what
+OTHERWISE = {  # {difference: (name to replace, replacement)}
     "recomputes every second matmul": ("harness.model.activations.selective_contexts", every_second_matmul),
     "compiles the loss": ("harness.model.loss.full_loss", compiled_loss),
     "loss in bf16": ("harness.model.loss.full_loss", loss_in_bf16),
     "accumulates and reduces gradients in fp32": ("train_fsdp.MixedPrecisionPolicy", reduces_in_fp32),
 }
 
-# ---- Plans beside runs -----------------------------------------------------------------------------------------------
+# ---- Plans and runs --------------------------------------------------------------------------------------------------
 
 
 def plan(run: dict) -> dict:
-    """What `train_fsdp.py --plan --json` says of a run, in this process: loading torch takes longer than a plan.
+    """Return the plan of a run, made in this process, as importing torch takes longer than a plan.
 
     Raises:
         UserError: the flags or the config are refused.
@@ -142,8 +139,8 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def summary_of(rows: list[dict]) -> dict:
-    """Median and worst size of the errors of a group, of speed and of memory."""
+def summarize(rows: list[dict]) -> dict:
+    """Return median and worst error of a group, for speed and memory."""
     summary = {"runs": len(rows)}
     for name in ("error", "memory_error"):
         sizes = [abs(row[name]) for row in rows if row[name] is not None]
@@ -153,23 +150,23 @@ def summary_of(rows: list[dict]) -> dict:
 
 
 def published_share(rows: Iterable[dict]) -> list[float]:
-    """`text.PUBLISHED_SHARE`: published speed over the planned, the least, the median and the most."""
+    """Return `text.PUBLISHED_SHARE`: minimum, median and maximum of published over planned speed."""
     rows = [row for row in rows if not row["contradicts_itself"] and not row["other_kind"]]
-    return ends_and_median([row["published"] / row["planned"] for row in rows])
+    return min_median_max([row["published"] / row["planned"] for row in rows])
 
 
 def published_memory_share(rows: Iterable[dict]) -> list[float]:
-    """The same of the memory, of the runs that say it."""
+    """Return the same for memory, of the runs that publish it."""
     rows = [row for row in rows if row["memory_gib"] and not row["other_kind"]]
-    return ends_and_median([row["memory_gib"] / row["planned_memory_gib"] for row in rows])
+    return min_median_max([row["memory_gib"] / row["planned_memory_gib"] for row in rows])
 
 
-def ends_and_median(shares: list[float]) -> list[float]:
+def min_median_max(shares: list[float]) -> list[float]:
     return [min(shares), statistics.median(shares), max(shares)]
 
 
-def groups_of(rows: Iterable[dict]) -> dict[str, list[dict]]:
-    """The runs that chose a constant, and those held out."""
+def split_runs(rows: Iterable[dict]) -> dict[str, list[dict]]:
+    """Split runs into those that a constant was fitted to and held-out ones."""
     groups: dict[str, list[dict]] = {"set": [], "held out": []}
     for row in rows:
         groups["set" if row["chose"] else "held out"].append(row)
@@ -181,7 +178,7 @@ def save(out: pathlib.Path, runs: dict[str, dict]) -> None:
     contents = {
         "suite": "plan_published",
         "about": {"date": now(), "versions": versions},
-        "summary": {name: summary_of(group) for name, group in groups_of(runs.values()).items()},
+        "summary": {name: summarize(group) for name, group in split_runs(runs.values()).items()},
         "published_share": published_share(runs.values()),
         "published_memory_share": published_memory_share(runs.values()),
         "runs": runs,
@@ -194,7 +191,7 @@ def percent(error: float | None) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """The runs beside their plans, in Markdown."""
+    """Format runs and plans as Markdown."""
     lines = ["| run | tokens/s a GPU | planned | error | GiB | planned | error |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         cells = [row["name"], f"{row['published']:,.0f}", f"{row['planned']:,.0f}", percent(row["error"])]
@@ -215,8 +212,8 @@ def main() -> None:
             runs[name] = compared(run, plan(run))
             print(f"{name:60}{runs[name]['planned']:10,.0f}{100 * runs[name]['error']:+7.1f} %", flush=True)
     save(args.out, runs)
-    for group_name, group in groups_of(runs.values()).items():
-        summary = summary_of(group)
+    for group_name, group in split_runs(runs.values()).items():
+        summary = summarize(group)
         error, worst = 100 * summary["median_error"], 100 * summary["worst_error"]
         print(f"\n{group_name}: median {error:.0f} %, worst {worst:.0f} %\n\n{table(group)}")
 

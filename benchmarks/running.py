@@ -1,4 +1,4 @@
-"""Running: one program with its flags in fresh processes, and what its figures are stamped with."""
+"""Running: execute one program with its flags in fresh processes; describe the code and the machine."""
 
 import datetime
 import hashlib
@@ -29,17 +29,16 @@ PEERS = {  # program in benchmarks/peers: the package that it needs
 
 @dataclass
 class Config:
-    """One program and its flags. In a flag, WORK is the part's folder and FRESH a new one for each run."""
+    """One program and its flags. In a flag, WORK is the part's folder and FRESH a new folder for each run."""
 
     program: str
     flags: dict
-    predicted: dict = field(default_factory=dict)  # written before it was measured
-    ranks: int = 0  # 0: as many as the suite has
-    same_loss_as: str = ""  # the configuration with whose last loss its own must agree, or it did other work
-    env: dict = field(default_factory=dict)  # variables that are set for it
+    ranks: int = 0  # 0: the suite's number
+    same_loss_as: str = ""  # name of a configuration; the last losses must agree
+    env: dict = field(default_factory=dict)  # environment variables to set
 
     def command(self) -> str:
-        """As it is kept beside its runs: variables, program, flags."""
+        """Return the command as the results record it: variables, program, flags."""
         return " ".join([*(f"{name}={value}" for name, value in self.env.items()), *self.words()])
 
     def words(self) -> list[str]:
@@ -55,12 +54,12 @@ class RunError(Exception):
 
 
 def execute(config: Config, work: pathlib.Path, available: int, seconds: float, rehearse: bool = False) -> dict:
-    """One run in fresh processes: its figures; with seconds from command to first step and to the end; with the CPU
-    seconds of all its processes, and the peak resident memory in GiB of the largest of them. Of less than this process
-    itself holds at the start, some 0.3 GiB, Linux does not tell.
+    """Run a configuration in fresh processes. Returns its last metrics, the seconds to the first step and to the end,
+    the CPU seconds of all its processes, and the peak resident memory in GiB of the largest (at least the 0.3 GiB that
+    this process has when it forks).
 
     Raises:
-        RunError: it is not installed, ended with an error, or did not end within `seconds`.
+        RunError: the package is not installed, or the run failed or did not end within `seconds`.
     """
     package = PEERS.get(pathlib.Path(config.program).stem)
     if package and not find_spec(package):
@@ -100,8 +99,8 @@ def execute(config: Config, work: pathlib.Path, available: int, seconds: float, 
         if code:
             errors.seek(0)
             text = errors.read().strip()
-            told = re.search(r"^\S*( error|Error): .*", text, re.MULTILINE)  # torchrun's own words come after it
-            error = told[0] if told else (text.splitlines() or [f"exit code {code}"])[-1]
+            found = re.search(r"^\S*( error|Error): .*", text, re.MULTILINE)  # torchrun's own output comes after it
+            error = found[0] if found else (text.splitlines() or [f"exit code {code}"])[-1]
             raise RunError(f"did not end within {seconds:.0f} s" if took >= seconds else error[:300])
         metrics = pathlib.Path(fresh, "run", "metrics.jsonl")
         printed = [line for line in lines if line.startswith('{"')]
@@ -119,7 +118,7 @@ def now() -> str:
 
 
 def code_hash() -> str:
-    """Of the files that are measured: figures of different code are never put together."""
+    """Hash the measured files: runs of different code are never combined."""
     files = [ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").rglob("*.py"))]
     files += [ROOT / "benchmarks" / "bare_loop.py", *sorted((ROOT / "benchmarks" / "peers").glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

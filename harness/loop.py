@@ -292,7 +292,7 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
     with stop.before_each_forward(run.state.model):
         samples = generate_samples(run, run.state.model, run.device)
     if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long
-        stop.raise_if_asked()  # else a run that took its last step is done
+        stop.raise_if_stopping()  # else a run that took its last step is done
     stop.can_save = False
     metrics = run.log.finish(samples, plan.predicted_metrics(planned) | run.checkpoints.best_metrics())
     if settings.export:

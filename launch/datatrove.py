@@ -1,12 +1,12 @@
-"""Tokenizes a folder of text that outgrows one machine, by datatrove's own readers, tokenizer step and executors:
+"""Tokenize a folder of text too large for one machine, with datatrove's readers, tokenizer step and executors:
 
     pip install datatrove==0.10.1 orjson
     python launch/datatrove.py --dataset corpus/ --output corpus-tokens --tokenizer HuggingFaceTB/SmolLM3-3B
     python train_fsdp.py --dataset corpus-tokens --tokenizer HuggingFaceTB/SmolLM3-3B
 
-Reads .jsonl, packed too, and .parquet from a folder or a bucket; a file is read by one task. OUTPUT appears when all
-tasks are done. Until then OUTPUT.work has the tokens and, in `logs`, datatrove's own words; lines that it cannot read
-are named there and left out. The same command again goes on with the tasks that are not done.
+Reads .jsonl, also compressed, and .parquet from a folder or a bucket; one task reads a file. OUTPUT appears when all
+tasks are done. Until then OUTPUT.work has the tokens and, in `logs`, datatrove's logs; lines that it cannot read are
+logged there and left out. The same command again continues with the tasks that are not done.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import sys
 
 
 def publish(_, task: int, tasks: int, tokens: str, output: str) -> None:
-    """The last job: gives the tokens of all tasks their final name; a file without a document goes."""
+    """Rename the tokens of all tasks to `output`, without files that have no document. The last job."""
     import os  # here, as Slurm's and Ray's jobs get this function without its module
     import pathlib
 
@@ -55,15 +55,15 @@ def main() -> None:
     dataset = args.dataset if "://" in args.dataset else os.path.abspath(args.dataset)
     output = pathlib.Path(args.output).absolute()
     if output.exists():
-        sys.exit(f"launch/datatrove.py: error: --output {output}: it is there already; give another")
+        sys.exit(f"launch/datatrove.py: error: --output {output}: already exists; give another")
     readers = {"**/*.jsonl*": JsonlReader, "**/*.parquet": ParquetReader}
     files = {pattern: get_datafolder(dataset).list_files(glob_pattern=pattern) for pattern in readers}
-    tasks = max(map(len, files.values()))  # each reader deals its files to them
+    tasks = max(map(len, files.values()))  # each reader divides its files among them
     if not tasks:
         sys.exit(
             f"launch/datatrove.py: error: --dataset {args.dataset}: a folder with .jsonl or .parquet files is needed"
         )
-    identity = [dataset, files, args.text_field, args.tokenizer]  # of other work nothing is taken up
+    identity = [dataset, files, args.text_field, args.tokenizer]  # another identity is other work
     work = output.with_name(f"{output.name}.work") / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]
     tokens = str(work / "tokens")
 
@@ -75,13 +75,13 @@ def main() -> None:
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         sys.exit(f"launch/datatrove.py: error: --tokenizer {args.tokenizer}: it has no {lacks}; give one that has it")
     if tokenizer.split_special_tokens:
-        problem = "it takes special tokens as text, which datatrove's workers do not"
+        problem = "it treats special tokens as text, which datatrove's workers do not"
         sys.exit(f"launch/datatrove.py: error: --tokenizer {args.tokenizer}: {problem}; let the run tokenize")
     vocabulary = os.path.join(os.path.abspath(args.tokenizer), "tokenizer.json")
     name = vocabulary if os.path.isfile(vocabulary) else args.tokenizer
     writer = DocumentTokenizer(tokens, name, shuffle_documents=False)
-    writer.tokenizer = tokenizer.backend_tokenizer  # as transformers sets it up, so that a run gives the same tokens
-    writer.tokenizer.no_truncation()  # what an earlier call left in tokenizer.json
+    writer.tokenizer = tokenizer.backend_tokenizer  # with transformers' settings, for the same tokens as in a run
+    writer.tokenizer.no_truncation()  # settings in tokenizer.json are ignored
     writer.tokenizer.no_padding()
     end_of_text = ("<end>", tokenizer.eos_token_id)
     writer.tokenizer.post_processor = TemplateProcessing(single="$A <end>", special_tokens=[end_of_text])
@@ -94,6 +94,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # there this file's name hides the package
+    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # this file's name would hide the package
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one core
     main()

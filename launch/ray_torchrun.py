@@ -2,9 +2,9 @@
 
     python launch/ray_torchrun.py --nodes 2 --gpus-per-node 8 -- --model llama3.1-8b
 
-What stands behind `--` goes to train_fsdp.py, in this folder on every node. SIGTERM and Ctrl-C reach every torchrun,
-whose ranks then save; the exit code is that of the first torchrun that failed. Without GPUs it starts one CPU rank a
-node.
+Arguments after `--` are train_fsdp.py's, which must be in this folder on every node. SIGTERM and Ctrl-C reach every
+torchrun, whose ranks then save; the exit code is that of the first torchrun that failed. Without GPUs it starts one CPU
+rank per node.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-@ray.remote(max_concurrency=2)  # `stop` is answered while `run` waits
+@ray.remote(max_concurrency=2)  # `stop` can run while `run` waits
 class Node:
     def address(self) -> str:
         return ray.util.get_node_ip_address()
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--port", type=int, default=29500, help="on the first node, where the torchruns meet")
-    parser.add_argument("flags", nargs="*", help="of train_fsdp.py")
+    parser.add_argument("flags", nargs="*", help="flags of train_fsdp.py")
     options = parser.parse_args()
 
     ray.init(log_to_driver=True)
@@ -48,8 +48,8 @@ def main() -> int:
     ray.get(group.ready())
     nodes = []
     for index in range(options.nodes):
-        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        nodes.append(Node.options(scheduling_strategy=place, num_cpus=1, num_gpus=options.gpus_per_node).remote())
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        nodes.append(Node.options(scheduling_strategy=strategy, num_cpus=1, num_gpus=options.gpus_per_node).remote())
 
     ranks, meeting = options.gpus_per_node or 1, f"{ray.get(nodes[0].address.remote())}:{options.port}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={options.nodes}", f"--nproc_per_node={ranks}"]

@@ -1,8 +1,8 @@
 #!/bin/bash
 # sbatch launch/slurm.sh --model llama3.1-8b
-# From the project's folder, on a file system that all nodes see; arguments go to train_fsdp.py. The run lies in
-# outputs/slurm-JOBID, or where RUN_FOLDER in the environment of sbatch says, and goes on if it is there already.
-# What happens at the time limit, when a rank or a node dies, and at scancel: docs/LAUNCH.md
+# Submit it in the project's folder, on a file system that all nodes share; arguments are train_fsdp.py's. The run's
+# folder is outputs/slurm-JOBID, or RUN_FOLDER in sbatch's environment; an existing run is resumed.
+# Time limit, failed ranks and nodes, scancel: docs/LAUNCH.md
 #SBATCH --job-name=train_fsdp
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -21,19 +21,19 @@ exit_code() {
         "$run/config.json"
 }
 
-# the hub is asked once, here, and not by every rank: fill its cache before, or leave this out with a network
+# without a network, fill the hub's cache before and set this
 # export HF_HUB_OFFLINE=1
-# what a fabric may need, and what to look for in the log of NCCL_DEBUG=INFO (GDRDMA, NVLS): docs/LAUNCH.md
+# settings for fabrics, and lines to look for with NCCL_DEBUG=INFO (GDRDMA, NVLS): docs/LAUNCH.md
 # export NCCL_SOCKET_IFNAME=ib0 NCCL_IB_HCA=mlx5_0,mlx5_1 NCCL_NET_GDR_LEVEL=PHB NCCL_NVLS_ENABLE=0
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save; torchrun of torch 2.11 kills after 30 whatever it says
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # --max-restarts on several nodes: no restart meets dead ranks' addresses
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save; torchrun of torch 2.11 always kills after 30
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # --max-restarts on several nodes: a new store per restart, without addresses of dead ranks
 
-# 120 s before the time limit: all ranks save and leave
+# 120 s before the time limit all ranks save and exit
 signalled=
 trap 'signalled=yes; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 
-# one torchrun a node, which starts one rank a GPU that its step has there; when one ends with an error, so do the others
+# one torchrun per node, which starts one rank per GPU of the job there; if one fails, all end
 before=$(newest)
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export run head_node
@@ -57,11 +57,11 @@ if [ "$signalled" ]; then # the trap ended that wait
     wait $! || code=$?
 fi
 
-# what ended early and has saved something since it began goes on; without a new checkpoint it would end so for ever
+# requeue a job that ended early with a new checkpoint; without one it would fail the same way again
 if [ "$code" -ne 0 ] && [ "$(newest)" != "$before" ]; then
     case $(exit_code) in # of the ranks, as torchrun has 1 for all of them
         0) code=0 ;;
-        [23]) code=$(exit_code) ;; # wrong usage, a missed gate: no other start would end otherwise
+        [23]) code=$(exit_code) ;; # wrong usage or a missed gate: another start would end the same way
         *) scontrol requeue "$SLURM_JOB_ID" ;;
     esac
 fi

@@ -1,5 +1,5 @@
-"""accelerate's own FSDP2 path: fp32 weights, a layer a shard, torch.compile by region, fused AdamW. On a CPU, where it
-has no FSDP2, its DDP."""
+"""accelerate's FSDP2: fp32 weights, a shard per layer, torch.compile by region, fused AdamW. On a CPU its DDP, as it
+has no FSDP2 there."""
 
 from common import Clock, build_model, build_optimizers, build_windows, device, leave, parse_args, world_of_one
 

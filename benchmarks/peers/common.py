@@ -1,4 +1,4 @@
-"""What the peers share: flags, the model, the optimizers, the windows, the clock, the line of figures."""
+"""Shared by the peers: flags, model, optimizers, sequences, timing, and the JSON line of metrics."""
 
 import argparse
 import json
@@ -50,14 +50,14 @@ def device() -> torch.device:
 
 
 def world_of_one() -> None:
-    """Without torchrun: the variables that it would set, so that a library shards one process as it does many."""
+    """Set torchrun's variables if it did not, so that libraries shard one process like several."""
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("MASTER_PORT", "0")
 
 
 def build_model(args: argparse.Namespace, where: torch.device | None = None) -> torch.nn.Module:
-    """fp32 weights, random ones or those of a folder, on this rank's device or on `where`."""
+    """Return a model with fp32 weights, random or from a folder, on this rank's device or on `where`."""
     kinds = {"attn_implementation": "sdpa", "dtype": torch.float32}
     if pathlib.Path(args.model).is_dir():
         model = AutoModelForCausalLM.from_pretrained(args.model, trust_remote_code=False, **kinds)
@@ -71,8 +71,8 @@ def build_model(args: argparse.Namespace, where: torch.device | None = None) -> 
 
 
 def build_optimizers(args: argparse.Namespace, model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """As train_fsdp.py has them: fused AdamW that decays matrices. With Muon, torch's own takes the matrices of decoder
-    layers, with the scale rule that train_fsdp.py has as its default, and AdamW the rest."""
+    """Return train_fsdp.py's optimizers: fused AdamW with weight decay on matrices. With Muon, torch's Muon has the
+    matrices of decoder layers, with train_fsdp.py's default scale rule, and AdamW the rest."""
     vectors = [p for p in model.parameters() if p.dim() == 1]
     matrices = [p for p in model.parameters() if p.dim() > 1]
     optimizers = []
@@ -90,7 +90,7 @@ def build_windows(args: argparse.Namespace, vocab_size: int) -> torch.utils.data
 
 
 class RandomTokens(torch.utils.data.Dataset):
-    """The windows of `--dataset synthetic`, as transformers' models want them: labels are the inputs."""
+    """The sequences of `--dataset synthetic` for transformers' models: labels are the inputs."""
 
     def __init__(self, args: argparse.Namespace, vocab_size: int):
         world = int(os.environ.get("WORLD_SIZE", 1))
@@ -106,8 +106,8 @@ class RandomTokens(torch.utils.data.Dataset):
 
 
 class Corpus(torch.utils.data.Dataset):
-    """Windows of a token file in train_fsdp.py's order (seed 42). `shift_labels` are the labels that transformers' loss
-    takes as they are, so that every program has the loss of the same tokens."""
+    """Sequences of a token file in train_fsdp.py's order (seed 42). transformers' loss does not shift `shift_labels`,
+    so every program has the loss of the same tokens."""
 
     def __init__(self, args: argparse.Namespace):
         self.tokens = np.memmap(args.tokens, dtype=np.uint16, mode="r")
@@ -126,7 +126,7 @@ class Corpus(torch.utils.data.Dataset):
 
 
 class Clock:
-    """Times the steps as train_fsdp.py does, with its tracker, and prints its figures under the same names."""
+    """Times the steps with train_fsdp.py's tracker and prints its metrics under the same names."""
 
     def __init__(self, args: argparse.Namespace, model: torch.nn.Module):
         self.args, self.world = args, int(os.environ.get("WORLD_SIZE", 1))
@@ -135,9 +135,9 @@ class Clock:
         self.tracker = utils.PerformanceTracker(args.perf_warmup_steps, self.world)
         self.steps = 0
 
-    def step(self, loss: torch.Tensor, **told: str | bool) -> None:
-        """After each optimizer step, with this rank's loss; after the last one it prints the JSON line, whose loss is
-        the mean of all ranks."""
+    def step(self, loss: torch.Tensor, **fields: str | bool) -> None:
+        """Count an optimizer step with this rank's loss; after the last step, print the JSON line with the mean loss of
+        all ranks."""
         self.steps += 1
         last = self.steps == self.args.num_steps
         main = int(os.environ.get("RANK", 0)) == 0
@@ -148,7 +148,7 @@ class Clock:
         if self.steps == 1 and main:
             print(f"step 1/{self.args.num_steps}  loss {loss.item():.4f}", flush=True)
         if last:
-            figures = self.tracker.summary() | base.memory_metrics() | told
+            figures = self.tracker.summary() | base.memory_metrics() | fields
             if self.world > 1:
                 loss = loss.clone()
                 dist.all_reduce(loss)
@@ -158,7 +158,7 @@ class Clock:
                 print(json.dumps(figures), flush=True)
 
     def profile(self, last: bool, main: bool) -> None:
-        """On the main rank, as train_fsdp.py's `--profile` does."""
+        """Profile on rank 0, like train_fsdp.py's `--profile`."""
         if main and self.steps == self.args.num_steps - 3:
             self.profiler = torch.profiler.profile().__enter__()
             self.start = time.perf_counter()
@@ -173,7 +173,7 @@ class Clock:
 
 
 def leave() -> None:
-    """A gloo rank that leaves before the others are done can abort them, hence the barrier."""
+    """Destroy the process groups after a barrier: a gloo rank that exits early can abort the others."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

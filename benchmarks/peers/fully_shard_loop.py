@@ -1,4 +1,4 @@
-"""A bare loop over `fully_shard`: a layer a shard, fused AdamW, torch's own clipping, nothing else."""
+"""A bare loop over `fully_shard`: a shard per layer, fused AdamW, torch's clipping, nothing else."""
 
 from common import Clock, build_model, build_optimizers, build_windows, device, leave, parse_args, world_of_one
 

@@ -1,6 +1,6 @@
 """transformers' Trainer: bf16 autocast, Liger's kernels or torch.compile, accelerate's FSDP2 on several GPUs, DDP on
 several CPU ranks; with --strategy fsdp2 transformers' own FSDP2, which shards a folder's weights as it loads them.
-AdamW is its own, Muon with AdamW one optimizer that is handed to it."""
+AdamW is Trainer's; Muon with AdamW is one optimizer passed to it."""
 
 import argparse
 import tempfile
@@ -40,7 +40,7 @@ shards = clock.world > 1 and cuda and args.strategy == "default"
 
 
 class OneOptimizer(torch.optim.Optimizer):
-    """Muon and AdamW as one, since Trainer takes one optimizer. Enough for a constant learning rate and no resume."""
+    """Muon and AdamW as one optimizer, for Trainer with a constant learning rate and no resume."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]):
         self.optimizers = optimizers
@@ -75,7 +75,7 @@ with tempfile.TemporaryDirectory() as folder:
         fsdp=True if shards else None,
         fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": model._no_split_modules} if shards else None,
         use_cpu=not cuda,
-        remove_unused_columns=False,  # shift_labels, which go through the model to its loss
+        remove_unused_columns=False,  # the model passes shift_labels to its loss
         learning_rate=3e-4,
         lr_scheduler_type="constant",
         weight_decay=0.1,

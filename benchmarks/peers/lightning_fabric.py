@@ -42,7 +42,7 @@ loader = torch.utils.data.DataLoader(data, args.batch_size, num_workers=int(cuda
 for batch in fabric.setup_dataloaders(loader):
     loss = model(**batch, use_cache=False).loss
     fabric.backward(loss)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # fabric.clip_gradients clips what one optimizer has
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # fabric.clip_gradients clips one optimizer's gradients
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()

@@ -1,20 +1,20 @@
-"""Job: the processes of a run: how they start, meet, print, share a folder, keep watch over each other and end.
+"""Job: the processes of a run: start, rendezvous, printing, run folder, heartbeats, signals and exit.
 
-job.begin(settings)                            signals, threads; before torch is loaded
-with job.World(settings, advice) as world:     what is raised inside becomes one line and an exit code
-    device = world.meet()
-    folder = job.take_folder(settings)         the run's own, locked
+job.begin(settings)                            signals and threads, before torch is imported
+with job.World(settings, advice) as world:     an exception inside becomes one line and an exit code
+    device = world.meet()                      rendezvous; this rank's device
+    folder = job.take_folder(settings)         the run's folder, locked
     job.check_machine(settings, mesh, device)
-    job.enter_phase("forward")                 where this rank is, for the line about a stall
-    job.due(settings, step, first_step).save
+    job.enter_phase("forward")                 recorded in the heartbeats, named when the job stalls
+    job.due(settings, step, first_step).save   True if a checkpoint is due
     world.exit_code = 0
 
 Each name of the list has a docstring in its file.
 """
 
-from harness.job.endings import STOPPED, at_exit, state_of
+from harness.job.endings import STOPPED, at_exit, describe_exit
 from harness.job.folders import replace_file, take_folder
-from harness.job.heartbeats import PROGRESS, end_part, enter_phase
+from harness.job.heartbeats import PROGRESS, end_save_stage, enter_phase
 from harness.job.preflight import check_disk, check_machine
 from harness.job.schedule import Actions, count_steps, due
 from harness.job.signals import Stopped, StopRequest, ignore_signals
@@ -48,8 +48,9 @@ __all__ = [
     "columns",
     "command",
     "count_steps",
+    "describe_exit",
     "due",
-    "end_part",
+    "end_save_stage",
     "enter_phase",
     "ignore_signals",
     "is_first_rank",
@@ -62,7 +63,6 @@ __all__ = [
     "progress",
     "replace_file",
     "start_processes",
-    "state_of",
     "step_bar",
     "stop_processes",
     "take_folder",

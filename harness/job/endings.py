@@ -1,4 +1,4 @@
-"""Endings: how this process ends. Whoever shows the run hears its exit code first. Imports nothing heavy."""
+"""Endings: exit of this process from any thread, after its listeners got the exit code. Imports nothing heavy."""
 
 import contextlib
 import os
@@ -8,26 +8,26 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-INTERRUPTED, STOPPED = 130, 143  # by Ctrl-C; by SIGTERM or SIGUSR1
-LISTENERS: list[Callable[[int], object]] = []  # each called with the exit code, in a thread of its own
-ENDING: list[tuple[int, threading.Thread]] = []  # (exit code, thread) of each that ends this process; the first counts
+INTERRUPTED, STOPPED = 130, 143  # exit codes after Ctrl-C; after SIGTERM or SIGUSR1
+LISTENERS: list[Callable[[int], object]] = []  # each is called with the exit code, in a new thread
+ENDING: list[tuple[int, threading.Thread]] = []  # (exit code, thread) of each call of `end`; the first one counts
 
 
 def at_exit(listener: Callable[[int], object]) -> None:
-    """Has `listener` called with the exit code before this process ends, however it ends but by a kill."""
+    """Call `listener` with the exit code before this process ends, unless it is killed."""
     LISTENERS.append(listener)
 
 
-def state_of(exit_code: int) -> str:
-    """`done`, `stopped` or `failed`; a missed gate is a failure."""
+def describe_exit(exit_code: int) -> str:
+    """Return `done`, `stopped` or `failed`; a missed gate is a failure."""
     if exit_code in (INTERRUPTED, STOPPED):
         return "stopped"
     return "failed" if exit_code else "done"
 
 
 def announce(exit_code: int, timeout: float | None) -> None:
-    """Calls every listener with the exit code and waits for them, for `timeout` seconds at most. What listeners
-    raise is ignored. Only the first thread that calls this returns, so that the process ends with its exit code."""
+    """Call every listener with the exit code and wait at most `timeout` seconds for all. Their exceptions are ignored.
+    Only the first thread that calls this returns: its exit code is the process's."""
     own = exit_code, threading.current_thread()
     ENDING.append(own)
     block_if_ending()
@@ -47,16 +47,16 @@ def announce(exit_code: int, timeout: float | None) -> None:
 
 
 def block_if_ending() -> None:
-    """Blocks for ever where another thread ends this process, so that nothing more is logged or saved."""
+    """Block forever if another thread ends this process: nothing more is logged or saved."""
     if ENDING and ENDING[0][1] is not threading.current_thread():
         threading.Event().wait()
 
 
 def end(exit_code: int, timeout: float | None = None) -> NoReturn:
-    """Ends this process from any thread, after its listeners (`announce`) and without the interpreter's clean-up, in
-    which the thread of a library can abort the process or wait for ranks that answer no more."""
+    """End this process from any thread, after its listeners (`announce`). The interpreter's clean-up is left out: there
+    a library's thread can abort the process or wait for ranks that are gone."""
     announce(exit_code, timeout)
-    if threading.current_thread() is threading.main_thread():  # in another thread a flush may wait for the main one
+    if threading.current_thread() is threading.main_thread():  # another thread's flush may wait for the main one
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(exit_code)

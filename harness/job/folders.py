@@ -1,4 +1,4 @@
-"""Run folders: which folder a run has, that no other run is in it, how its files are replaced."""
+"""Run folders: choose and lock a run's folder, replace its files."""
 
 import contextlib
 import os
@@ -11,15 +11,15 @@ from filelock import FileLock, Timeout
 from harness import base, flags
 from harness.job import endings, heartbeats
 
-LOCK_PATIENCE = 5.0  # seconds for a run that was just killed to be gone
+LOCK_TIMEOUT = 5.0  # seconds; a run that was just killed may still hold its lock
 
 
 def take_folder(settings: flags.Args) -> pathlib.Path:
-    """The run's folder, which rank 0 chooses and locks, and in which a stall leaves its traces; every rank calls this.
+    """Return the run's folder, chosen and locked by rank 0. Every rank calls this.
 
     Raises:
-        UserError: it cannot be written, another process is in it, it holds what is not to be lost, or a link leads out
-            of it; on every rank.
+        UserError: the folder cannot be written, another run uses it, it holds another run's files, or a link in it
+            leads outside; on every rank.
     """
     folder = base.broadcast_from_rank_0(lambda: choose_folder(settings))
     heartbeats.PROGRESS.folder = folder
@@ -28,20 +28,20 @@ def take_folder(settings: flags.Args) -> pathlib.Path:
 
 
 def choose_folder(settings: flags.Args) -> pathlib.Path:
-    """Makes and locks the run's folder, and returns it; raises a UserError as `take_folder` does."""
-    resumed = folder_of_resumed_run(settings)
+    """Create and lock the run's folder. Raises UserError as `take_folder` does."""
+    resumed = find_resumed_folder(settings)
     outputs = pathlib.Path(settings.output_dir).expanduser()
-    folder = outputs / name_of(settings)
+    folder = outputs / choose_name(settings)
     if resumed and not settings.run_name:
         folder = resumed
     try:
         resumes_same_run = resumed is not None and folder.resolve() == resumed.resolve()
         if not resumes_same_run and folder.resolve().parent != outputs.resolve():
-            refuse(folder, f"{folder} is a link that leads out of {outputs}; remove it")
-        is_a_runs = any((folder / mark).exists() for mark in (".lock", "metrics.jsonl"))
-        if (folder / "config.json").exists() and not is_a_runs:
+            refuse(folder, f"{folder} is a link to a folder outside {outputs}; remove it")
+        holds_run = any((folder / mark).exists() for mark in (".lock", "metrics.jsonl"))
+        if (folder / "config.json").exists() and not holds_run:
             refuse(folder, f"the config.json in {folder} is not a run's; choose another name")
-        folder = make_folder(folder, alone=not settings.run_name and settings.resume == "none")
+        folder = make_folder(folder, must_be_new=not settings.run_name and settings.resume == "none")
         refuse_links(folder)
         refuse_run(settings, folder, resumes_same_run)
     except OSError as error:
@@ -50,15 +50,15 @@ def choose_folder(settings: flags.Args) -> pathlib.Path:
     return folder
 
 
-def name_of(settings: flags.Args) -> str:
-    """The name of the run's folder: --run-name, else the model's name, for a new run with the time.
+def choose_name(settings: flags.Args) -> str:
+    """Return the name of the run's folder: --run-name, else the model's name, for a new run with the time.
 
     Raises:
-        UserError: a folder cannot have that name.
+        UserError: it is no valid folder name.
     """
     model = os.path.expanduser(settings.model)
     if os.path.isdir(model):
-        model = os.path.realpath(model)  # a folder such as . or .. has another name
+        model = os.path.realpath(model)  # the name of `.` or `..`
     name = settings.run_name or pathlib.Path(model).name
     if not settings.run_name and settings.resume == "none":
         name += time.strftime("-%Y%m%d-%H%M%S")
@@ -67,46 +67,44 @@ def name_of(settings: flags.Args) -> str:
     return name
 
 
-def folder_of_resumed_run(settings: flags.Args) -> pathlib.Path | None:
-    """The folder of the run that --resume PATH is in, or names; None without a PATH."""
+def find_resumed_folder(settings: flags.Args) -> pathlib.Path | None:
+    """Return the run folder of --resume PATH, which names the run or a checkpoint; None without a PATH."""
     if settings.resume in ("none", "auto"):
         return None
     path = pathlib.Path(settings.resume).expanduser()
     return next((folder for folder in (path, *path.parents[:2]) if (folder / "checkpoints").is_dir()), None)
 
 
-def make_folder(folder: pathlib.Path, alone: bool) -> pathlib.Path:
-    """Makes a run's folder and locks it until this process ends; it is removed then if nothing was written into it.
+def make_folder(folder: pathlib.Path, must_be_new: bool) -> pathlib.Path:
+    """Create a run's folder and lock it until this process ends; then it is removed if it is empty.
 
-    With `alone`, for a name that the user did not give, it is always a new folder: where another start of the same
-    second has that name, a number is appended.
+    With `must_be_new`, for a name that the user did not choose, an existing name gets a number appended.
     """
     named, number = folder, 1
-    while alone and folder.exists():
+    while must_be_new and folder.exists():
         number += 1
         folder = named.with_name(f"{named.name}-{number}")
     new = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=not alone)
+    folder.mkdir(parents=True, exist_ok=not must_be_new)
     lock = lock_folder(folder)
     endings.at_exit(lambda _: discard(new, lock))
     return folder
 
 
 def lock_folder(folder: pathlib.Path) -> FileLock:
-    """Makes the folder this process's own, as long as the lock that is returned exists. Raises a UserError where
-    another run is in it."""
-    lock = FileLock(folder / ".lock", timeout=LOCK_PATIENCE, is_singleton=True)  # a process may take it twice
+    """Lock the folder while the returned object exists. Raises UserError if another run has locked it."""
+    lock = FileLock(folder / ".lock", timeout=LOCK_TIMEOUT, is_singleton=True)  # a process may lock it twice
     try:
         lock.acquire()
     except Timeout:
-        processes = f"whose processes `fuser {folder / '.lock'}` names"
-        refuse(folder, f"another run is in {folder}, {processes}; end it or choose another name")
+        advice = f"`fuser {folder / '.lock'}` shows its processes: end them or choose another name"
+        refuse(folder, f"another run uses {folder}; {advice}")
     return lock
 
 
 def discard(new: list[pathlib.Path], lock: FileLock) -> None:
-    """Removes a run's folder, and its parents that were made with it, if it holds nothing but its lock. `new` has the
-    folder first; it is empty for a folder that was there before."""
+    """Remove the folders `new`, the run's and then its parents created with it, if the first one holds only its lock.
+    `new` is empty for a folder that existed before."""
     with contextlib.suppress(OSError):
         if new and [path.name for path in new[0].iterdir()] == [".lock"]:
             (new[0] / ".lock").unlink()
@@ -120,35 +118,34 @@ def refuse(folder: pathlib.Path, problem: str) -> NoReturn:
 
 
 def refuse_links(folder: pathlib.Path) -> None:
-    """Raises a UserError for a link through which a run would write outside its folder."""
+    """Raise UserError for a link through which a run would write outside its folder."""
     inside = os.path.realpath(folder)
     for path in (*folder.iterdir(), *folder.glob("profile/*")):
         if path.is_symlink() and not pathlib.Path(os.path.realpath(path)).is_relative_to(inside):
             advice = "remove it, or choose another name; for another disk give --output-dir"
-            refuse(folder, f"{path} is a link that leads out of the run's folder; {advice}")
+            refuse(folder, f"{path} is a link to a place outside the run's folder; {advice}")
 
 
 def refuse_run(settings: flags.Args, folder: pathlib.Path, resumes_same_run: bool) -> None:
-    """Raises a UserError if `folder` holds a run that would be lost. `resumes_same_run` is True for the run of --resume
-    PATH."""
+    """Raise UserError if `folder` holds a run that would be overwritten. `resumes_same_run` is True if it is the run
+    of --resume PATH."""
     path, newest = pathlib.Path(settings.resume).expanduser(), base.newest_checkpoint(folder)
     if resumes_same_run:
         if path != folder and newest and base.step_in_name(newest) > (base.step_in_name(path) or 0):
-            problem = f"{folder} holds newer checkpoints, which the run would write over"
+            problem = f"{folder} holds newer checkpoints, which the run would overwrite"
             advice = "give another --run-name for a new run, or remove them"
             raise base.UserError(f"--resume {settings.resume}: {problem}; {advice}")
     elif (folder / "metrics.jsonl").exists() and settings.resume != "auto":
-        advice = "choose another name, remove it, or go on with it by --resume auto"
-        refuse(folder, f"{folder} holds a run already; {advice}")
+        advice = "choose another name, remove it, or continue it with --resume auto"
+        refuse(folder, f"{folder} already holds a run; {advice}")
 
 
 def replace_file(path: pathlib.Path, text: str) -> None:
-    """Writes `text` into a new file that, once synced, takes the name `path`: all of it or nothing, and through no
-    link."""
+    """Write `text` to a new file, sync it and rename it to `path`: all of it or nothing, and never through a link."""
     temporary = path.with_name(f".{path.name}.writing")
     temporary.unlink(missing_ok=True)
     try:
-        # "x": it has the umask's permissions, and a link of that name is an error
+        # "x": permissions of the umask, and an error for a link of that name
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()

@@ -1,6 +1,6 @@
-"""Heartbeats: every rank writes into the job's store every two seconds in which phase it is, how many it has entered,
-and for how long it has neither worked nor entered one. When the job stalls, one line names the rank for which the
-others wait, its host, pid and phase, and every rank ends; before the ranks have met, too. One rank is never ended."""
+"""Heartbeats: every two seconds each rank writes to the job's store: its phase, the number of phases it has entered,
+and the seconds without progress. When the job stalls, also before the ranks have met, one line names the rank that the
+others wait for, with host, pid and phase, and every rank exits. A job of one rank is never ended."""
 
 import concurrent.futures
 import contextlib
@@ -25,73 +25,77 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BEAT = 2.0  # seconds between two beats
-SILENT_BEATS = 3  # missing beats after which a rank is gone, where a collective broke
-SILENCE = 0.75  # of the timeout, without a beat: a call into C that holds the interpreter's lock can last long
-STORE_TIMEOUT = 10.0  # seconds until the store must have answered
-EXIT_TIMEOUT = 9.0  # seconds after which a rank that ends a stalled job is gone, whatever blocks it
+MISSED_BEATS = 3  # after a broken collective, a rank that missed so many beats is gone
+READING_INTERVAL = 0.75  # share of the timeout between two readings; a call into C may hold the GIL and block beats
+STORE_TIMEOUT = 10.0  # seconds
+EXIT_TIMEOUT = 9.0  # seconds after which a rank of a stalled job exits, whatever blocks it
 
 UNKNOWN = ("", 0)
 
 
-def here() -> tuple[str, int]:
-    """(host, pid) of this process."""
+def host_and_pid() -> tuple[str, int]:
+    """Return (host, pid) of this process."""
     return socket.gethostname(), os.getpid()
 
 
-# `here` of each rank, UNKNOWN of one that has not come yet; before the first beat of this rank alone
-RANKS: list[tuple[str, int]] = [here()]
+# (host, pid) of each rank, UNKNOWN before its first beat; only this rank's before the first heartbeat
+RANKS: list[tuple[str, int]] = [host_and_pid()]
 
 
 @dataclasses.dataclass
 class Progress:
-    """Where this process is. Every rank enters the same phases in the same order: `moves` counts them."""
+    """Phase and step of this process. Every rank enters the same phases in the same order."""
 
     phase: str = "start"
     step: int = 0
-    moves: int = 0
-    began: float = dataclasses.field(default_factory=time.monotonic)  # when it came into `phase` from another one
-    first_move: int = 0  # the count of moves then
-    since: float = dataclasses.field(default_factory=time.monotonic)  # its last move
-    parts: int = 0  # of checkpoints that a thread has done, and for each of which the other ranks wait
-    folder: pathlib.Path | None = None  # of the run, where a stall leaves its traces
+    phase_count: int = 0  # phases entered
+    began: float = dataclasses.field(default_factory=time.monotonic)  # when `phase` replaced another one
+    first_count: int = 0  # `phase_count` at that time
+    since: float = dataclasses.field(default_factory=time.monotonic)  # when a phase was last entered
+    save_stages: int = 0  # stages of saves that a thread has finished; all ranks finish each together
+    folder: pathlib.Path | None = None  # the run's folder, for traces of a stall
+
+    def counts(self) -> tuple[int, int]:
+        """Return (phases entered, stages of saves): a change is progress."""
+        return self.phase_count, self.save_stages
 
 
 PROGRESS = Progress()
-UNITS = {"evaluation": "batches", "sampling": "tokens"}  # phases that are entered for each
+UNITS = {"evaluation": "batches", "sampling": "tokens"}  # units of phases that are entered once per unit
 
 
 def enter_phase(phase: str, step: int | None = None) -> None:
-    """Records that this rank enters a phase; every rank calls this."""
+    """Record that this rank enters a phase. Every rank calls this."""
     endings.block_if_ending()
     PROGRESS.since = time.monotonic()
-    PROGRESS.moves += 1
+    PROGRESS.phase_count += 1
     if phase != PROGRESS.phase:
-        PROGRESS.phase, PROGRESS.began, PROGRESS.first_move = phase, PROGRESS.since, PROGRESS.moves
+        PROGRESS.phase, PROGRESS.began, PROGRESS.first_count = phase, PROGRESS.since, PROGRESS.phase_count
     if step is not None:
         PROGRESS.step = step
 
 
-def end_part() -> None:
-    """Records that a thread of this rank has done its part of a checkpoint; every rank calls this."""
-    PROGRESS.parts += 1
+def end_save_stage() -> None:
+    """Record that a thread of this rank has finished a stage of a save. Every rank calls this."""
+    PROGRESS.save_stages += 1
 
 
 def rank_name(rank: int) -> str:
-    """`rank 3 (node-b, pid 411)`."""
+    """Return `rank 3 (node-b, pid 411)`."""
     host, pid = RANKS[rank]
     return f"rank {rank} ({host}, pid {pid})" if pid else f"rank {rank}"
 
 
-def how_far() -> str:
-    """What this rank has done of its phase, in words; empty if that is not known."""
-    with contextlib.suppress(IndexError, OSError):  # the work ended, or its files were renamed
+def describe_progress() -> str:
+    """Describe how far this rank is in its phase; "" if that is not known."""
+    with contextlib.suppress(IndexError, OSError):  # the work has ended, or its files were renamed
         return base.WORK[-1]()
     unit = UNITS.get(PROGRESS.phase)
-    return f"{PROGRESS.moves - PROGRESS.first_move:,} {unit}" if unit else ""
+    return f"{PROGRESS.phase_count - PROGRESS.first_count:,} {unit}" if unit else ""
 
 
-def silent_ranks(before: list[dict | None], now: list[dict | None]) -> list[int]:
-    """The ranks that have written nothing between two readings of all beats."""
+def ranks_without_beat(before: list[dict | None], now: list[dict | None]) -> list[int]:
+    """Return the ranks without a new beat between two readings."""
     ranks = []
     for rank, (earlier, later) in enumerate(zip(before, now, strict=True)):
         if later is None or (earlier and earlier["beat"] == later["beat"]):
@@ -100,100 +104,107 @@ def silent_ranks(before: list[dict | None], now: list[dict | None]) -> list[int]
 
 
 def find_stalled_ranks(before: list[dict | None], now: list[dict | None], seconds: float) -> tuple[list[int], str]:
-    """Find the ranks for which all others wait, from two readings of all beats, SILENCE of `seconds` apart. Return them
-    and where they are, in words; ([], "") if a rank has worked or entered a phase within `seconds`.
+    """Find the ranks that all others wait for, from two readings of all beats, READING_INTERVAL of `seconds` apart.
+    Returns them and a description of their state; ([], "") if a rank has made progress within `seconds`.
 
-    Those that never came; else a rank that reads data, where it waits for nobody, behind all that beat; else those that
-    are silent; else those that have entered the fewest phases.
+    In this order: ranks without any beat; a rank that reads data, if it is behind all that beat, as reading waits for
+    no other rank; ranks that stopped beating; the ranks that have entered the fewest phases.
     """
     if absent := [rank for rank, beat in enumerate(now) if beat is None]:
         return absent, "never seen"
     beats: list[dict] = [beat for beat in now if beat]
-    silent = silent_ranks(before, now)
-    # What a silent rank wrote last may be many phases old, so it is not compared with those that beat.
-    compared = [rank for rank in range(len(beats)) if rank not in silent]
+    missing = ranks_without_beat(before, now)
+    # The last beat of a missing rank may be many phases old, so it is not compared.
+    compared = [rank for rank in range(len(beats)) if rank not in missing]
     if any(beats[rank]["waited"] < seconds for rank in compared):
         return [], ""
-    least = min(beats[rank]["moves"] for rank in compared)
-    behind = [rank for rank in compared if beats[rank]["moves"] == least]
+    least = min(beats[rank]["phase_count"] for rank in compared)
+    behind = [rank for rank in compared if beats[rank]["phase_count"] == least]
     place = beats[behind[0]]
-    if silent and place["phase"] != "data":
-        last = beats[silent[0]]
+    if missing and place["phase"] != "data":
+        last = beats[missing[0]]
         where = f"last seen in {last['phase']} of step {last['step']}"
-        return silent, f"no heartbeat for over {SILENCE * seconds:.0f} s, {where}"
+        return missing, f"no heartbeat for over {READING_INTERVAL * seconds:.0f} s, {where}"
     where = f"in {place['phase']} of step {place['step']} for {place['waited']:.0f} s"
     if len(behind) == len(beats) > 1 and place["phase"] != "data":
-        where += ": all wait for each other; the network between them, or a driver"
+        where += ": all ranks wait for each other; check the network and the driver"
     return behind, where
 
 
-class Leaving(Protocol):
-    """What the thread reads of the run's `StopRequest`."""
+class HasFinished(Protocol):
+    """The part of `StopRequest` that the thread reads."""
 
-    leaving: bool  # whether the ranks have done all their work
+    has_finished: bool  # True once all ranks have finished their work
 
 
 class Heartbeats(threading.Thread):
-    """A thread that writes this rank's beats and, in a job of several ranks, ends this one if no rank has worked or
-    entered a phase for `seconds`.
+    """A thread that writes this rank's beats and, in a job of several ranks, ends this rank if no rank has made
+    progress for `seconds`.
 
-    Time for which this process was itself stopped does not count. No clock is compared with another host's. `stop` is
-    the run's `StopRequest`.
+    Time during which this process was stopped does not count. No clocks of different hosts are compared. `stop` is the
+    run's `StopRequest`.
     """
 
-    def __init__(self, seconds: float, store: "dist.Store", stop: Leaving):
+    def __init__(self, seconds: float, store: "dist.Store", stop: HasFinished):
         super().__init__(daemon=True)
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.seconds, self.stop = seconds, stop
         self.interval = min(max(BEAT, self.world / 250), seconds / 6)  # at most 250 beats a second in the whole job
-        self.waited = 0.0  # seconds without work or a new phase
+        self.waited = 0.0  # seconds without progress
         self.beats = 0
-        self.reported: set[str] = set()  # phases that took long
+        self.reported: set[str] = set()  # phases reported as long
         RANKS[:] = [UNKNOWN] * self.world
-        RANKS[self.rank] = here()
-        # a connection of its own, as a call on the other one may block
+        RANKS[self.rank] = host_and_pid()
+        # another connection, as a call on the first one may block
         self.store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
         self.store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
         self.calls = concurrent.futures.ThreadPoolExecutor(max_workers=1)
-        with contextlib.suppress(RuntimeError):  # no answer: the thread tries again
+        with contextlib.suppress(RuntimeError):  # without an answer the thread tries again
             self.beat()
         self.start()
 
     def ask(self, operation: Callable[..., T], *args: Any) -> T:
-        """What an operation of the store returns. A thread makes the call, as some operations have no timeout.
+        """Call an operation of the store, in a thread, as some have no timeout.
 
         Raises:
-            RuntimeError: the store does not answer in time.
+            RuntimeError: the store did not answer within STORE_TIMEOUT.
         """
         try:
             return self.calls.submit(operation, *args).result(timeout=STORE_TIMEOUT + 1)
         except (RuntimeError, TimeoutError):
             address = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', 0)}"
-            cause = "rank 0, the launcher beside it, their node, or the way to it is gone"
-            raise RuntimeError(f"there is no answer from the store at {address}: {cause}") from None
+            cause = "rank 0, its launcher, their node or the network has failed"
+            raise RuntimeError(f"the store at {address} does not answer: {cause}") from None
 
     def beat(self) -> None:
-        """Writes where this rank is."""
+        """Write this rank's beat to the store."""
         self.beats += 1
-        where = {"place": RANKS[self.rank], "beat": self.beats, "waited": self.waited}
-        where |= {"phase": PROGRESS.phase, "step": PROGRESS.step, "moves": [PROGRESS.moves, PROGRESS.parts]}
-        where |= {"lasts": time.monotonic() - PROGRESS.began, "how_far": how_far()}
-        self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(where))
+        beat = {
+            "host_and_pid": RANKS[self.rank],
+            "beat": self.beats,
+            "waited": self.waited,  # seconds
+            "phase": PROGRESS.phase,
+            "step": PROGRESS.step,
+            "phase_count": PROGRESS.counts(),
+            "lasts": time.monotonic() - PROGRESS.began,  # seconds in this phase
+            "progress": describe_progress(),
+        }
+        self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(beat))
         if self.world == 1 or (self.rank == 0 and self.waited < self.seconds):
-            self.report_long_phase(0, where)
+            self.report_long_phase(0, beat)
 
     def report_long_phase(self, rank: int, beat: dict) -> None:
-        """Prints once of each phase that a rank has been in it for longer than the timeout."""
+        """Print, once per phase, that a rank has been in it for longer than the timeout."""
         if beat["lasts"] < self.seconds or beat["phase"] in self.reported:
             return
         self.reported.add(beat["phase"])
         line = f"{rank_name(rank)} has been in {beat['phase']} for {beat['lasts'] / 60:.3g} minutes"
-        if beat["how_far"]:
-            line += f": {beat['how_far']}"
+        if beat["progress"]:
+            line += f": {beat['progress']}"
         print_in_thread(f"train_fsdp.py: {line}")
 
     def read(self) -> list[dict | None]:
-        """The newest beat of each rank, None of one that has not come to the store; it fills RANKS."""
+        """Return the newest beat of each rank, None for a rank without one, and update RANKS."""
 
         def newest() -> list[dict | None]:
             keys = [f"heartbeat/{rank}" for rank in range(self.world)]
@@ -202,19 +213,19 @@ class Heartbeats(threading.Thread):
             return [beats.get(key) for key in keys]
 
         beats = self.ask(newest)
-        RANKS[:] = [tuple(beat["place"]) if beat else UNKNOWN for beat in beats]
+        RANKS[:] = [tuple(beat["host_and_pid"]) if beat else UNKNOWN for beat in beats]
         return beats
 
     def run(self) -> None:
-        place, before, read_at, now = None, None, 0.0, time.monotonic()
+        counts, before, read_at, now = None, None, 0.0, time.monotonic()
         while True:
             time.sleep(self.interval)
             slept, now = min(time.monotonic() - now, 2 * self.interval), time.monotonic()
-            if endings.ENDING or self.stop.leaving:
+            if endings.ENDING or self.stop.has_finished:
                 return
-            if base.WORK or place != (PROGRESS.moves, PROGRESS.parts):
-                place, self.waited = (PROGRESS.moves, PROGRESS.parts), 0.0
-                before, read_at = None, (1 - SILENCE) * self.seconds
+            if base.WORK or counts != PROGRESS.counts():
+                counts, self.waited = PROGRESS.counts(), 0.0
+                before, read_at = None, (1 - READING_INTERVAL) * self.seconds
             self.waited += slept
             try:
                 self.beat()
@@ -223,80 +234,78 @@ class Heartbeats(threading.Thread):
                 beats = self.read()
                 if before:
                     ranks, where = find_stalled_ranks(before, beats, self.seconds)
-                    if ranks and place == (PROGRESS.moves, PROGRESS.parts) and not base.WORK:
+                    if ranks and counts == PROGRESS.counts() and not base.WORK:
                         self.end(f"--timeout-minutes: {self.describe(ranks)}: {where}")
                     if self.rank == 0:
                         _, working = min((beat["waited"], rank) for rank, beat in enumerate(beats) if beat)
                         self.report_long_phase(working, beats[working])
-                # two beats later than the timeout: by then those of the others say that they wait, too
-                before, read_at = beats, self.waited + SILENCE * self.seconds + 2 * self.interval
+                # two intervals after the timeout, the beats of the other ranks show that they wait, too
+                before, read_at = beats, self.waited + READING_INTERVAL * self.seconds + 2 * self.interval
             except RuntimeError as error:
                 if self.waited > self.seconds and self.world > 1:
-                    here = f"{rank_name(self.rank)} waits in {PROGRESS.phase} of step {PROGRESS.step}"
-                    self.end(f"--timeout-minutes: {here}, and {error}")
+                    waiting = f"{rank_name(self.rank)} waits in {PROGRESS.phase} of step {PROGRESS.step}"
+                    self.end(f"--timeout-minutes: {waiting}, and {error}")
 
     def describe(self, ranks: list[int]) -> str:
         others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-        return f"{rank_name(ranks[0])}{others} did not come within {self.seconds / 60:g} minutes"
+        return f"{rank_name(ranks[0])}{others} timed out after {self.seconds / 60:g} minutes"
 
     def explain(self, error: BaseException) -> str:
-        """After a collective broke, the rank that is gone, as it beats no more, in words; empty for any other error, or
-        if no rank is."""
+        """Describe the rank that stopped beating after a collective broke; "" for any other error, or if all beat."""
         import torch.distributed as dist
 
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             return ""
         try:
             before = self.read()
-            time.sleep(SILENT_BEATS * self.interval)
+            time.sleep(MISSED_BEATS * self.interval)
             now = self.read()
         except RuntimeError as no_answer:
-            return f"{rank_name(self.rank)} lost the others, and {no_answer}"
-        for rank in silent_ranks(before, now):
+            return f"{rank_name(self.rank)} lost the other ranks, and {no_answer}"
+        for rank in ranks_without_beat(before, now):
             beat = now[rank]
-            place = f"last seen in {beat['phase']} of step {beat['step']}" if beat else "or was never started"
-            return f"{rank_name(rank)} is gone, {place}"
+            state = f"last seen in {beat['phase']} of step {beat['step']}" if beat else "or was never started"
+            return f"{rank_name(rank)} is gone, {state}"
         return ""
 
-    def speaks_first(self) -> bool:
-        """Whether this rank is the first to ask, and so the one that prints why the job ends; without an answer from
-        the store the first rank of each node is."""
+    def is_first_to_print(self) -> bool:
+        """Return True on the first rank to call this, which prints why the job ends; if the store does not answer, on
+        the first rank of each node."""
         try:
             return self.ask(self.store.add, "failed", 1) == 1
         except RuntimeError:
             return os.environ.get("LOCAL_RANK", "0") == "0"
 
     def end(self, problem: str) -> NoReturn:
-        """Ends this rank after a line by one rank of the job and, in the run's folder, traces of where this one
-        stood."""
-        PROGRESS.phase = "failure"  # from here on a SIGTERM is the launcher's, as another rank has ended: no line
+        """End this rank with 1. One rank of the job prints `problem`; each writes its traces to the run's folder."""
+        PROGRESS.phase = "failure"  # a SIGTERM from now on is the launcher's, as another rank has ended: no line
         line = f"train_fsdp.py: error: {problem}"
         with open(os.devnull, "w") as nowhere:
-            # a thread of C, which ends this process even where the record of NCCL holds the interpreter's lock
+            # a thread in C: it ends this process even if NCCL's record holds the GIL
             faulthandler.dump_traceback_later(EXIT_TIMEOUT, exit=True, file=nowhere)
-            if self.speaks_first():
+            if self.is_first_to_print():
                 base.record_error(line)
                 print_in_thread(line)
             if PROGRESS.folder:
                 with contextlib.suppress(OSError):
                     leave_traces(PROGRESS.folder, self.rank, line)
-            time.sleep(0.5)  # for the line
+            time.sleep(0.5)  # time to print
             endings.end(1, timeout=5)
 
 
 def print_in_thread(line: str) -> None:
-    """Prints on stderr; a pipe that nobody empties would block this thread."""
+    """Print to stderr in another thread, as a full pipe would block this one."""
     threading.Thread(target=terminal.print_error, args=(line,), daemon=True).start()
 
 
 def leave_traces(folder: pathlib.Path, rank: int, line: str) -> None:
-    """Writes where the threads of this rank are and, with NCCL, its last collectives for torch's `torchfrtrace`."""
+    """Write the stacks of this rank's threads and, with NCCL, its last collectives for torch's `torchfrtrace`."""
     import torch
 
     with open(folder / f"stalled-rank-{rank}.txt", "w") as file:
         file.write(f"{line}\n")
         faulthandler.dump_traceback(file)
-    # private: in public torch writes NCCL's record only by itself, when a collective has timed out
+    # private: publicly torch writes NCCL's record only after a collective has timed out
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # None in a torch without NCCL
     if dump is not None:
         (folder / f"nccl_trace_rank_{rank}").write_bytes(dump())

@@ -1,4 +1,4 @@
-"""Schedule: what is due at which optimizer step."""
+"""Schedule: the number of steps, and the actions due at each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,17 +29,17 @@ def count_steps(settings: flags.Settings, manifest: dict | None, epoch: int) -> 
 
 @dataclass(frozen=True)
 class Actions:
-    """What is due at one optimizer step. Steps count from 1, over restarts too."""
+    """Actions due at one optimizer step. Steps count from 1 and continue over restarts."""
 
     step: int
-    first: bool  # the first one since this start
+    first: bool  # of this start
     last: bool
     evaluate: bool
     log: bool  # a log line; an evaluation needs one
     save: bool  # a checkpoint
-    profile_begins: bool  # before this step
+    profile_begins: bool  # the profiler starts before this step
     profiled: bool
-    profile_ends: bool  # after this step
+    profile_ends: bool  # the profiler stops after this step
 
 
 def due(
@@ -49,8 +49,13 @@ def due(
     has_room: bool = True,
     ends_epoch: Callable[[int], bool] = lambda step: False,
 ) -> Actions:
-    """What is due at `step` of a run that this start begins, or goes on with, at `first_step`; without the last state
-    where the disk has no room for it. `ends_epoch` tells of a step whether an epoch of the data ends in it."""
+    """Return the actions due at `step`.
+
+    Args:
+        first_step: the first step of this start.
+        has_room: False if the disk has no room for the final checkpoint, which is left out then.
+        ends_epoch: returns True for a step in which an epoch of the data ends.
+    """
     last = step == settings.num_steps
     if settings.eval_interval == "epoch":
         evaluate = last or ends_epoch(step)
@@ -59,7 +64,7 @@ def due(
     save = (last and settings.final_checkpoint and has_room) or (settings.keep_best and evaluate)
     if settings.checkpoint_interval:
         save = save or step % settings.checkpoint_interval == 0
-    profile_begin = first_step + max(settings.perf_warmup_steps, 1)  # at least the first one is left out: it compiles
+    profile_begin = first_step + max(settings.perf_warmup_steps, 1)  # the first step compiles, so it is never profiled
     profile_end = profile_begin + flags.PROFILED_STEPS - 1
     return Actions(
         step=step,

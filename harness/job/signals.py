@@ -1,5 +1,5 @@
-"""Signals: Ctrl-C, SIGTERM and SIGUSR1, which a thread reads, and the agreement of all ranks to stop. Imports nothing
-heavy: signals are read before torch is loaded."""
+"""Signals: a thread that reads Ctrl-C, SIGTERM and SIGUSR1, and the agreement of all ranks to stop. Imports nothing
+heavy, as signals are read before torch is imported."""
 
 import contextlib
 import ctypes
@@ -19,45 +19,44 @@ PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 class Stopped(BaseException):
-    """All ranks stop here: each is before the same forward pass. As with KeyboardInterrupt no library catches it."""
+    """Raised on all ranks before the same forward pass. A BaseException, so that no library catches it."""
 
 
 class StopRequest:
-    """On SIGTERM or SIGUSR1 to any rank all ranks stop before the same forward pass, of a microbatch, of a batch of an
-    evaluation or of a token of a sample, save the last complete step and leave with 143. A second signal, or one before
-    the first step is done, ends the job at once; so does Ctrl-C at any time, with 130 and what to do next."""
+    """After SIGTERM or SIGUSR1 to any rank, all ranks stop before the same forward pass (of a microbatch, an evaluation
+    batch or a sampled token), save the last complete step and exit with 143. A second signal, or one before the first
+    step is done, ends the job at once. So does Ctrl-C, with 130 and a summary."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
     EXIT_CODE = endings.STOPPED
-    SAME_REQUEST = 1.0  # seconds; a scheduler's signal reaches a rank directly and through torchrun as well
+    SAME_REQUEST = 1.0  # seconds; a scheduler's signal reaches a rank directly and through torchrun
 
     def __init__(self, settings: flags.Args | None = None):
         self.settings = settings
-        self.name = ""  # of the signal that asked for the end
-        self.can_save = False  # set by the loop, from when a step is done
-        self.resumed_step = 0  # set by the loop, what this start went on from
-        self.leaving = False  # set when the ranks have done all their work
-        self.first_request = math.inf  # when, on the monotonic clock
-        self.group: Any = None  # of the ranks that ask each other, by default all of the world
-        self.round: Any = None  # the all-reduce of `flag` that was begun last
-        self.flag: Any = None
+        self.name = ""  # name of the signal
+        self.can_save = False  # set by the loop once a step is done
+        self.resumed_step = 0  # set by the loop: the step of the checkpoint that this start resumed
+        self.has_finished = False  # set once all ranks have finished their work
+        self.first_request = math.inf  # monotonic time, seconds
+        self.group: Any = None  # process group for the agreement, by default the world
+        self.round: Any = None  # the last all-reduce of `flag`
+        self.flag: Any = None  # 1 on a rank with a request
 
     def listen(self) -> None:
-        """Starts the thread that reads signals; called in the main thread. Only such a thread can act at any time:
-        Python's own handlers run in the main thread, which may be inside a collective. What C does when a signal comes
-        is to write its number into the pipe, whatever all threads are doing.
+        """Start the thread that reads signals. Called in the main thread.
 
-        No signal is blocked, as every child process would inherit that: a program that is started gets signals as
-        usual, and so does a process that is forked."""
+        Python's own handlers run in the main thread, which may be inside a collective. Python's C handler writes the
+        signal's number to a pipe at any time, and the thread reads the pipe. No signal is blocked, as child processes
+        would inherit that: they get signals as usual."""
         numbers = {*self.SIGNALS, signal.SIGINT}
         pipe, into_pipe = os.pipe()
         os.set_blocking(into_pipe, False)
         before = {number: signal.signal(number, lambda *_: None) for number in numbers}
         signal.set_wakeup_fd(into_pipe, warn_on_full_buffer=False)
         for number in numbers:
-            signal.siginterrupt(number, False)  # a library's system call that it meets goes on
+            signal.siginterrupt(number, False)  # interrupted system calls are restarted
 
-        masks = threading.local()  # of the thread that forks
+        masks = threading.local()  # signal mask of the thread that forks
 
         def block_signals() -> None:
             masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
@@ -69,36 +68,36 @@ class StopRequest:
             signal.set_wakeup_fd(-1)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            unblock_signals()  # what came since the fork acts as it does on any program
+            unblock_signals()  # signals since the fork have their default effect
 
         if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
             ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)  # when torchrun or accelerate dies
-        # A signal to a child that still has this pipe would stop its parent, and not the child.
+        # With this pipe, a signal to a child would stop its parent and not the child.
         os.register_at_fork(before=block_signals, after_in_parent=unblock_signals, after_in_child=reset_in_child)
         threading.Thread(target=self._read, args=(pipe,), daemon=True).start()
 
     def _read(self, pipe: int) -> None:
         while True:
-            for number in os.read(pipe, 64):  # other signals with a handler of Python's come here too
+            for number in os.read(pipe, 64):  # other signals with a Python handler arrive here too
                 if number in (*self.SIGNALS, signal.SIGINT):
                     self.react(number)
 
     def react(self, number: int) -> None:
-        """Does what a signal asks for; called in a thread of its own."""
+        """Handle a signal, in the thread that reads signals."""
         interrupts = number == signal.SIGINT
         if endings.ENDING:
             exit_code, _ = endings.ENDING[0]
-            if interrupts or exit_code == 0:  # otherwise torchrun sends it, as another rank has left
+            if interrupts or exit_code == 0:  # any other is torchrun's, as another rank has exited
                 os._exit(exit_code)
         elif interrupts:
             if self.settings is not None and terminal.is_first_rank():
-                here = heartbeats.PROGRESS
+                progress = heartbeats.PROGRESS
                 lines = terminal.describe_interrupt(
-                    self.settings, here.step, here.phase, here.folder, self.resumed_step
+                    self.settings, progress.step, progress.phase, progress.folder, self.resumed_step
                 )
                 terminal.print_error(lines)
             endings.end(endings.INTERRUPTED, timeout=3)
-        elif not self.leaving:  # torchrun sends SIGTERM to ranks that leave a moment after the first one
+        elif not self.has_finished:  # torchrun sends SIGTERM to the ranks that exit after the first one
             now = time.monotonic()
             if now - self.first_request > self.SAME_REQUEST:
                 endings.end(self.EXIT_CODE, timeout=3)
@@ -106,8 +105,8 @@ class StopRequest:
             self.request(signal.Signals(number).name)
 
     def request(self, name: str) -> None:
-        """Asks all ranks to save and leave because of `name`; ends this process where there is nothing to save. Called
-        in any thread."""
+        """Request that all ranks save and exit, because of the signal `name`; end this process if there is nothing to
+        save. Called in any thread."""
         if self.can_save:
             self.name = name
             return
@@ -117,9 +116,9 @@ class StopRequest:
         endings.end(self.EXIT_CODE, timeout=3)
 
     def any_rank_wants_to_stop(self) -> bool:
-        """Whether any rank had a request when this was last called; every rank calls it before every forward pass.
+        """Return True if any rank had a request at the previous call. Every rank calls this before every forward pass.
 
-        The answer is one pass old, so that no rank waits for it: a small all-reduce on the host during the next pass.
+        The answer is one pass old, so no rank waits for it: a small all-reduce on the host runs during the pass.
         """
         import torch
         import torch.distributed as dist
@@ -135,8 +134,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def before_each_forward(self, model: Any) -> Iterator[None]:
-        """Inside, each forward pass of `model` raises Stopped where a rank has a request. Each rank makes every pass,
-        so there they can agree."""
+        """Raise Stopped in the forward passes of `model` if a rank has a request. Every rank makes the same passes."""
 
         def check(*_: object) -> None:
             if self.any_rank_wants_to_stop():
@@ -148,17 +146,17 @@ class StopRequest:
         finally:
             hook.remove()
 
-    def raise_if_asked(self) -> None:
-        """Raises Stopped where a rank has a request at this moment. Every rank calls this, and waits for the others."""
-        if self.any_rank_wants_to_stop() or self.any_rank_wants_to_stop():  # the first answer is older
+    def raise_if_stopping(self) -> None:
+        """Raise Stopped if a rank has a request now. Every rank calls this and waits for the others."""
+        if self.any_rank_wants_to_stop() or self.any_rank_wants_to_stop():  # the first answer is one call old
             raise Stopped
 
 
-LISTENING: list[StopRequest] = []  # the one of this process
+LISTENING: list[StopRequest] = []  # this process's, at most one
 
 
 def listen(settings: flags.Args) -> StopRequest:
-    """The request of this process, which signals reach from the first call on."""
+    """Return this process's request; signals reach it from the first call on."""
     if not LISTENING:
         LISTENING.append(StopRequest(settings))
         LISTENING[0].listen()
@@ -166,6 +164,6 @@ def listen(settings: flags.Args) -> StopRequest:
 
 
 def ignore_signals(worker: int) -> None:
-    """Called in a data worker: a scheduler signals every process of a job, and they serve until their rank leaves."""
+    """Ignore signals in a data worker: a scheduler signals every process, and workers serve until their rank exits."""
     for number in (*StopRequest.SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Startup: what the script does before its heavy imports, which take seconds, warn, and can be interrupted too."""
+"""Startup: signals, threads and environment, before the script's heavy imports."""
 
 import gc
 import logging
@@ -10,63 +10,69 @@ from collections.abc import Mapping
 from harness import base, flags
 from harness.job import host, signals, terminal
 
-# The launchers that start several processes and tell none its RANK: Open MPI, MPICH and Intel MPI, MVAPICH, srun. Of
-# each the variable with how many there are, and the one with the process's own number.
+# Launchers that start several processes without RANK: Open MPI, MPICH and Intel MPI, MVAPICH, srun. Their variables for
+# the number of processes: the variables for the process's own number.
 LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK",
     "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
     "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
 }
-LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}  # numbers of a launcher
+LAUNCHER_MINIMUMS = {
+    "RANK": 0,
+    "LOCAL_RANK": 0,
+    "WORLD_SIZE": 1,
+    "LOCAL_WORLD_SIZE": 1,
+    "MASTER_PORT": 0,
+}  # smallest values
 MAX_PORT = 65_535
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate")
 
 
 def begin(settings: flags.Args) -> None:
-    """Listens to signals, and prepares the threads and the environment, by which torch is loaded."""
-    if not settings.plan:  # a plan is of a world of its own
+    """Listen to signals, and set the threads and the environment that torch reads when it is imported."""
+    if not settings.plan:  # a plan makes its own world
         check_launcher_env(settings)
     signals.listen(settings)
-    if not settings.json:  # a plan as JSON is all that stdout has
+    if not settings.json:  # stdout has only the JSON object
         terminal.print0(f"train_fsdp {settings.model}; loading torch")
     host.set_threads(settings)
-    if not sys.warnoptions:  # `python -W default train_fsdp.py` shows all warnings
+    if not sys.warnoptions:  # `python -W default` shows all warnings
         silence_libraries()
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name before torch 2.9, which the new one would override
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name before torch 2.9; the new one would override it
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("WANDB_SILENT", "true")
-    gc.disable()  # until `World`: imports make no garbage, and looking for it takes a fifth of their time
+    gc.disable()  # until `World`: during imports, collection finds nothing and takes a fifth of the time
 
 
 def check_launcher_env(settings: flags.Args) -> None:
-    """Ends the process with one line where its environment is that of one rank of several, but does not say which, or
-    where the others are: the ranks would wait for each other in vain, or each train alone."""
-    env, told = os.environ, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    advice = f"start the ranks by torchrun or accelerate, which set {', '.join(told)}; docs/LAUNCH.md has commands"
+    """Exit with one line if a launcher started several processes but did not set the variables of a rank: they would
+    wait for each other forever, or each train alone."""
+    env, needed = os.environ, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    advice = f"start the ranks by torchrun or accelerate, which set {', '.join(needed)}; docs/LAUNCH.md has commands"
     problem = ""
     if "RANK" in env:
-        missing = [name for name in told if name not in env]
+        missing = [name for name in needed if name not in env]
         if missing:
             problem = f"RANK={env['RANK']} is set, but not {', '.join(missing)}"
         elif problem := wrong_number(env):
-            env["RANK"] = "0"  # this rank says so
+            env["RANK"] = "0"  # this rank prints the line
     elif env.get("WORLD_SIZE", "1") != "1":
         problem = f"WORLD_SIZE={env['WORLD_SIZE']} is set, but RANK is not"
-        advice += "; for a run of one rank unset it"
+        advice += "; for a run of one rank, unset it"
     else:
         for size, rank in LAUNCHERS.items():
             if env.get(size, "1") != "1":
                 problem = f"{size}={env[size]} is set, but RANK is not: each process would train alone"
-                env["RANK"] = env.get(rank, "0")  # one of them says so
+                env["RANK"] = env.get(rank, "0")  # one process prints the line
                 break
     if problem:
         base.exit_with_error(f"train_fsdp.py: error: {problem}; {advice}", settings.json)
 
 
 def wrong_number(env: Mapping[str, str]) -> str:
-    """What is wrong with a number of a launcher's, in words; empty where all are right."""
-    for name, least in LEAST.items():
+    """Describe the first wrong number in a launcher's variables, "" if all are right."""
+    for name, least in LAUNCHER_MINIMUMS.items():
         number = env.get(name, str(least))
         if not number.isdigit():
             return f"{name}={number} is not a whole number"
@@ -80,9 +86,9 @@ def wrong_number(env: Mapping[str, str]) -> str:
 
 
 def silence_libraries() -> None:
-    """Turns off the warnings of libraries, in this process and in those that it starts."""
+    """Turn off the warnings of libraries, in this process and its children."""
     warnings.filterwarnings("ignore")
     os.environ |= {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "6"}
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost store prints 30 lines of warnings otherwise
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # without this a lost store prints 30 lines of warnings
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)

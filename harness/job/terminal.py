@@ -1,5 +1,5 @@
-"""Terminal: what a job prints: lines of rank 0 on stdout, warnings and errors on stderr, the bar below the log lines,
-and the last lines of a run that was stopped, with the command that goes on. Imports nothing heavy."""
+"""Terminal: rank 0's lines on stdout, warnings and errors on stderr, the progress bar, and the last lines of a stopped
+run with the command that resumes it. Imports nothing heavy."""
 
 import os
 import pathlib
@@ -13,46 +13,46 @@ from tqdm import tqdm
 from harness import base
 from harness import flags as flag_rules
 
-BAR_FORMAT = "{n_fmt}/{total_fmt}{postfix}, eta {remaining} {bar}"  # a narrow terminal loses the end of it
-IN_A_STEP = ("data", "forward", "backward", "optimizer")  # phases in which a step is not done
-CLEAR = "\r\x1b[K"  # erases the bar on this line
+BAR_FORMAT = "{n_fmt}/{total_fmt}{postfix}, eta {remaining} {bar}"  # a narrow terminal cuts off its end
+IN_A_STEP = ("data", "forward", "backward", "optimizer")  # phases of an unfinished step
+CLEAR = "\r\x1b[K"  # erases the bar
 
 
 # ---- Lines -----------------------------------------------------------------------------------------------------------
 
 
 def is_first_rank() -> bool:
-    """Whether this process is rank 0, by its environment: known before the ranks have met."""
+    """Return True on rank 0, from the environment: known before the ranks have met."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def print0(*message: object) -> None:
-    """Prints on rank 0, above a progress bar if there is one."""
+    """Print on rank 0, above a progress bar if there is one."""
     if is_first_rank():
         tqdm.write(" ".join(map(str, message)))
         sys.stdout.flush()
 
 
 def print_error(text: str) -> None:
-    """Writes lines to stderr, from any rank and any thread; a bar on the last line is erased."""
+    """Write lines to stderr, from any rank and thread, and erase a bar on the last line."""
     before = CLEAR if is_terminal(sys.stderr) else ""
     line = f"{before}{text}\n"
     base.send(2, line.encode(sys.stderr.encoding or "utf-8", "replace"))
 
 
 def warn(text: str) -> None:
-    """Prints a warning on rank 0."""
+    """Print a warning on rank 0."""
     if is_first_rank():
         print_error(f"train_fsdp.py: warning: {text}")
 
 
 def columns(lines: dict[str, str]) -> str:
-    """A line for each name, with its text in a second column."""
+    """Format a line for each name, with its text in a second column."""
     return "\n".join(f"{name:10} {text}" for name, text in lines.items())
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a stream goes to a terminal that can erase a line."""
+    """Return True if a stream is a terminal that can erase a line."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -60,26 +60,26 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def progress(items: Iterable, total: int, what: str) -> Iterable:
-    """The items; where they take longer than a second, a bar on rank 0's terminal shows how many are done. `what` names
-    them; without it there is no bar."""
+    """Return the items, with a bar on rank 0's terminal if they take longer than a second. `what` is the bar's title;
+    without it there is no bar."""
     shown = what and is_first_rank() and is_terminal(sys.stderr)
     return tqdm(items, what, total, leave=False, delay=1, unit="layer", dynamic_ncols=True, disable=not shown)
 
 
 def step_bar(num_steps: int, step: int, shown: bool) -> tqdm:
-    """One line below the log lines, as wide as the terminal is at that moment: the steps, of the last log line what
-    `set_postfix_str` was given, the time left, and a meter where there is room."""
+    """Return a bar below the log lines, as wide as the terminal: the steps, the text of `set_postfix_str`, the time
+    left and, if there is room, a meter."""
     return tqdm(
         total=num_steps, initial=step, leave=False, dynamic_ncols=True, disable=not shown, bar_format=BAR_FORMAT
     )
 
 
-# ---- Commands, and the ends of stopped runs --------------------------------------------------------------------------
+# ---- Commands and the last lines of stopped runs ---------------------------------------------------------------------
 
 
 def launcher() -> str:
-    """The words before the flags, quoted for the shell: the interpreter, or torchrun with the ranks of this node, and
-    this script. Files of the current folder are named as from there."""
+    """Return the command before the flags, quoted for the shell: the interpreter, or torchrun with the ranks of this
+    node, and this script. Paths in the current folder are relative."""
     words = [sys.executable]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         words = ["torchrun", f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 1)}"]
@@ -88,7 +88,7 @@ def launcher() -> str:
 
 
 def command(settings: flag_rules.Flags, folder: pathlib.Path) -> str:
-    """The command, for the shell, that goes on with this run from its newest checkpoint."""
+    """Return the shell command that resumes this run from its newest checkpoint."""
     flags = flag_rules.run_flags(settings)
     if folder.parent == pathlib.Path(settings.output_dir).expanduser():
         return flag_rules.shell_command(launcher(), flags, resume="auto", run_name=folder.name)
@@ -96,8 +96,8 @@ def command(settings: flag_rules.Flags, folder: pathlib.Path) -> str:
 
 
 def last_lines(lines: dict[str, str]) -> str:
-    """The columns of a run that a signal ended. Under torchrun they stand clear of its own lines: it logs the signal
-    before them, and raises a traceback of 25 lines when the ranks have left."""
+    """Format the last lines of a run that a signal ended. Under torchrun, blank lines separate them from its log of the
+    signal and its traceback of 25 lines."""
     text = columns(lines)
     return f"\n{text}\n" if "TORCHELASTIC_RUN_ID" in os.environ else text
 
@@ -105,8 +105,8 @@ def last_lines(lines: dict[str, str]) -> str:
 def describe_interrupt(
     settings: flag_rules.Args, step: int, phase: str, folder: pathlib.Path | None, resumed_step: int
 ) -> str:
-    """The last lines after Ctrl-C: where the run was, what is lost, and the command that goes on. `resumed_step` is
-    the one that this start went on from."""
+    """Return the last lines after Ctrl-C: the phase and step, the steps that are lost, and the command that resumes.
+    `resumed_step` is the step of the checkpoint that this start resumed, 0 for none."""
     if not settings.trains():
         return "stopped    by Ctrl-C"
     length = f"{settings.num_steps:,}"
@@ -131,7 +131,7 @@ def describe_interrupt(
 
 
 def describe_stop(name: str, folder: pathlib.Path | None) -> str:
-    """The line of a run that `name`, a signal or the loss of its launcher, ends where it cannot save."""
+    """Return the line of a run that cannot save when `name`, a signal or the loss of its launcher, ends it."""
     newest = base.newest_checkpoint(folder)
-    kept = f"; {newest.name} is there, --resume auto goes on from it" if newest else ""
+    kept = f"; --resume auto continues from {newest.name}" if newest else ""
     return f"train_fsdp.py: {name} outside training, nothing to save{kept}"

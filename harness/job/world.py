@@ -1,4 +1,4 @@
-"""The world: its ranks meet in a store, work, and leave; whatever ends them becomes one line and an exit code."""
+"""World: rendezvous of the ranks, process groups, and one line and an exit code for whatever ends a rank."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 STORE_TIMEOUT = 15  # seconds until a line about a store that does not answer
-A_DAY = timedelta(days=1)  # the timeout of collectives: the heartbeats tell a rank that works from one that is gone
+A_DAY = timedelta(days=1)  # the timeout of collectives; heartbeats find ranks that stall
 
 
 class World:
-    """The job that this process is a rank of.
+    """The job of this rank.
 
         with job.World(settings, memory_advice) as world:
             device = world.meet()
             world.exit_code = run(settings, device, world.stop)
 
-    Leaving it ends a process that has met the others, with `exit_code`. What is raised inside ends the process too: one
-    rank of all prints one line about a mistake of the user's, memory that ran out, or a collective that broke because a
-    rank is gone; a bug keeps its traceback. Signals end it by `stop`.
+    On exit, a process that has met the others ends with `exit_code`. An exception inside ends it too: one rank prints
+    one line for a user's mistake, for a device without memory, or for a collective that broke as a rank is gone; a bug
+    keeps its traceback. Signals end it through `stop`.
     """
 
     def __init__(self, settings: flags.Args, memory_advice: Callable[[], str]):
-        """`memory_advice` says what to try when a device has no memory left; it is asked only then."""
+        """`memory_advice` returns advice for a device without memory; it is called only then."""
         self.settings, self.memory_advice = settings, memory_advice
         self.exit_code = 0
         self.stop = signals.listen(settings)
-        self.watch: heartbeats.Heartbeats | None = None  # once the job's store was reached
+        self.watch: heartbeats.Heartbeats | None = None  # None before the job's store is reached
 
     def __enter__(self) -> World:
         if not gc.isenabled():  # since `begin`
-            gc.freeze()  # what the imports made stays, and need not be looked at again
+            gc.freeze()  # objects of the imports stay and are not scanned again
             gc.enable()
         return self
 
     def meet(self) -> torch.device:
-        """Waits for the other ranks, and returns this one's device."""
+        """Wait for the other ranks and return this rank's device."""
         import torch.distributed as dist
 
         minutes = self.settings.timeout_minutes
         store = open_store(minutes)
-        self.watch = heartbeats.Heartbeats(60 * minutes, store, self.stop)  # it names a rank that never comes
+        self.watch = heartbeats.Heartbeats(60 * minutes, store, self.stop)  # it names a rank that never starts
         device = start_processes(minutes, store)
-        self.watch.read()  # all have come by now: from here on their places are known
+        self.watch.read()  # all ranks have met: updates their hosts and pids
         if dist.get_world_size() > 1:
-            self.stop.group = new_gloo_group()  # for its tensors on the host
+            self.stop.group = new_gloo_group()  # its tensors are on the host
         return device
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -72,15 +72,15 @@ class World:
             self.fail(error)
 
     def fail(self, error: Exception) -> NoReturn:
-        """Ends this rank after a message, which one rank of all prints, with --json also as an object on stdout.
+        """End this rank. One rank of the job prints the message, with --json also as an object on stdout.
 
-        It is rank 0 that prints, if it fails within 3 s too. The errors of other ranks are most often echoes:
-        collectives that broke as one rank had left.
+        Rank 0 prints if it also fails within 3 s: most errors of other ranks are collectives that broke as one rank
+        had exited.
         """
         import torch
 
         happened, exit_code, timeout = time.time(), 1, 3
-        heartbeats.PROGRESS.phase = "failure"  # from here on a SIGTERM is torchrun's, as another rank has ended
+        heartbeats.PROGRESS.phase = "failure"  # a SIGTERM from now on is torchrun's, as another rank has ended
         if isinstance(error, base.UserError):
             message, exit_code = f"train_fsdp.py: error: {base.one_line(str(error))}", error.exit_code
         elif isinstance(error, torch.OutOfMemoryError):
@@ -90,8 +90,8 @@ class World:
         else:
             message = "".join(traceback.format_exception(error))
         if not terminal.is_first_rank():
-            time.sleep(timeout)  # if rank 0 has failed too, it prints meanwhile, and the launcher ends this rank
-        if self.watch is None or self.watch.speaks_first():
+            time.sleep(timeout)  # if rank 0 has failed too, it prints now, and the launcher ends this rank
+        if self.watch is None or self.watch.is_first_to_print():
             base.record_error(message, happened)
             terminal.print_error(message)
             if self.settings.json:
@@ -103,10 +103,10 @@ class World:
 
 
 def open_store(timeout_minutes: float) -> dist.Store:
-    """The job's store, in which its ranks find each other: torchrun's or rank 0's, or in a world of one its own.
+    """Return the job's store for the rendezvous: torchrun's, rank 0's, or in a world of one this process's.
 
     Raises:
-        UserError: the store is not reached; restarts that torchrun promises cannot work.
+        UserError: the store cannot be reached, or torchrun's restarts cannot work (`check_restarts`).
     """
     import torch.distributed as dist
 
@@ -126,22 +126,22 @@ def open_store(timeout_minutes: float) -> dist.Store:
     except RuntimeError as error:
         problem = "rank 0 cannot listen there" if is_server else "rank 0's store does not answer"
         problem = f"MASTER_ADDR {address}, MASTER_PORT {port}: {problem} ({base.first_line(error)})"
-        raise base.UserError(f"{problem}; name rank 0's own host and a free port", 1) from None
+        raise base.UserError(f"{problem}; give the host of rank 0 and a free port", 1) from None
     if is_torchrun(env) and env["GROUP_WORLD_SIZE"] == "1":
-        # torchrun's store outlives a restart and keeps the dead ranks' addresses (pytorch issue 135712). The count
-        # tells restarts apart on one node only, see docs/CHECKPOINTS.md
+        # torchrun's store outlives a restart and keeps addresses of dead ranks (pytorch issue 135712). The count
+        # separates restarts on one node only, see docs/CHECKPOINTS.md
         store = dist.PrefixStore(f"restart-{env['TORCHELASTIC_RESTART_COUNT']}", store)
     return store
 
 
 def is_torchrun(env: Mapping[str, str]) -> bool:
-    """Whether the job's store is torchrun's, which listens before any rank is started, and not rank 0's."""
+    """Return True if the job's store is torchrun's, which listens before any rank starts, and not rank 0's."""
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def check_restarts(env: Mapping[str, str]) -> None:
-    """Raises a UserError for --max-restarts on several nodes with torchrun's own store: the store keeps the addresses
-    of dead ranks, and nothing tells one restart from another."""
+    """Raise UserError for --max-restarts on several nodes with torchrun's store: it keeps addresses of dead ranks, and
+    nothing separates the restarts."""
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if is_torchrun(env) and restarts != "0" and env["GROUP_WORLD_SIZE"] != "1":
         needed = "torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
@@ -149,11 +149,11 @@ def check_restarts(env: Mapping[str, str]) -> None:
 
 
 def wait_for_store(address: str, port: int, timeout_minutes: float) -> None:
-    """Returns when something listens there; after 15 s one line names what this rank waits for. torch would wait in
-    silence, for an address that does not exist too.
+    """Wait until the address accepts connections; print one line after STORE_TIMEOUT. torch would wait without a line,
+    even for an address that does not exist.
 
     Raises:
-        UserError: nothing listens there for `timeout_minutes`, or the address cannot be resolved.
+        UserError: nothing listens within `timeout_minutes`, or the address cannot be resolved.
     """
     where = f"MASTER_ADDR {address}, MASTER_PORT {port}"
     began, has_warned = time.monotonic(), False
@@ -165,7 +165,7 @@ def wait_for_store(address: str, port: int, timeout_minutes: float) -> None:
             waited, cause = time.monotonic() - began, error.strerror or str(error)
             if waited > 60 * timeout_minutes or (waited > STORE_TIMEOUT and isinstance(error, socket.gaierror)):
                 raise base.UserError(
-                    f"{where}: rank 0's store does not answer ({cause}); name rank 0's host", 1
+                    f"{where}: rank 0's store does not answer ({cause}); give the host of rank 0", 1
                 ) from None
             if waited > STORE_TIMEOUT and not has_warned:
                 terminal.print_error(f"train_fsdp.py: waiting for rank 0 at {where} ({cause})")
@@ -177,12 +177,12 @@ def wait_for_store(address: str, port: int, timeout_minutes: float) -> None:
 
 
 def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None) -> torch.device:
-    """Joins the world that torchrun or accelerate made, or makes a world of one; returns this rank's device.
+    """Join the world of torchrun or accelerate, or make a world of one. Returns this rank's device.
 
-    `timeout_minutes` is for reaching the store. Collectives wait for a day: the heartbeats end a job that stalls.
+    `timeout_minutes` is for the store. Collectives wait for a day, as heartbeats end a job that stalls.
 
     Raises:
-        UserError: there is no GPU for this rank, or the store is not reached.
+        UserError: this rank has no GPU, or the store cannot be reached.
     """
     import torch
     import torch.distributed as dist
@@ -192,14 +192,16 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
     if cuda:
         device, gpus = torch.device("cuda", int(env.get("LOCAL_RANK", 0))), torch.cuda.device_count()
         if device.index >= gpus:
-            raise base.UserError(f"--nproc_per_node: rank {device.index} of this node has no GPU, only {gpus} are seen")
+            raise base.UserError(
+                f"--nproc_per_node: rank {device.index} of this node has no GPU, there are only {gpus}"
+            )
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        env.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder remembers
-        # after which torch aborts without a word, if its own thread that watches NCCL hangs
+        env.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in NCCL's flight recorder
+        # after this time torch aborts without a message if its NCCL watchdog hangs
         env.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{A_DAY.total_seconds():.0f}")
         dist.init_process_group(
-            # gloo beside NCCL carries Python objects and, with --cpu-offload, the norms of gradients on the host
+            # gloo is for Python objects and, with --cpu-offload, gradient norms on the host
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             device_id=device if cuda else None,
             store=store or open_store(timeout_minutes),
@@ -212,7 +214,7 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
 
 
 def stop_processes(stop: signals.StopRequest | None = None) -> None:
-    """Leaves the world, after a barrier: a gloo rank that leaves before the others are done can abort them."""
+    """Destroy the process groups after a barrier: a gloo rank that exits early can abort the others."""
     import torch.distributed as dist
 
     heartbeats.enter_phase("end")
@@ -220,24 +222,23 @@ def stop_processes(stop: signals.StopRequest | None = None) -> None:
         stop.round.wait()
     dist.barrier()
     if stop:
-        stop.leaving = True
+        stop.has_finished = True
     dist.destroy_process_group()
 
 
 def new_gloo_group() -> dist.ProcessGroup:
-    """A group of all ranks for tensors on the host; every rank calls this."""
+    """Return a group of all ranks for tensors on the host. Every rank calls this."""
     import torch.distributed as dist
 
     return dist.new_group(backend="gloo", timeout=A_DAY)
 
 
 def wait_for_a_day(*groups: dist.ProcessGroup) -> None:
-    """Gives these groups the timeout of the default group; torch's own default is 30 minutes, and the maker of a device
-    mesh takes none."""
+    """Set these groups' timeout to A_DAY: torch's default is 30 minutes, and init_device_mesh takes no timeout."""
     import torch
     import torch.distributed as dist
 
-    # private: no public name gives a group's backend, or sets the timeout of a group that exists
+    # private: no public name returns a group's backend or sets the timeout of an existing group
     is_plan = not isinstance(dist.group.WORLD._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
     for group in () if is_plan else groups:
         dist.distributed_c10d._set_pg_timeout(A_DAY, group)  # private: see above

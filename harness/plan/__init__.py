@@ -1,6 +1,6 @@
-"""Plan: what a configuration will need and give, without a GPU: one step on fake tensors, a GPU's rates, time, memory,
-cost, and what fits or is faster. `print_plan` is --plan; `choose_batch_size` and `planning_in_background` plan a run
-that trains."""
+"""Plan: predict memory, time and cost of a configuration without a GPU, from one step on fake tensors and a GPU's
+rates, and find what fits or is faster. `print_plan` is --plan; `choose_batch_size` and `planning_in_background` plan a
+run that trains."""
 
 from harness.plan.own_plan import choose_batch_size, planning_in_background, predicted_metrics
 from harness.plan.planning import make_plan, print_plan

@@ -1,5 +1,4 @@
-"""Operators: what a single one computes, reads, writes and allocates, by its schema and its arguments,
-on any GPU."""
+"""Operators: FLOPs, traffic and memory of one operator, from its schema and arguments, on any GPU."""
 
 import re
 from collections.abc import Sequence
@@ -14,27 +13,27 @@ tree_leaves = _pytree.tree_leaves  # private: the leaves of nested lists and dic
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
-    """The names of an operator's arguments, and which of them it writes."""
-    return op._schema  # private: a dispatch mode is given the operator alone
+    """Return an operator's schema: the names of its arguments, and which of them it writes."""
+    return op._schema  # private: a dispatch mode only gets the operator
 
 
 def tensors_in(tree: object) -> list[torch.Tensor]:
-    """The tensors of nested lists, tuples and dicts."""
+    """Return the tensors in nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def allocated_bytes(size: int) -> int:
-    """The bytes that the CUDA caching allocator gives out for `size` of them: multiples of 512."""
+    """Round bytes up to a multiple of 512, as the CUDA caching allocator does."""
     return -(-size // 512) * 512
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes that reading a tensor moves; of an expanded one those of what it was expanded from."""
+    """Return the bytes that reading a tensor moves; for an expanded tensor those of its storage."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def moved_bytes(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: list[torch.Tensor]) -> int:
-    """Bytes that one operator reads and writes in device memory; 0 for a view or an uninitialized tensor."""
+    """Return the bytes that an operator reads and writes in device memory; 0 for a view or an uninitialized tensor."""
     name = schema_of(op).name.split("::")[1]
     storages = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
     read = written = 0
@@ -55,29 +54,29 @@ def moved_bytes(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out
 
 
 def operator_flops(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """FLOPs that the operator executes, 0 for one that memory bounds."""
+    """Return the FLOPs of an operator; 0 if memory bounds it."""
     name = schema_of(op).name.split("::")[1]
     if "scaled_dot_product" in name:
         names = [argument.name for argument in schema_of(op).arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        batch, heads, length, head_dim = given["query"].shape
-        keys, value_dim = given["key"].shape[2], given["value"].shape[3]
+        named = dict(zip(names, args, strict=False)) | kwargs
+        batch, heads, length, head_dim = named["query"].shape
+        keys, value_dim = named["key"].shape[2], named["value"].shape[3]
         flops = 2 * batch * heads * length * keys * (head_dim + value_dim)
-        if "backward" in name:  # five products for two: flash attention computes the scores again
+        if "backward" in name:  # five matmuls instead of two: flash attention recomputes the scores
             flops = 2.5 * flops
-        if given.get("is_causal"):
+        if named.get("is_causal"):
             flops = flops / 2
         return int(flops)
-    if "grouped_mm" in name:  # torch's, or the one of transformers for what is not bf16
+    if "grouped_mm" in name:  # torch's, or that of transformers for other dtypes than bf16
         products = 2 if "backward" in name else 1
         return 2 * products * args[0].numel() * args[1].shape[-1]
     formula = flop_registry.get(op.overloadpacket)
     return formula(*args, **kwargs, out_val=result) if formula else 0
 
 
-def unit_of(op: OpOverload, flops: int) -> str:
-    """Which rate bounds an operator: memory, chunk_cat (FSDP2's copy of gradients into the buffer that it reduces),
-    matmul, fp8, grouped (matmuls of experts) or attention."""
+def find_unit(op: OpOverload, flops: int) -> str:
+    """Return the name of the rate that bounds an operator: memory, chunk_cat (FSDP2's copy of gradients into the reduce
+    buffer), matmul, fp8, grouped (matmuls of experts) or attention."""
     if not flops:
         return "chunk_cat" if "chunk_cat" in op.name() else "memory"
     for unit, pattern in (("attention", "scaled_dot_product"), ("fp8", "scaled_mm"), ("grouped", "grouped_mm")):
@@ -87,9 +86,9 @@ def unit_of(op: OpOverload, flops: int) -> str:
 
 
 def attention_workspace(op: object, inputs: list[torch.Tensor]) -> int:
-    """Bytes that FlashAttention-2's backward allocates beside its results: the query gradient in fp32, a row sum for
-    each query in fp32, and key and value gradients of every query head where heads share them (mha_bwd in
-    flash_api.cpp). Nothing for any other operator."""
+    """Return the bytes that FlashAttention-2's backward allocates besides its results: the query gradient in fp32, a
+    row sum per query in fp32, and with grouped queries key and value gradients of every query head (mha_bwd in
+    flash_api.cpp). 0 for any other operator."""
     if not re.search("attention.*backward", str(op)):
         return 0
     query, key = inputs[1:3]

@@ -1,4 +1,4 @@
-"""Own plan: a run's own plan, made by a process beside the training."""
+"""Own plan: the plan of a run that trains, made in another process."""
 
 import contextlib
 import json
@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from harness import base, flags, job
 
-PATIENCE = 60  # seconds that the end of a run waits for its plan
-RUN = "TRAIN_FSDP_PLANS_FOR"  # the run's pid, in the environment of the process that plans
+PLAN_TIMEOUT = 60  # seconds that a run waits for its plan at its end
+RUN = "TRAIN_FSDP_PLANS_FOR"  # environment variable of the planning process: the run's pid
 
 
 def exit_with_parent() -> None:
-    """In a process that plans for a run: ends it within a second after the run has ended, however it ended."""
+    """End a planning process within a second after its run has ended, however that ended."""
 
     def watch(run: int) -> None:
         while os.getppid() == run:
@@ -32,7 +32,7 @@ def exit_with_parent() -> None:
 
 
 def start_plan(settings: flags.Settings, batch_size: int | str | None = None) -> subprocess.Popen:
-    """Plan this run in another process, which sees no GPU and gives way to the training."""
+    """Plan this run in another process, without a GPU and at the lowest priority."""
     resolved: dict[str, Any] = {
         "plan": True,
         "json": True,
@@ -44,14 +44,14 @@ def start_plan(settings: flags.Settings, batch_size: int | str | None = None) ->
         "batch_size": batch_size or settings.batch_size,
     }
     for name in ("precision", "fp8_recipe", "fp8_emulate", "gradient_accumulation_steps"):
-        if getattr(settings, name):  # a checkpoint may have decided it
+        if getattr(settings, name):  # a checkpoint may have set it
             resolved[name] = getattr(settings, name)
     words = flags.as_words({**settings.explicit, **resolved})
     world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in world and not name.startswith("TORCHELASTIC_")  # its error file is the run's
+        if name not in world and not name.startswith("TORCHELASTIC_")  # the run's error file
     }
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", RUN: str(os.getpid())}
     script = [sys.executable, str(base.ROOT / "train_fsdp.py")]
@@ -61,7 +61,7 @@ def start_plan(settings: flags.Settings, batch_size: int | str | None = None) ->
 
 
 def read_plan(process: subprocess.Popen, timeout: float) -> tuple[dict | None, str]:
-    """(the plan, None where there is none; the reason why there is none). Waits `timeout` seconds at most."""
+    """Return (the plan or None, the reason for None). Waits at most `timeout` seconds."""
     try:
         output, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -92,8 +92,8 @@ def choose_batch_size(settings: flags.Settings) -> int:
 def planning_in_background(
     settings: flags.Settings, device: torch.device, steps_left: int
 ) -> Iterator[subprocess.Popen | None]:
-    """The process that plans this run, on rank 0 where there is a GPU to plan for; it ends with the run. None where no
-    step is left."""
+    """Plan this run in another process on rank 0, if there is a GPU to plan for and a step left; else yield None. The
+    process ends with the run."""
     has_gpu = settings.plan_gpu or device.type == "cuda"
     if dist.get_rank() or not settings.own_plan or not has_gpu or steps_left <= 0:
         yield None
@@ -107,12 +107,12 @@ def planning_in_background(
 
 @base.working()
 def predicted_metrics(process: subprocess.Popen | None) -> dict[str, float]:
-    """The figures that a run's own plan adds to the last line of its metrics; none where there is no plan."""
+    """Return the metrics of a run's plan for its last log line: GiB and ms. {} without a plan."""
     if process is None:
         return {}
     if process.poll() is None:
-        job.print0(f"planned    waiting for this run's plan, {PATIENCE} s at most; --no-own-plan leaves it out")
-    predicted, problem = read_plan(process, PATIENCE)
+        job.print0(f"planned    waiting at most {PLAN_TIMEOUT} s for this run's plan; --no-own-plan leaves it out")
+    predicted, problem = read_plan(process, PLAN_TIMEOUT)
     if not predicted:
         job.print0(f"planned    nothing: {problem}")
         return {}

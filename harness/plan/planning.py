@@ -1,5 +1,5 @@
-"""Planning: --plan: predicts the configuration as it is, searches for what fits or is faster, and prints both. The
-script hands over the functions that a plan drives."""
+"""Planning: --plan predicts the given configuration, searches for one that fits or is faster, and prints both. The
+script passes its functions as a `Recipe`."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from harness.plan.text import assumptions, describe_plan, measured_shares
 
 
 def print_plan(settings: flags.Args, recipe: Recipe) -> None:
-    """--plan: prints what `settings` will need and give, and what else would fit or be faster."""
+    """Print the plan of `settings` on rank 0, as text or with --json as JSON."""
     if int(os.environ.get("RANK", 0)):
         return
     own_plan.exit_with_parent()
@@ -31,50 +31,50 @@ def print_plan(settings: flags.Args, recipe: Recipe) -> None:
     print(json.dumps(result, indent=2) if settings.json else describe_plan(resolved, result))
 
 
-def make_plan(asked: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
-    """(the settings with all that the flags left open, the JSON object of their plan).
+def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
+    """Return (the resolved settings, the JSON object of their plan).
 
     Raises:
-        UserError: there is no such GPU, it has no float8, or a number of GPUs is no whole number of nodes.
+        UserError: the GPU is unknown or has no float8, or a number of GPUs is no multiple of the nodes' size.
     """
     began = time.monotonic()
-    ends = began + (asked.plan_seconds or math.inf)
-    rates = choose_rates(asked)
-    if asked.precision == "fp8" and not (rates.values["fp8_tflops"] or asked.fp8_emulate):
+    deadline = began + (args.plan_seconds or math.inf)
+    rates = choose_rates(args)
+    if args.precision == "fp8" and not (rates.values["fp8_tflops"] or args.fp8_emulate):
         why = f"needs a GPU with float8 (Ada, Hopper or newer), {rates.device} has none"
         raise base.UserError(f"--precision fp8: {why}; use bf16")
-    worlds = asked.plan_gpus or (asked.gpus_per_node,)
-    check_nodes(worlds, asked.gpus_per_node)
-    config = models.load_config(asked.model)
-    settings = resolving.resolve(asked, config)
-    resolving.refuse_contradictions(settings, asked)
+    worlds = args.plan_gpus or (args.gpus_per_node,)
+    check_nodes(worlds, args.gpus_per_node)
+    config = models.load_config(args.model)
+    settings = resolving.resolve(args, config)
+    resolving.refuse_contradictions(settings, args)
 
     @functools.cache
-    def flops_of(rank: int) -> tuple[int, str]:
+    def count_flops(rank: int) -> tuple[int, str]:
         model = models.trained_on_meta(dataclasses.replace(settings, lora_rank=rank, lora_alpha=2 * rank), config)
         flops, text = models.known_flops(model, np.array([settings.sequence_length]), recipe.flops_by_length)
         return round(float(flops[0])), text
 
     @functools.cache
     def plan(settings: flags.Settings, world: int) -> dict[str, Any]:
-        return predict(settings, recipe, config, world, rates, flops_of(settings.lora_rank)[0])
+        return predict(settings, recipe, config, world, rates, count_flops(settings.lora_rank)[0])
 
     has_float8 = bool(rates.values["fp8_tflops"]) and importlib.util.find_spec("torchao") is not None
-    search = Search(settings, config, worlds, plan, rates.memory_gib, ends, has_float8)
+    search = Search(settings, config, worlds, plan, rates.memory_gib, deadline, has_float8)
     search.run()
-    settings = dataclasses.replace(settings, **search.asked)
+    settings = dataclasses.replace(settings, **search.base_changes)
     result: dict[str, Any] = {
         "model": settings.model,
         "gpu": rates.device,
         "precision": settings.precision,
-        "flops": flops_of(settings.lora_rank)[1],
+        "flops": count_flops(settings.lora_rank)[1],
     }
     result |= plan(settings, worlds[0]) | search.result()
     result["search"] |= {"seconds": time.monotonic() - began, "plan_seconds": settings.plan_seconds}
     if settings.num_steps and settings.explicit.keys() & {"num_steps", "num_tokens"}:
-        result["run"] = price_of_run(settings, result)
+        result["run"] = price_run(settings, result)
     elif settings.num_epochs:
-        result["num_epochs"] = settings.num_epochs  # whose steps only the data could say
+        result["num_epochs"] = settings.num_epochs  # the number of steps depends on the data
     result["warning"] = describe_unread_lengths(settings)
     result["rates"] = rates.values
     result["measured_share"], result["published_share"] = measured_shares(settings, config, result)
@@ -83,8 +83,7 @@ def make_plan(asked: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
 
 
 def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
-    """Raises a UserError where GPUs fill no whole number of nodes: some nodes would be fuller than others, and a run
-    would not be started like that."""
+    """Raise UserError if GPUs do not fill whole nodes, as a launcher starts the same number on each node."""
     for world in worlds:
         if world > per_node and world % per_node:
             nodes = f"{world / per_node:.3g} nodes of {per_node} GPUs"
@@ -94,15 +93,15 @@ def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
 
 
 def describe_unread_lengths(settings: flags.Settings) -> str:
-    """The line about document lengths, which no plan knows; "" if attention sees whole sequences."""
+    """Return the warning about document lengths, which a plan does not know; "" if attention spans full sequences."""
     if not settings.document_mask and settings.packing != "none":
         return ""
     flag = "--document-mask" if settings.document_mask else "--packing none"
     return f"{flag}: a plan reads no data: time, tokens and MFU are of documents that fill sequences"
 
 
-def price_of_run(settings: flags.Settings, plan: dict) -> dict:
-    """Steps, hours and, with --gpu-hour-usd, dollars of all the steps of a run that is planned so."""
+def price_run(settings: flags.Settings, plan: dict) -> dict:
+    """Return steps, tokens, hours and, with --gpu-hour-usd, dollars (`cost`) of the full run."""
     steps, world = settings.num_steps, plan["gpus"]
     if settings.num_tokens:
         steps = settings.steps_for(settings.num_tokens, world)

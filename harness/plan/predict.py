@@ -1,4 +1,4 @@
-"""Predict: the memory, traffic, time and cost of one configuration, from recorded steps and a GPU's rates."""
+"""Predict: memory, traffic, time and cost of one configuration, from recorded steps and a GPU's rates."""
 
 import collections
 from collections.abc import Iterable
@@ -14,19 +14,19 @@ from harness.plan.rates import HOST_LINK, HOST_MEMORY, Rates, price_step
 from harness.plan.recipe import Recipe
 from harness.plan.recorder import KINDS
 
-# What fake tensors raise where a model reads its data.
+# Errors of fake tensors if a model reads its data.
 ERRORS_WITHOUT_DATA = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
-# Share of the tensors' peak, with expandable segments. 14 runs of 3B and 8B on one GPU had less than 0.01 in 12 cases,
-# 0.03 and 0.10 in the others (benchmarks/results/plan_measured.json). Published runs took 1.06 times the plan (median).
+# Share of the tensors' peak, with expandable segments. Measured on 14 runs of 3B and 8B on one GPU: below 0.01 in 12,
+# 0.03 and 0.10 in two (benchmarks/results/plan_measured.json). Published runs took 1.06 times the plan (median).
 FRAGMENTATION = 0.04
-# Peak memory that torch's allocator reserved in these 14 runs over its plan, minimum and maximum. The maximum is one
-# run's, Llama-3.1-8B with full checkpointing; the next is 0.993. A plan fits if the maximum does, does not fit if not
-# even the minimum does, and is tight in between: the program refuses nothing that it could run.
+# Memory reserved by torch's allocator over its plan in these 14 runs, minimum and maximum. The maximum is Llama-3.1-8B
+# with full checkpointing; the next is 0.993. A plan fits if the maximum fits, does not fit if the minimum does not, and
+# is tight in between.
 RESERVED_SHARE = (0.957, 1.055)
 TIGHT, TOO_LARGE = 1 / RESERVED_SHARE[1], 1 / RESERVED_SHARE[0]  # shares of the capacity that the allocator has
 
-# Of a step: {(stream, phase, and in a pass microbatch and layer): bytes by kind}, as `StepRecorder.peaks` has them, and
-# `StepRecorder.counts`.
+# {(stream, phase, and in a pass microbatch and layer): bytes by kind} from `StepRecorder.peaks`, and
+# `StepRecorder.counts`, of one step.
 Peaks = dict[tuple, np.ndarray]
 Counts = dict[tuple, float]
 
@@ -34,11 +34,10 @@ Counts = dict[tuple, float]
 def predict(
     settings: flags.Settings, recipe: Recipe, config: PretrainedConfig, world: int, rates: Rates, flops: int
 ) -> dict[str, Any]:
-    """What this configuration needs and gives on `world` GPUs, by the keys of --json; `flops` are those of a token, 0
-    where they are not known.
+    """Predict this configuration on `world` GPUs, with the keys of --json. `flops` is per token, 0 if unknown.
 
     Raises:
-        UserError: the model reads its data to decide what it computes.
+        UserError: the model's computation depends on its data.
     """
     model = models.trained_on_meta(settings, config)
     period = models.layer_period(model)
@@ -70,7 +69,7 @@ def predict(
     return prediction
 
 
-def verdict_of(allocator: float, capacity: float) -> str:
+def find_verdict(allocator: float, capacity: float) -> str:
     """Compare the GiB that torch's allocator is planned to reserve with those that CUDA and NCCL leave of the card."""
     if allocator > TOO_LARGE * capacity:
         return "does not fit"
@@ -80,22 +79,22 @@ def verdict_of(allocator: float, capacity: float) -> str:
 def record_whole_step(
     settings: flags.Settings, recipe: Recipe, config: PretrainedConfig, world: int, period: int, rates: Rates
 ) -> tuple[Peaks, Counts]:
-    """One optimizer step of the model at its full depth, as rank 0 takes it.
+    """Return (peaks, counts) of one optimizer step of the full model on rank 0.
 
-    Two shallow models, one `period` of layers apart, are recorded and extrapolated, which is exact where layers are
-    alike: memory and counts are linear in depth, and a maximum over layers lies at the first or the last of a kind. A
-    model that is not deeper than these is recorded as it is. The step of an optimizer that multiplies matrices, which
-    ranks divide among them, is recorded of the whole model."""
-    from harness.plan import fake_step  # loads what only a plan needs
+    Two shallow models, which differ by one `period` of layers, are recorded and extrapolated. This is exact for equal
+    layers: memory and counts are linear in depth, and a maximum over layers is at the first or last of its kind. A
+    model that is not deeper is recorded directly. The update of an optimizer that distributes matrices is recorded on
+    the full model."""
+    from harness.plan import fake_step  # imports what only a plan needs
 
     layers = config.get_text_config().num_hidden_layers
-    ends = 2 * max(period, 2)  # layers whose peaks are extrapolated, half of them at each end
-    shallow = ends + (layers - ends) % period
+    end_layers = 2 * max(period, 2)  # layers with extrapolated peaks, half of them at each end
+    shallow = end_layers + (layers - end_layers) % period
     depths = [shallow, shallow + period] if shallow + period < layers else [layers]
     try:
         records = [fake_step.record_step(settings, recipe, config, world, depth, rates) for depth in depths]
     except ERRORS_WITHOUT_DATA as error:
-        why = f"{config.model_type} reads its data to decide what it computes, and a plan has none"
+        why = f"the computation of {config.model_type} depends on its data, and a plan has none"
         raise base.UserError(f"--plan: {why} ({base.first_line(error)})") from error
     few, many = records[0], records[-1]
     periods = (layers - depths[-1]) / period
@@ -109,36 +108,36 @@ def record_whole_step(
 
 
 def extrapolate(few: dict, many: dict, periods: float) -> dict:
-    """What both dicts have, `periods` times as far beyond `many` as `many` is beyond `few`."""
+    """Extrapolate linearly from `few` to `many` and `periods` times further, for the keys of both."""
     return {key: value + periods * (value - few[key]) for key, value in many.items() if key in few}
 
 
 def move_states_to_host(peaks: Peaks, counts: Counts, settings: flags.Settings) -> np.ndarray:
-    """--cpu-offload: parameters, gradients and states leave the GPU's peaks, the optimizer runs in the host's memory,
-    and copies cross the link between both. Returns the most bytes that the host holds, by kind."""
+    """Apply --cpu-offload: remove parameters, gradients and states from the GPU's peaks, run the optimizer in host
+    memory and add the copies between host and GPU. Returns the host's peak bytes by kind."""
     is_on_gpu = np.array([kind in ("activations", "communication") for kind in KINDS])
     host = max((peak * ~is_on_gpu for (stream, *_), peak in peaks.items() if stream is None), key=np.sum)
     shards = float(host[KINDS.index("parameters")])
     gradients = float(peaks[None, "optimizer"][KINDS.index("gradients")])
     for key in peaks:
         peaks[key] = peaks[key] * is_on_gpu
-    gathers = 2 if settings.zero_stage == 3 else 1  # of a microbatch's passes; its gradients come back
+    gathers = 2 if settings.zero_stage == 3 else 1  # per microbatch; its gradients are copied back
     copied = (shards * gathers + gradients) * settings.gradient_accumulation_steps
     in_memory = 0.0
-    for phase in ("optimizer", "update"):  # matrix products stay on the GPU
+    for phase in ("optimizer", "update"):  # matmuls stay on the GPU
         counts.pop(("seconds", phase, "memory"), None)
         in_memory += counts.get(("bytes", phase, "memory"), 0)
     backward = "seconds", "backward", "memory"
     counts[backward] = counts.get(backward, 0) + copied / HOST_LINK / 1e9
     counts["seconds", "optimizer", "memory"] = in_memory / HOST_MEMORY / 1e9
-    if counts.get(("flops", "update", "matmul")):  # what it multiplies, in bf16: half of fp32 shards there, and back
+    if counts.get(("flops", "update", "matmul")):  # in bf16: half of the fp32 shards, both ways
         counts["seconds", "update", "memory"] = shards / HOST_LINK / 1e9
     return host
 
 
 def find_memory(peaks: Peaks, counts: Counts, host: np.ndarray, capacity: float) -> dict[str, Any]:
-    """The keys of a plan that say GiB of the fullest GPU, and whether they fit into the capacity that a process has. A
-    stream's memory serves no other stream, so each keeps what it held at its own peak."""
+    """Return a plan's keys about memory, in GiB of the fullest GPU, and the verdict for `capacity`. Streams share no
+    memory, so each keeps its own peak."""
     by_stream: dict[int | None, list[np.ndarray]] = {}
     by_phase: dict[str, list[np.ndarray]] = {}
     for (stream, phase, *_), peak in peaks.items():
@@ -156,13 +155,13 @@ def find_memory(peaks: Peaks, counts: Counts, host: np.ndarray, capacity: float)
     }
     reserved = total + sum(beside_tensors.values())
     allocator = reserved - beside_tensors["CUDA and NCCL"]
-    verdict = verdict_of(allocator, capacity - beside_tensors["CUDA and NCCL"])
+    verdict = find_verdict(allocator, capacity - beside_tensors["CUDA and NCCL"])
     in_all = {"total": total, "allocator": allocator, "reserved": reserved, "host": float(host.sum()) / base.GIB}
     return {
-        "memory_gib": by_kind(np.max(together, axis=0)) | in_all,  # each kind at its own worst moment of a step
+        "memory_gib": by_kind(np.max(together, axis=0)) | in_all,  # each kind at its own peak
         "held_by_streams_gib": streams,
         "beside_tensors_gib": beside_tensors,
-        "at_peak_gib": by_kind(worst),  # at the moment that holds most
+        "at_peak_gib": by_kind(worst),  # at the peak of the total
         "peak_at": next(
             phase for phase, phase_samples in by_phase.items() if any(peak is worst for peak in phase_samples)
         ),
@@ -174,18 +173,18 @@ def find_memory(peaks: Peaks, counts: Counts, host: np.ndarray, capacity: float)
 
 
 def largest(peaks: Iterable[np.ndarray]) -> np.ndarray:
-    """The peak with the most bytes of all kinds together."""
+    """Return the peak with the most bytes over all kinds."""
     return max(peaks, key=np.sum)
 
 
 def by_kind(peak: np.ndarray) -> dict[str, float]:
-    """GiB of a peak's kinds."""
+    """Return a peak's GiB by kind."""
     return dict(zip(KINDS, (peak / base.GIB).tolist(), strict=True))
 
 
 def list_collectives(counts: Counts) -> list[dict]:
-    """Of each kind of collective among so many ranks and nodes: how often it runs in a step, and the GiB that a GPU
-    sends, in all and between nodes."""
+    """Return, for each kind of collective and group size, its calls per step and the GiB that a GPU sends, in total and
+    between nodes."""
     totals: dict[tuple, float] = collections.defaultdict(float)
     for (name, _, *group), count in counts.items():
         if name in ("calls", "sent_bytes"):
@@ -196,7 +195,7 @@ def list_collectives(counts: Counts) -> list[dict]:
             sent = totals["sent_bytes", kind, ranks, nodes, ranks_per_node] / base.GIB
             entry = {"collective": kind, "ranks": ranks, "nodes": nodes, "gib": sent}
             entry["calls"] = round(totals[name, kind, ranks, nodes, ranks_per_node])
-            # of a ring's hops one for each node leaves it
+            # a ring has one hop between nodes for each node
             entry["gib_between_nodes"] = sent * nodes / ranks if nodes > 1 else 0.0
             collectives.append(entry)
     return collectives

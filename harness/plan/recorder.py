@@ -1,4 +1,4 @@
-"""Recorder: what runs under it allocates, computes, moves and sends, and how long that takes at given rates."""
+"""Recorder: record memory, FLOPs, traffic and communication of the code under it, and its time at given rates."""
 
 import collections
 import itertools
@@ -20,55 +20,55 @@ from harness.plan.fusion import RegionMemory
 from harness.plan.operators import (
     allocated_bytes,
     attention_workspace,
+    find_unit,
     moved_bytes,
     nbytes,
     operator_flops,
     tensors_in,
-    unit_of,
 )
 from harness.plan.rates import DIVIDES_WORK, Rates
 
-# Of what a step holds in memory.
+# Kinds of memory.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 
 
 class StepRecorder(TorchDispatchMode):
-    """Records what runs under it: allocations in order, and in `counts` sums over the step.
+    """Records allocations in order, and in `counts` sums over the step.
 
-    Sizes are rounded as the CUDA caching allocator does. A storage's kind may become known after it was allocated (a
-    buffer that turns out to be a gradient), so events are kept and summed at the end.
+    Sizes are rounded as by the CUDA caching allocator. A storage's kind may be known only after its allocation (a
+    buffer that becomes a gradient), so events are kept and summed at the end.
 
-    The keys of `counts`, each sum linear in the number of layers:
-        (seconds, phase, unit), (bytes, phase, unit), (flops, phase, unit)    of operators, by `operators.unit_of`
+    Keys of `counts`, each sum linear in the number of layers:
+        (seconds, phase, unit), (bytes, phase, unit), (flops, phase, unit)    operators, by `operators.find_unit`
         (dispatches, phase)                                                   kernels that eager operators launch
         (launches, phase)                                                     kernels that compiled regions launch
         (layers, phase)                                                       forward passes of compiled layers
-        (calls, phase, kind, ranks, nodes, ranks_per_node), (sent_bytes, ...) of collectives: see `_count_collective`
-        (end_calls, ...), (end_bytes, ...)                                    of these, with no computation beside them
+        (calls, phase, kind, ranks, nodes, ranks_per_node), (sent_bytes, ...) collectives: see `_count_collective`
+        (exposed_calls, ...), (exposed_bytes, ...)                            of these, without overlap
         (communicators, run)                                                  groups of more than one rank, of rank 0
-    The phases are forward, backward, optimizer and, of the last, update: the optimizer's own step.
+    The phases are forward, backward, optimizer and, within it, update: `optimizer.step`.
     """
 
     def __init__(self, gpus_per_node: int, rates: Rates):
         super().__init__()
         self.gpus_per_node, self.rates = gpus_per_node, rates
-        self.kind = "activations"  # of a new storage of which nothing else is known
-        self.kinds: list[str] = []  # of each storage
-        self.streams: list[int] = []  # of each storage: the CUDA stream that it was allocated in, by number
-        self.sizes: list[int] = []  # of each storage, as it is now
-        self.events: list[tuple[int, int]] = []  # (number of the storage, bytes more or less)
-        self.marks: list[tuple[int, tuple | None]] = [(0, None)]  # (first event, its key: see `mark`)
-        self.counts: dict[tuple, Any] = collections.Counter()  # of seconds and bytes too, so not of int alone
-        self.collectives: list[tuple] = []  # (phase, kind, ranks, nodes, ranks_per_node, bytes sent), in their order
-        self.weight = 1  # of the microbatch at work; more than 1 for one that stands for several
-        self.microbatch: int | None = None  # None while the model is built, of which nothing is counted
+        self.kind = "activations"  # kind of new storages, unless known otherwise
+        self.kinds: list[str] = []  # by storage
+        self.streams: list[int] = []  # by storage: number of the CUDA stream of its allocation
+        self.sizes: list[int] = []  # by storage: current bytes
+        self.events: list[tuple[int, int]] = []  # (storage, change in bytes)
+        self.marks: list[tuple[int, tuple | None]] = [(0, None)]  # (first event, key: see `mark`)
+        self.counts: dict[tuple, Any] = collections.Counter()  # int or float
+        self.collectives: list[tuple] = []  # (phase, kind, ranks, nodes, ranks_per_node, bytes sent), in order
+        self.weight = 1  # number of microbatches that the current one represents
+        self.microbatch: int | None = None  # None while the model is built: nothing is counted
         self.last_microbatch = False
         self.after_backward = False  # in this microbatch
-        self.updating = False  # in the optimizer's own step
-        self.in_region = False  # in a compiled region, which is counted as a whole
+        self.updating = False  # in `optimizer.step`
+        self.in_region = False  # in a compiled region, which is counted as one
         self.compiled_regions = 0
-        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the storages that exist
+        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {storage: number}
         self._stream_numbers: dict[Any, int] = {}
         self._groups: dict[Any, tuple[int, int, int]] = {}
 
@@ -76,18 +76,19 @@ class StepRecorder(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    # ---- What a step tells it ----------------------------------------------------------------------------------------
+    # ---- Events of a step --------------------------------------------------------------------------------------------
 
     def mark(self, phase: str, layer: int | str) -> None:
-        """What is allocated from here on belongs to (phase, microbatch, layer)."""
+        """Assign the allocations from here on to (phase, microbatch, layer)."""
         self.marks.append((len(self.events), (phase, self.microbatch, layer)))
 
     def count_layer(self) -> None:
-        """A compiled layer begins its forward pass."""
+        """Count the forward pass of a compiled layer."""
         self.counts["layers", self.phase] += self.weight
 
     def start_microbatch(self, index: int, recorded: int, real: int) -> None:
-        """Where fewer microbatches are recorded than there are, the second stands for all between first and last."""
+        """Start a microbatch. If fewer than the `real` ones are recorded, the second represents all between first and
+        last."""
         self.microbatch = index
         self.last_microbatch = index == recorded - 1
         self.after_backward = False
@@ -95,7 +96,7 @@ class StepRecorder(TorchDispatchMode):
         self.mark("forward", "embedding")
 
     def start_update(self, parameters: Iterable[nn.Parameter]) -> None:
-        with torch.no_grad():  # so that `to_local` is no operator
+        with torch.no_grad():  # otherwise `to_local` is an operator
             self.label([models.local(p.grad) for p in parameters if p.grad is not None], "gradients")
         self.marks.append((len(self.events), ("optimizer",)))
         self.updating = True
@@ -103,25 +104,24 @@ class StepRecorder(TorchDispatchMode):
     def end_update(self) -> None:
         self.updating = False
 
-    def count_ends(self) -> None:
-        """Counts the collectives that have no computation beside them: the first two gathers of the step, the last
-        reduction of each kind, and the first and the last move of an optimizer that divides its work."""
+    def count_exposed_collectives(self) -> None:
+        """Count the collectives without overlap: the first two gathers of the step, the last reduction of each kind,
+        and the first and last of DIVIDES_WORK in an optimizer."""
         in_passes = [entry for entry in self.collectives if entry[0] != "update"]
         gathers = [entry for entry in in_passes if entry[1] == "all_gather"]
         reductions = {kind: (phase, kind, *rest) for phase, kind, *rest in in_passes if phase == "backward"}
         reductions.pop("all_gather", None)
         moves = [entry for entry in self.collectives if entry[0] == "update" and entry[1] in DIVIDES_WORK]
         for *key, sent in (*gathers[:2], *reductions.values(), *moves[:1], *moves[-1:]):
-            self.counts["end_calls", *key] += 1
-            self.counts["end_bytes", *key] += sent
+            self.counts["exposed_calls", *key] += 1
+            self.counts["exposed_bytes", *key] += sent
 
     def label(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         for tensor in tensors:
             self.kinds[self.register_storage(tensor.untyped_storage())] = kind
 
     def run_compiled(self, graph: torch.fx.GraphModule, memory: RegionMemory, *args: Any) -> Any:
-        """Runs a compiled region's graph. Of its tensors those that it returns are recorded, and `memory.peak` bytes
-        that exist while it runs."""
+        """Run a compiled region's graph. Records its results, and `memory.peak` bytes while it runs."""
         self.compiled_regions += 1
         self._scratch(memory.peak)
         self.in_region = True
@@ -141,7 +141,7 @@ class StepRecorder(TorchDispatchMode):
     def phase(self) -> str:
         if self.updating:
             return "update"
-        if torch._C._current_graph_task_id() != -1:  # private: in public only hooks learn that a backward runs
+        if torch._C._current_graph_task_id() != -1:  # private: publicly only hooks see that a backward runs
             self.after_backward = True
             return "backward"
         return "optimizer" if self.last_microbatch and self.after_backward else "forward"
@@ -151,7 +151,7 @@ class StepRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not all(issubclass(t, FakeTensor) or t in (torch.Tensor, nn.Parameter) for t in types):
-            return NotImplemented  # counted when a DTensor or a float8 tensor has become its parts
+            return NotImplemented  # counted after DTensors and float8 tensors are unwrapped
         result = op(*args, **kwargs)
         for tensor in tensors_in(result):
             if not self.in_region and tensor.device.type != "meta":
@@ -167,10 +167,10 @@ class StepRecorder(TorchDispatchMode):
             self._count_collective(op.name(), args, inputs)
             return
         flops = operator_flops(op, args, kwargs, result)
-        if flops or not self.in_region:  # the other operators of a compiled region are counted as a whole
+        if flops or not self.in_region:  # other operators of a compiled region are counted as one
             moved = moved_bytes(op, args, kwargs, tensors_in(result))
-            self._count(unit_of(op, flops), flops, moved)
-            # Views are none: a first call of a compiled function makes some more than the next.
+            self._count(find_unit(op, flops), flops, moved)
+            # Views do not count: the first call of a compiled function makes more of them than the next.
             if not self.in_region and (flops or moved):
                 self.counts["dispatches", self.phase] += self.weight
                 self.counts["kernels", self.phase] += self.weight
@@ -182,18 +182,18 @@ class StepRecorder(TorchDispatchMode):
     def _count(self, unit: str, flops: int, moved: int) -> None:
         if flops or moved:
             key = self.phase, unit
-            self.counts["seconds", *key] += self.weight * self.rates.seconds_of(unit, flops, moved)
+            self.counts["seconds", *key] += self.weight * self.rates.operator_seconds(unit, flops, moved)
             self.counts["bytes", *key] += self.weight * moved
             self.counts["flops", *key] += self.weight * flops
 
     def _count_collective(self, name: str, args: Sequence[Any], inputs: list[torch.Tensor]) -> None:
-        """Its kind, how many ranks take part, on how many nodes, the fewest that are on one of them, and the bytes that
-        this rank sends to others."""
+        """Count a collective by kind, ranks, nodes and the fewest ranks on a node, with the bytes that this rank
+        sends."""
         kinds = [kind for kind in COLLECTIVES if kind.replace("_", "") in name.replace("_", "")]
         if not kinds:
             return
-        (kind,), group = kinds, group_of(args)
-        ranks, nodes, ranks_per_node = self._sizes_of(group)
+        (kind,), group = kinds, find_group(args)
+        ranks, nodes, ranks_per_node = self._group_sizes(group)
         sent = max(map(nbytes, inputs)) * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
         key = (self.phase, kind, ranks, nodes, ranks_per_node)
         self.counts["calls", *key] += self.weight
@@ -204,8 +204,8 @@ class StepRecorder(TorchDispatchMode):
         if kind == "reduce_scatter":
             self.label(inputs[:1], "gradients")
 
-    def _sizes_of(self, group: dist.ProcessGroup) -> tuple[int, int, int]:
-        """(ranks of a group, nodes that they are on, the fewest of them on one node)."""
+    def _group_sizes(self, group: dist.ProcessGroup) -> tuple[int, int, int]:
+        """Return (ranks of a group, their nodes, the fewest ranks on a node)."""
         if group not in self._groups:
             ranks = dist.get_process_group_ranks(group)
             node_counts = collections.Counter(rank // self.gpus_per_node for rank in ranks)
@@ -215,7 +215,7 @@ class StepRecorder(TorchDispatchMode):
     # ---- Memory ------------------------------------------------------------------------------------------------------
 
     def register_storage(self, storage: torch.UntypedStorage) -> int:
-        """The number of a storage; an event is recorded when it is new or has another size than before."""
+        """Return the number of a storage; record an event if it is new or its size changed."""
         if storage not in self._numbers:
             self._numbers[storage] = self._add()
             weakref.finalize(storage, self._resize, self._numbers[storage], 0)
@@ -229,13 +229,13 @@ class StepRecorder(TorchDispatchMode):
             self.sizes[number] = size
 
     def _scratch(self, size: int) -> None:
-        """A kernel's own workspace: there while it runs."""
+        """Record a kernel's workspace, which exists while it runs."""
         number = self._add()
         self._resize(number, size)
         self._resize(number, 0)
 
     def _add(self) -> int:
-        """The number of a new storage. FSDP2 enters its streams on a CPU too, where they are names only."""
+        """Return the number of a new storage. FSDP2 uses its streams on a CPU too, as names."""
         stream = torch.cpu.current_stream()
         self.streams.append(self._stream_numbers.setdefault(stream, len(self._stream_numbers)))
         self.kinds.append(self.kind)
@@ -243,8 +243,8 @@ class StepRecorder(TorchDispatchMode):
         return len(self.sizes) - 1
 
     def peaks(self) -> dict[tuple, np.ndarray]:
-        """{(stream, *key of `mark`): bytes by kind, in the order of KINDS, at the moment that held most of them}. The
-        stream is None for all of them together."""
+        """Return {(stream, *key of `mark`): bytes by kind, in the order of KINDS, at the peak of their sum}. Stream
+        None is all streams together."""
         owners, all_sizes = np.array(self.events).T
         kinds = np.array([KINDS.index(kind) for kind in self.kinds])[owners]
         streams = np.array(self.streams)[owners]
@@ -255,7 +255,7 @@ class StepRecorder(TorchDispatchMode):
             for (start, mark), (end, _) in itertools.pairwise([*self.marks, (len(sizes), None)]):
                 if mark is None:
                     continue
-                begin = max(start - 1, 0)  # what was there when it began counts too
+                begin = max(start - 1, 0)  # memory at its start counts too
                 at = begin + int(live[begin:end].argmax()) + 1
                 peak = np.bincount(kinds[:at], sizes[:at], len(KINDS))
                 key = stream, *mark
@@ -264,13 +264,13 @@ class StepRecorder(TorchDispatchMode):
         return peaks
 
 
-def group_of(args: Sequence[Any]) -> dist.ProcessGroup:
-    """The process group among the arguments of a collective's operator. One of c10d gets an object of TorchScript, a
-    functional one the group's name after the operation's."""
+def find_group(args: Sequence[Any]) -> dist.ProcessGroup:
+    """Return the process group in the arguments of a collective's operator: c10d operators have a TorchScript object,
+    functional ones the group's name after the operation's."""
     for arg in args:
-        # private: the type of an object of TorchScript has no public name
+        # private: the type of a TorchScript object has no public name
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg)
     names = [arg for arg in args if isinstance(arg, str)]
-    name: Any = names[-1]  # torch has a type of its own for it
+    name: Any = names[-1]  # torch has a type for group names
     return dist.distributed_c10d._resolve_process_group(name)  # private: no public name finds a group by its name

@@ -1,5 +1,4 @@
-"""Search: configurations planned one after the other in the order of a list, until the time is over, and which of them
-to take."""
+"""Search: plan configurations in a fixed order until the time is over, and choose among them."""
 
 import bisect
 import contextlib
@@ -14,13 +13,13 @@ from harness import base, flags
 from harness import model as models
 from harness.plan.predict import TIGHT
 
-MIN_GAIN = 0.01  # share of the speed; what gains less is not called faster
+MIN_GAIN = 0.01  # share of the speed; a smaller gain is not faster
 MAX_BATCH_SIZE = 4096  # sequences; no larger batch is planned
-MORE_GPUS = (2, 4, 8)  # times as many, planned where nothing fits
+MORE_GPUS = (2, 4, 8)  # factors, planned if nothing fits
 SELECTIVE: dict[str, Any] = {"activation_checkpointing": "selective"}
 FULL: dict[str, Any] = {"activation_checkpointing": "full"}
 ADAPTERS = {"lora_rank": 16, "lora_alpha": 32}
-OTHER_TRAINING = ("precision", "lora_rank")  # what changes these trains something else, and is advised beside only
+OTHER_TRAINING = ("precision", "lora_rank")  # changes of these train something else, and are listed separately
 FLOAT8 = {"precision": "fp8", "fp8_recipe": "tensorwise"}
 SHOWN = ("zero_stage", "dp_replicate_size", "activation_checkpointing", "batch_size", "gradient_accumulation_steps")
 
@@ -30,11 +29,11 @@ class OutOfTimeError(Exception):
 
 
 class Search:
-    """What was planned of a run, as it was asked for and otherwise, on `worlds[0]` GPUs and on the other numbers.
+    """Plans of the given configuration and of changes to it, on `worlds[0]` GPUs and on the other numbers.
 
-    `plan(settings, world)` gives a prediction. After `ends`, by time.monotonic, no plan begins but the first and, if
-    that does not fit, what saves most memory. The tokens of a step stay those that were asked for, but with
-    --batch-size auto, where the batch is the largest that fits.
+    `plan(settings, world)` returns a prediction. After `deadline` (time.monotonic) no plan starts, except the first
+    and, if that does not fit, the one that saves most memory. The tokens per step stay, except with --batch-size auto,
+    which takes the largest batch that fits.
     """
 
     def __init__(
@@ -44,26 +43,25 @@ class Search:
         worlds: tuple[int, ...],
         plan: Callable[[flags.Settings, int], dict[str, Any]],
         capacity: float,
-        ends: float,
+        deadline: float,
         has_float8: bool = False,
     ):
         self.has_float8 = has_float8
         self.settings, self.config, self.worlds, self.world = settings, config, worlds, worlds[0]
         self.plan = plan
-        self.capacity, self.ends = capacity, ends  # GiB, seconds
+        self.capacity, self.deadline = capacity, deadline  # GiB, seconds
         self.is_auto = settings.explicit.get("batch_size") == "auto"
-        self.asked: dict = (
-            {"batch_size": settings.batch_size_multiple()} if self.is_auto else {}
-        )  # what "as asked" changes
+        # changes in every row: the size that "auto" chose
+        self.base_changes: dict = {"batch_size": settings.batch_size_multiple()} if self.is_auto else {}
         self.is_complete = True
-        self.is_timed = True  # False while `ends` does not count
-        self.rows: dict[tuple, dict] = {}  # by world and changes, in the order in which they were planned
+        self.is_timed = True  # False while `deadline` is ignored
+        self.rows: dict[tuple, dict] = {}  # {(world, *changes): row}, in the order of planning
 
     def run(self) -> None:
-        """Plans the run as it was asked for; then, unless --plan-seconds is 0, what may fit or be faster, and the
+        """Plan the given configuration; then, unless --plan-seconds is 0, changes that may fit or be faster, and the
         fastest on the other numbers of GPUs."""
         try:
-            self.plan_asked()
+            self.plan_given()
             if not self.settings.plan_seconds:
                 return
             if self.row()["verdict"] != "fits":
@@ -80,23 +78,23 @@ class Search:
             self.is_complete = False
 
     def row(self, world: int | None = None, **changes: Any) -> dict:
-        """The row of the asked run with these changes, planned if they are new: the single figures of its plan, and
-        what makes it.
+        """Return the row of the given configuration with these changes, planned if it is new: its scalar predictions,
+        flags and command.
 
         Raises:
-            OutOfTimeError: it was not planned in time.
+            OutOfTimeError: no time is left to plan it.
         """
-        world, changes = world or self.world, self.asked | changes
-        named = {"batch_size"} if self.is_auto else set()  # in its command, as the one that was given is auto
+        world, changes = world or self.world, self.base_changes | changes
+        named = {"batch_size"} if self.is_auto else set()  # its command has the size in place of "auto"
         changes = {n: value for n, value in changes.items() if n in named or value != getattr(self.settings, n)}
         key = world, *sorted(changes.items())
         if key not in self.rows:
-            if self.rows and self.is_timed and time.monotonic() > self.ends:
+            if self.rows and self.is_timed and time.monotonic() > self.deadline:
                 raise OutOfTimeError
             configured = dataclasses.replace(self.settings, **changes)
             plan = self.plan(configured, world)
             row = {name: getattr(configured, name) for name in SHOWN}
-            row |= {name: figure for name, figure in plan.items() if not isinstance(figure, dict | list)}
+            row |= {name: value for name, value in plan.items() if not isinstance(value, dict | list)}
             self.rows[key] = row | {
                 "changes": changes,
                 "flags": flags.as_flags(changes),
@@ -110,10 +108,11 @@ class Search:
 
     # ---- The list ----------------------------------------------------------------------------------------------------
 
-    def plan_asked(self) -> None:
-        """As it was asked for, on each number of GPUs; where these are several also with one shard group a node."""
+    def plan_given(self) -> None:
+        """Plan the given configuration on each number of GPUs; if there are several, also with a shard group per
+        node."""
         if self.is_auto:
-            self.asked = {"batch_size": self.largest_batch({}) or self.settings.batch_size_multiple()}
+            self.base_changes = {"batch_size": self.largest_batch({}) or self.settings.batch_size_multiple()}
         if self.settings.plan_seconds and not self.row()["fits"]:
             self.plan_most_savers()
         for world in self.worlds:
@@ -123,8 +122,8 @@ class Search:
                     self.row(world, **layout)
 
     def plan_most_savers(self) -> None:
-        """All memory savers together, and adapters with full checkpointing, whatever the time: on a busy machine the
-        first plan may have taken all of it."""
+        """Plan all memory savers together, and adapters with full checkpointing, even after the deadline: on a busy
+        machine the first plan may take all of the time."""
         self.is_timed = False
         for changes in self.savers()[-1:]:
             self.row(**changes)
@@ -133,9 +132,9 @@ class Search:
         self.is_timed = True
 
     def make_it_fit(self) -> None:
-        """Adds one memory saver after the other, the one that costs least speed first, until it fits; then GPUs."""
+        """Add memory savers, the cheapest in speed first, until it fits; then GPUs."""
         if not self.row()["fits"] and self.tries_adapters() and self.row(**ADAPTERS, **FULL)["fits"]:
-            self.row(**ADAPTERS, activation_checkpointing="none")  # selective keeps results that adapters do not need
+            self.row(**ADAPTERS, activation_checkpointing="none")  # selective saves results that adapters do not need
         savers = self.savers()
         if self.row()["fits"] or (savers and self.row(**savers[-1])["fits"]):
             for changes in savers:
@@ -146,7 +145,7 @@ class Search:
                 self.row(self.world * times, **(savers[-1] if savers else {}))
 
     def savers(self) -> list[dict]:
-        """The changes that save memory: the first saver, the first two, and so on to all that go together."""
+        """Return the changes that save memory: the first saver, the first two, up to all compatible ones."""
         together: list[dict] = []
         changes: dict = {}
         for saver in memory_savers(self.settings):
@@ -161,23 +160,23 @@ class Search:
         return self.settings.init == "pretrained" and self.allowed(ADAPTERS)
 
     def make_it_faster(self) -> None:
-        """Changes one thing after the other of the fastest so far."""
+        """Change one setting after the other of the fastest so far."""
         layouts: list[dict] = []
-        if self.world > 1:  # a rank that shards with nobody has one stage
+        if self.world > 1:  # on one rank all stages are equal
             layouts = [{"zero_stage": 2}, {"zero_stage": 3}, *self.replicas(self.world)]
         for change in (*layouts, SELECTIVE, {"activation_checkpointing": "none"}):
-            self.try_beside(change)
+            self.try_change(change)
         if self.is_auto:
-            self.try_beside(FULL)
+            self.try_change(FULL)
         else:
             self.enlarge_microbatch()
         if layouts and self.settings.gradient_accumulation_steps > 1:
-            self.try_beside({"zero_stage": 1})
-        for layout in layouts:  # that do not fit without any
-            self.try_beside(layout | SELECTIVE)
+            self.try_change({"zero_stage": 1})
+        for layout in layouts:  # that do not fit without checkpointing
+            self.try_change(layout | SELECTIVE)
 
-    def try_beside(self, change: dict) -> None:
-        """Plans the fastest so far with this change too; with --batch-size auto at the largest batch that fits."""
+    def try_change(self, change: dict) -> None:
+        """Plan the fastest so far with this change; with --batch-size auto at the largest batch that fits."""
         best = self.fastest()
         changes = best["changes"] | change
         if not self.allowed(changes):
@@ -187,15 +186,15 @@ class Search:
         self.row(**changes)
 
     def plan_float8(self) -> None:
-        """The fastest so far in float8, which computes something else and so is advised beside it only."""
+        """Plan the fastest so far in float8, other arithmetic that is listed separately."""
         best = self.fastest()
         changes = best["changes"] | FLOAT8
         if self.settings.precision == "bf16" and self.has_float8 and self.allowed(changes):
-            with contextlib.suppress(base.UserError):  # no linear of the model is large enough to gain from it
+            with contextlib.suppress(base.UserError):  # no linear is large enough for float8
                 self.row(**changes)
 
     def enlarge_microbatch(self) -> None:
-        """Plans the fastest so far in fewer, larger microbatches."""
+        """Plan the fastest so far with fewer, larger microbatches."""
         best = self.fastest()
         least, samples = best["batch_size"], best["batch_size"] * best["gradient_accumulation_steps"]
         sizes = [size for size in range(least, samples + 1, self.settings.batch_size_multiple()) if samples % size == 0]
@@ -206,13 +205,13 @@ class Search:
         return not flags.contradiction(dataclasses.replace(self.settings, **changes))
 
     def replicas(self, world: int) -> list[dict]:
-        """One shard group a node, where there are several nodes."""
+        """Return the change to one shard group per node, [] on one node."""
         nodes = world // self.settings.gpus_per_node
         return [{"dp_replicate_size": nodes}] if 1 < nodes < world and self.settings.zero_stage else []
 
     def largest_batch(self, changes: dict) -> int:
-        """The largest --batch-size with these changes that fits and is not tight; the smallest where that is tight, 0
-        where it does not fit either."""
+        """Return the largest --batch-size with these changes that fits and is not tight; else the smallest if it is
+        tight, else 0."""
         step = self.settings.batch_size_multiple()
         options = [{"batch_size": size} for size in range(step, MAX_BATCH_SIZE + 1, step)]
         row = self.largest(changes, options)
@@ -222,12 +221,12 @@ class Search:
         return row["batch_size"] if row else 0
 
     def largest(self, changes: dict, options: list[dict]) -> dict | None:
-        """The row with `changes` and the last of `options`, from the smallest batch to the largest, whose verdict is
-        "fits"; None if none is. The line through the nearest rows says which option to plan next; where all fit or none
-        does, the activations of the last one."""
-        limit = TIGHT * self.capacity  # nearly: what CUDA and NCCL take is no part of it
+        """Return the row with `changes` and the largest of `options`, sorted by batch size, whose verdict is "fits";
+        None if none does. The next option to plan comes from the line through the nearest rows, or if all fit or none
+        does, from the last row's activations."""
+        limit = TIGHT * self.capacity  # approximate: without the memory of CUDA and NCCL
         fitting, too_large = None, None
-        least, most, index = 0, len(options), 0  # options before `least` fit, those from `most` on do not
+        least, most, index = 0, len(options), 0  # options before `least` fit, from `most` on they do not
         while least < most:
             row = self.row(**changes | options[index])
             if row["verdict"] == "fits":
@@ -243,14 +242,14 @@ class Search:
             index = min(max(index, least), most - 1)
         return fitting
 
-    # ---- Which to take -----------------------------------------------------------------------------------------------
+    # ---- Choice ------------------------------------------------------------------------------------------------------
 
     def fastest(self) -> Any:
-        """The row to advise, None where nothing that was planned fits.
+        """Return the row to recommend, None if nothing planned fits.
 
-        One of more GPUs only where nothing fits on these, then of the fewest; one with another optimizer only where no
-        other fits, and a tight one only where nothing else does. Of those that are slower than the fastest by no more
-        than MIN_GAIN the one with the smallest step, and of these the one that leaves most room.
+        More GPUs only if nothing fits on these, and then the fewest; another optimizer only if nothing else fits, and a
+        tight row only if there is no other. Of the rows within MIN_GAIN of the fastest, the one with the fewest tokens
+        per step, and of these the one with the least memory.
         """
 
         def preference(row: dict) -> tuple:
@@ -265,8 +264,8 @@ class Search:
         return min(nearly_best, key=lambda row: (row["tokens_per_step"], row["reserved_gib"]), default=None)
 
     def safer(self) -> Any:
-        """The fastest row that is not tight, on the GPUs and in the precision that were asked for, where the one to
-        advise is tight; None otherwise, or where none was planned."""
+        """Return the fastest row that is not tight, on as many GPUs and with the same training, if the recommended one
+        is tight; None otherwise, or if none was planned."""
         best = self.fastest()
         if not best or best["verdict"] != "tight":
             return None
@@ -275,10 +274,10 @@ class Search:
         return max(rows, key=lambda row: row["tokens_per_sec"], default=None)
 
     def result(self) -> dict:
-        """The JSON object's part of it."""
-        asked, best, safer = self.row(), self.fastest(), self.safer()
+        """Return the search's keys of the JSON object."""
+        given, best, safer = self.row(), self.fastest(), self.safer()
         for row in self.rows.values():
-            row |= {"asked": row is asked, "fastest": row is best, "safer": row is safer}
+            row |= {"asked": row is given, "fastest": row is best, "safer": row is safer}
         in_float8 = [row for row in self.rows.values() if "precision" in row["changes"] and row["fits"]]
         with_adapters = [row for row in self.rows.values() if "lora_rank" in row["changes"] and row["fits"]]
         result: dict[str, Any] = {
@@ -289,22 +288,21 @@ class Search:
             "with_adapters": max(
                 with_adapters, key=lambda row: (row["verdict"] == "fits", row["tokens_per_sec"]), default=None
             ),
-            "fits_with": None if asked["fits"] else best,
+            "fits_with": None if given["fits"] else best,
             "search": {"planned": len(self.rows), "complete": self.is_complete},
         }
         if self.is_auto:
-            result["largest_batch_size"] = asked["batch_size"] if asked["fits"] else 0
+            result["largest_batch_size"] = given["batch_size"] if given["fits"] else 0
         return result
 
 
 def is_same_training(row: dict) -> bool:
-    """Whether a row changes only how the run is computed that was asked for."""
+    """Return True if a row's changes keep what is trained."""
     return not any(name in row["changes"] for name in OTHER_TRAINING)
 
 
 def memory_savers(settings: flags.Flags) -> list[dict]:
-    """Changes of settings that lower memory, the one that costs least speed first; without those that are made
-    already. The tokens of a step stay."""
+    """Return the changes of settings that save memory, the cheapest in speed first. The tokens per step stay."""
     level, batch, least = settings.activation_checkpointing, settings.batch_size, settings.batch_size_multiple()
     fewer_sequences: dict[str, Any] = {}
     if isinstance(batch, int) and batch != least:
@@ -326,7 +324,8 @@ def memory_savers(settings: flags.Flags) -> list[dict]:
 
 
 def command(settings: flags.Settings, world: int, changes: dict) -> str:
-    """What trains `settings` with `changes` on `world` GPUs: the command line as given, less what is about plans."""
+    """Return the command that trains `settings` with `changes` on `world` GPUs: the explicit flags without those of
+    plans."""
     names = list(flags.FLAGS)
     plan_flags = names[names.index("plan") : names.index("own_plan")]
     given = {name: value for name, value in settings.explicit.items() if name not in plan_flags}
@@ -342,5 +341,5 @@ def command(settings: flags.Settings, world: int, changes: dict) -> str:
 
 
 def memory_advice(settings: flags.Flags) -> str:
-    """Which flags make room on a device that has no memory left."""
+    """Return one sentence with flags that save memory."""
     return f"Try {', '.join(flags.as_flags(changes) for changes in memory_savers(settings)[:3])}."

@@ -1,5 +1,4 @@
-"""Plan text: what --plan prints: the answer, the table, and with --plan-details what they are made of. Computes no
-figure that the JSON object does not have."""
+"""Plan text: format the JSON object of a plan: the answer, the table, and with --plan-details the rest."""
 
 import math
 from collections.abc import Callable
@@ -10,8 +9,8 @@ from harness import base, flags, job
 from harness.plan.predict import FRAGMENTATION, RESERVED_SHARE
 from harness.plan.rates import Rates
 
-# Tokens/s of measured runs over those of their plans: minimum, median where there are many, maximum. This program's own
-# are in benchmarks/results/plan_measured.json, published ones in plan_published.json, of which one contradicts itself.
+# Measured over planned tokens/s: minimum, median if there are many runs, maximum. This program's runs are in
+# benchmarks/results/plan_measured.json, published ones in plan_published.json; one of these contradicts itself.
 OWN_RUNS, OWN_GPUS, OWN_SHARE = "14 measured runs on one GPU", ("H100 SXM", "H200"), (0.951, 1.119)
 PUBLISHED_RUNS, PUBLISHED_GPUS = "30 of 31 published runs", ("A100", "H100", "H200")
 PUBLISHED_SHARE = (0.865, 1.025, 1.32)
@@ -19,7 +18,7 @@ SHORT = {"fits": "yes", "tight": "tight", "does not fit": "NO"}  # verdicts in a
 
 
 def describe_plan(settings: flags.Settings, result: dict) -> str:
-    """The answer and the table; with --plan-details all of it."""
+    """Format the answer and the table; with --plan-details everything."""
     answer = {"verdict": describe_verdict(result)} | describe_speed(result) | describe_advice(result)
     if result["warning"]:
         answer["warning"] = result["warning"]
@@ -29,7 +28,7 @@ def describe_plan(settings: flags.Settings, result: dict) -> str:
     if settings.plan_details:
         lines += describe_details(settings, result)
     else:
-        lines += ["", "--plan-details: memory, time and traffic of a step, and what is assumed"]
+        lines += ["", "--plan-details: memory, time and traffic of a step, and assumptions"]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -37,8 +36,8 @@ def describe_plan(settings: flags.Settings, result: dict) -> str:
 
 
 def describe_verdict(result: dict) -> str:
-    """Whether it fits, and the memory that it takes."""
-    used = share_of(result["memory_gib"]["reserved"], result["capacity_gib"])
+    """Return the verdict with the reserved memory."""
+    used = describe_share(result["memory_gib"]["reserved"], result["capacity_gib"])
     line = f"{result['verdict']}: {used} on each of {result['gpus']:,} x {result['gpu']}"
     if result["verdict"] != "tight":
         return line
@@ -47,11 +46,11 @@ def describe_verdict(result: dict) -> str:
 
 
 def describe_speed(result: dict) -> dict[str, str]:
-    """What to expect of the configuration as it is, with the range of own or published runs where it is of their
-    kind, and what helps where the host bounds it."""
+    """Return the lines about the given configuration: speed, with the range of measured runs if they are comparable,
+    advice if the host bounds a step, and the full run."""
     share, lines = share_to_expect(result), {}
     if result["fits"]:
-        lines["expect"] = figures(result, share)
+        lines["expect"] = describe_metrics(result, share)
         if share:
             runs = OWN_RUNS if result["measured_share"] else PUBLISHED_RUNS
             lines["expect"] += f"; {runs} reached {percents(share)} of their plans"
@@ -65,76 +64,78 @@ def describe_speed(result: dict) -> dict[str, str]:
         length = f"{base.counted(run['steps'], 'step')}, {run['tokens']:,} tokens"
         lines["this run"] = f"{time}: {length}, without evaluation and checkpoints"
     elif "num_epochs" in result:
-        problem = f"how many steps --num-epochs {result['num_epochs']:g} are, is not known without the data"
-        lines["this run"] = f"no hours: {problem}; a start says it, --num-steps N plans them"
+        problem = f"--num-epochs {result['num_epochs']:g}: the number of steps depends on the data"
+        lines["this run"] = f"no hours: {problem}; the header of a run has it, --num-steps N plans it"
     return lines
 
 
 def describe_advice(result: dict) -> dict[str, str]:
-    """The configuration to take."""
+    """Return the lines about the recommended configuration and its alternatives."""
     best, search, safer = result["fastest"], result["search"], result["safer"]
     planned = f"{base.counted(search['planned'], 'configuration')} planned in {search['seconds']:.0f} s"
     if not search["complete"]:
-        planned += f"; --plan-seconds {search['plan_seconds']:g} left no time for more"
+        planned += f"; --plan-seconds {search['plan_seconds']:g} ended the search"
     if not best:
-        advice = "nothing that was planned fits: more GPUs, a shorter --sequence-length or a smaller --model"
+        problem, advice = "nothing planned fits", "more GPUs, a shorter --sequence-length or a smaller --model"
         if not search["complete"]:
-            given = f"--plan-seconds {search['plan_seconds']:g}"
-            advice = f"{given} ran out before all was planned, and nothing so far fits: give it more, or {advice[31:]}"
-        return {"fastest": advice, **describe_adapters(result), "search": planned}
+            problem = f"nothing planned within --plan-seconds {search['plan_seconds']:g} fits"
+            advice = f"more --plan-seconds, {advice}"
+        return {"fastest": f"{problem}: {advice}", **describe_adapters(result), "search": planned}
     title = "fastest"
     if best["asked"]:
-        advice = "as it is; nothing else planned is more than 1 % faster" if search["planned"] > 1 else "as it is"
+        advice = "as it is"
+        if search["planned"] > 1:
+            advice += "; nothing else planned is more than 1 % faster"
     else:
-        title = name_of_best(result)
+        title = title_best(result)
         advice = f"{best['flags']}: "
         if result["fits"]:
             advice += f"{100 * (best['tokens_per_sec'] / result['tokens_per_sec'] - 1):+.1f} %, "
         elif best["gpus"] != result["gpus"]:
             advice += f"{best['gpus']:,} GPUs, "
-        advice += f"{figures(best, None)}, {share_of(best['reserved_gib'], best['capacity_gib'])}"
+        advice += f"{describe_metrics(best, None)}, {describe_share(best['reserved_gib'], best['capacity_gib'])}"
         if best["host_gib"]:
-            advice += f" and {best['host_gib']:,.0f} GiB of the host for each"
+            advice += f" and {best['host_gib']:,.0f} GiB of host memory per GPU"
     lines = {title: advice}
     if safer:
         change = 100 * (safer["tokens_per_sec"] / best["tokens_per_sec"] - 1)
-        room = share_of(safer["reserved_gib"], safer["capacity_gib"])
-        lines["safer"] = f"{safer['flags']}: {change:+.1f} %, {figures(safer, None)}, {room}"
+        room = describe_share(safer["reserved_gib"], safer["capacity_gib"])
+        lines["safer"] = f"{safer['flags']}: {change:+.1f} %, {describe_metrics(safer, None)}, {room}"
     elif best["verdict"] == "tight":
-        lines["but"] = "it is tight; nothing with more room was found"
+        lines["but"] = "it is tight; no configuration with less memory was found"
         if not search["complete"]:
-            lines["but"] = f"it is tight, and --plan-seconds {search['plan_seconds']:g} left no time to find more room"
+            lines["but"] += f" within --plan-seconds {search['plan_seconds']:g}"
     if in_float8 := result["in_float8"]:
         change = 100 * (in_float8["tokens_per_sec"] / best["tokens_per_sec"] - 1)
         lines["float8"] = f"with --precision fp8: {change:+.0f} %, other arithmetic"
     lines |= describe_adapters(result)
     lines["command"] = best["command"]
-    asked = next(row for row in result["configurations"] if row["asked"])
-    lines["tokens"] = f"{best['tokens_per_step']:,} a step, as asked"
-    if best["tokens_per_step"] != asked["tokens_per_step"]:
-        lines["tokens"] = f"{best['tokens_per_step']:,} a step instead of {asked['tokens_per_step']:,}: another run"
+    given = next(row for row in result["configurations"] if row["asked"])
+    lines["tokens"] = f"{best['tokens_per_step']:,} per step, unchanged"
+    if best["tokens_per_step"] != given["tokens_per_step"]:
+        lines["tokens"] = f"{best['tokens_per_step']:,} per step instead of {given['tokens_per_step']:,}: another run"
     return lines | {"search": planned}
 
 
 def describe_adapters(result: dict) -> dict[str, str]:
-    """What fits with adapters, where a model that is to be tuned does not by itself."""
+    """Return the line about adapters that fit, {} if none was planned."""
     row = result["with_adapters"]
     if not row:
         return {}
-    room = share_of(row["reserved_gib"], row["capacity_gib"])
-    return {"adapters": f"{row['flags']}: {figures(row, None)}, {room}; other training, of adapters alone"}
+    room = describe_share(row["reserved_gib"], row["capacity_gib"])
+    return {"adapters": f"{row['flags']}: {describe_metrics(row, None)}, {room}; other training, only of adapters"}
 
 
 def share_to_expect(result: dict) -> tuple | None:
-    """What runs reached of such plans: this program's own, else those of others."""
+    """Return the shares that this program's runs, else published runs, reached of comparable plans; None if none."""
     return result["measured_share"] or result["published_share"]
 
 
 def describe_host(result: dict) -> str:
-    """That the host bounds a step, and which flags give the GPU more to do for each kernel that it launches."""
+    """Return the line about a step that the host bounds, with flags that give the GPU more work per kernel."""
     time, row = result["time_ms"], result["configurations"][0]
     on_gpu = result["step_time_ms"] - time["launches"]
-    line = f"bounds a step: {time['host']:,.1f} ms to launch what takes the GPU {on_gpu:,.1f} ms; "
+    line = f"bounds a step: {time['host']:,.1f} ms for launches, {on_gpu:,.1f} ms on the GPU; "
     advice = ["a larger --batch-size"]
     if row["gradient_accumulation_steps"] > 1:
         advice.append("fewer and larger microbatches (--gradient-accumulation-steps)")
@@ -143,8 +144,8 @@ def describe_host(result: dict) -> str:
     return f"{line}{' or '.join(advice)} helps"
 
 
-def name_of_best(result: dict) -> str:
-    """What the configuration to take is called: where the asked one is tight it has more room."""
+def title_best(result: dict) -> str:
+    """Return the title of the recommended configuration."""
     if not result["fits"]:
         return "fits with"
     return "safer" if result["verdict"] == "tight" else "fastest"
@@ -154,7 +155,8 @@ def name_of_best(result: dict) -> str:
 
 
 def describe_configurations(result: dict) -> list[str]:
-    """Side by side: the configuration as it is, the one to take, the others by speed, and other numbers of GPUs."""
+    """Return the table's lines: the given configuration, the recommended one, the others by speed, other numbers of
+    GPUs."""
 
     def order(row: dict) -> tuple:
         title = 0 if row["asked"] else 1 if row["fastest"] else 2
@@ -164,7 +166,7 @@ def describe_configurations(result: dict) -> list[str]:
     header = "  GPUs  sharding      checkpoints    batch  GiB a GPU  fits   tokens/s  MFU"
     lines = ["", f"{'':10}{header}{'$ a billion' if price in result else '':>13}"]
     for row in sorted(result["configurations"], key=order):
-        name = "as is" if row["asked"] else name_of_best(result) if row["fastest"] else "safer" if row["safer"] else ""
+        name = "as is" if row["asked"] else title_best(result) if row["fastest"] else "safer" if row["safer"] else ""
         replicas = f" x{row['dp_replicate_size']}" if row["dp_replicate_size"] > 1 else ""
         batch = f"{row['batch_size']:,} x {row['gradient_accumulation_steps']:,}"
         lines.append(
@@ -178,27 +180,26 @@ def describe_configurations(result: dict) -> list[str]:
     return [*lines, f"{'':10}(batch: sequences at once x microbatches; x2: two replicas of the sharded model)"]
 
 
-# ---- What they are made of -------------------------------------------------------------------------------------------
+# ---- Details ---------------------------------------------------------------------------------------------------------
 
 DESCRIBED = (
     *("zero_stage", "dp_replicate_size", "precision", "attention", "compile", "activation_checkpointing"),
     *("fused_loss", "optimizer", "cpu_offload"),
-)  # the settings that a plan depends on most
+)
 ASSUMED = {
     "memory": f"rank 0, the fullest; {100 * FRAGMENTATION:.0f} % fragmentation, {base.CONTEXT_GIB} GiB for CUDA and "
-    f"{base.NCCL_GIB} GiB a communicator",
-    "attention": "saves a row's logsumexp, accumulates the query gradient in fp32; eager attention has the scores' "
-    "matrix in memory",
-    "documents": "each sequence is one without padding, whose tokens meet all its keys in FLOPs and MFU",
-    "layers": "compiled ones are partitioned as inductor does, and each tensor that their kernels have to write is "
-    "written and read once; eager ones run operator by operator; shallow models, extrapolated to the full depth",
-    "time": "one operator after the other, with a gap between two kernels; collectives beside their pass, but for the "
-    "first gathers and the last reductions, and launches ahead; data always there",
+    f"{base.NCCL_GIB} GiB per communicator",
+    "attention": "saves the logsumexp, accumulates the query gradient in fp32; eager attention stores all scores",
+    "documents": "each sequence is one document without padding; its tokens attend to all its keys in FLOPs and MFU",
+    "layers": "compiled layers are partitioned like inductor's; each tensor that their kernels write is written and "
+    "read once; eager layers run operator by operator; shallow models are extrapolated to the full depth",
+    "time": "operators run one after the other, with a gap between kernels; collectives overlap their pass, except for "
+    "the first gathers and the last reductions; the host launches ahead; data never wait",
 }
 
 
 def describe_details(settings: flags.Settings, result: dict) -> list[str]:
-    """The run, its memory, traffic and time, and what is assumed."""
+    """Return the lines of --plan-details: the run, memory, traffic, time and assumptions."""
     trained = f", {result['trained_parameters']:,} of them trained"
     setup = {
         "plan": f"{settings.model} on {result['gpus']:,} x {result['gpu']}",
@@ -213,8 +214,8 @@ def describe_details(settings: flags.Settings, result: dict) -> list[str]:
     return [
         *("", job.columns(setup)),
         *table(f"memory of the fullest GPU at its peak, {result['peak_at']}, GiB", result["at_peak_gib"]),
-        *table("beside its tensors, GiB", result["beside_tensors_gib"]),
-        *table(f"at most, each at its own worst moment, of {result['capacity_gib']:,.2f} GiB", result["memory_gib"]),
+        *table("besides tensors, GiB", result["beside_tensors_gib"]),
+        *table(f"peak of each kind, of {result['capacity_gib']:,.2f} GiB", result["memory_gib"]),
         *table("sent by each GPU in a step, GiB", sent),
         *table(
             "time of a step, ms; of communication only the exposed part counts, of the host the launches",
@@ -229,7 +230,7 @@ def table(title: str, values: dict[str, float]) -> list[str]:
 
 
 def assumptions(rates: Rates) -> dict[str, str]:
-    """What the plan takes for granted, in words."""
+    """Return the assumptions by subject."""
     lines = {"gpu": rates.resolved_from} if rates.resolved_from else {}
     values = ", ".join(f"{name} {value:,.4g}" for name, value in rates.values.items())
     return lines | {"assumed": f"{values}: shares of datasheets, docs/PLAN.md"} | ASSUMED
@@ -238,7 +239,7 @@ def assumptions(rates: Rates) -> dict[str, str]:
 def measured_shares(
     settings: flags.Settings, config: PretrainedConfig, result: dict
 ) -> tuple[tuple[float, float] | None, tuple[float, float, float] | None]:
-    """(OWN_SHARE, PUBLISHED_SHARE), each None for a plan of a kind that was not measured: all these runs train every
+    """Return (OWN_SHARE, PUBLISHED_SHARE), each None for a plan that is not comparable: all these runs train every
     parameter of a dense model in bf16 or fp8, and the GPU bounds their steps."""
     text = config.get_text_config()
     experts = [getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
@@ -250,11 +251,11 @@ def measured_shares(
     return own, PUBLISHED_SHARE if gpu.plan_name.startswith(PUBLISHED_GPUS) else None
 
 
-# ---- Figures ---------------------------------------------------------------------------------------------------------
+# ---- Numbers ---------------------------------------------------------------------------------------------------------
 
 
-def figures(row: dict, share: tuple | None) -> str:
-    """Speed, MFU and price of a configuration, with the range where published runs reached this share of plans."""
+def describe_metrics(row: dict, share: tuple | None) -> str:
+    """Format speed, MFU and price of a configuration, with the range that follows from `share`."""
     parts = [f"{ranged(row['tokens_per_sec'], share, '{:,.0f}'.format)} tokens/s"]
     if row["mfu_percent"]:
         parts.append(f"MFU {mfu(row)} %")
@@ -265,7 +266,7 @@ def figures(row: dict, share: tuple | None) -> str:
 
 
 def ranged(value: float, share: tuple | None, write: Callable[[float], str], inverse: bool = False) -> str:
-    """A figure, with the least and the most that follow from the share; `inverse` of what falls when speed grows."""
+    """Format a value with the minimum and maximum from `share`; `inverse` for a value that falls with speed."""
     if not share:
         return write(value)
     ends = (value / share[-1], value / share[0]) if inverse else (value * share[0], value * share[-1])
@@ -289,5 +290,5 @@ def percents(share: tuple) -> str:
     return f"{100 * share[0]:.0f} to {100 * share[-1]:.0f} %"
 
 
-def share_of(gib: float, capacity: float) -> str:
+def describe_share(gib: float, capacity: float) -> str:
     return f"{gib:,.1f} of {capacity:,.1f} GiB ({100 * gib / capacity:,.0f} %)"

@@ -60,7 +60,7 @@ class Prometheus(Tracker):
     finish = log
 
     def close(self, exit_code: int) -> None:
-        self.run_state = job.state_of(exit_code)
+        self.run_state = job.describe_exit(exit_code)
 
     def collect(self) -> Iterator:
         """The current metrics, each with its last logged value."""

@@ -1,20 +1,20 @@
-"""State: what a checkpoint holds, how all ranks save and load it, which run it belongs to, and exports. Tensors go to
-shards, everything else is one dataclass of counters in the manifest.
+"""State: checkpoints, their run's identity, and exports. Tensors are in shards; everything else is one dataclass of
+counters in the manifest.
 
     TrainState                everything that must survive a restart; `advance` counts a step, `load` restores it
-    Checkpoints               saves it: `save` publishes a checkpoint or nothing, `finish` waits for it
-    find_checkpoint           the `Checkpoint` to go on from, its path and manifest, checked; None for a fresh start
-    find_recorded_data        what a run recorded of its data, for --show-samples
-    resumes_same_run                   whether a checkpoint is of the run in a folder; else that is a new run
-    describe_identity         what no flag says and a resumed run must have again
-    check_resume              what changed and may change, in words; an error names what makes it another run
-    check_data, check_same_weights, check_same_corpus    the same for what trains nothing
-    load_for_inference              loads a checkpoint for that, or the mean of a run's newest ones
-    keep_global_batch         the batch of a run that goes on with other ranks
-    check_export, export      whether --export can be written, and writing it; export_bytes is its size
-    trained_on                what weights were trained on, by their run's record and by the export they began with
+    Checkpoints               `save` publishes a complete checkpoint or nothing, `finish` waits for it
+    find_checkpoint           the verified `Checkpoint` to resume, a path and a manifest; None for a fresh start
+    find_recorded_data        a run's record of its data, for --show-samples
+    resumes_same_run          True if a checkpoint belongs to the run in a folder; otherwise that is a new run
+    describe_identity         facts that no flag has and that a resumed run must share
+    check_resume              describes the changes that a resume allows; an error for any other
+    check_data, check_same_weights, check_same_corpus    the same without training
+    load_for_inference        loads a checkpoint without training, or the mean of a run's newest ones
+    keep_global_batch         the batch of a run resumed on another number of ranks
+    check_export, export      check and write --export; export_bytes is its size
+    trained_on                the sources that weights were trained on
 
-A figure that survives a restart is one line of `Counters` in train_state.py.
+A metric that survives a restart is one line of `Counters` in train_state.py.
 """
 
 from harness.state.exports import check_export, export, export_bytes, trained_on

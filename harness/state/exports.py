@@ -1,4 +1,4 @@
-"""Export: a folder that transformers loads, written from a sharded model that no rank can hold whole."""
+"""Exports: a folder that transformers loads, written from a sharded model that does not fit on one rank."""
 
 import contextlib
 import copy
@@ -25,34 +25,33 @@ from harness.state.shards import size_in_words
 from harness.state.train_state import Checkpoint, TrainState, persistent_tensors, saved_tensors
 from harness.state.transformers4 import old_tokenizer_config, with_old_names
 
-MAX_SINGLE_FILE_BYTES = 5e9  # bytes up to which weights are one file, the limit of older transformers' save_pretrained
+MAX_SINGLE_FILE_BYTES = 5e9  # larger weights are several files, as in older transformers' save_pretrained
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-REMOTE_CODE_KEYS = ("auto_map", "_auto_class")  # name Python code of the source, which was not run and is not exported
-OTHER_WEIGHTS = ("quantization_config", "transformers_weights")  # say how the source's files are, not an export's
+REMOTE_CODE_KEYS = ("auto_map", "_auto_class")  # name Python code, which is neither run nor exported
+OTHER_WEIGHTS = ("quantization_config", "transformers_weights")  # describe the source's files, not an export's
 
 
 # ---- The folder ------------------------------------------------------------------------------------------------------
 
 
 def check_export(settings: flags.Args, checkpoint: Checkpoint | None, folder: pathlib.Path | None) -> None:
-    """Every rank calls this before anything is trained.
+    """Check --export before anything is trained. Every rank calls this.
 
     Args:
-        checkpoint: that the run goes on from, or that is exported.
-        folder: of the run; None where nothing is trained.
+        checkpoint: the checkpoint to resume or export; None for a fresh start.
+        folder: the run's folder; None if nothing is trained.
 
     Raises:
-        UserError: --export could not be written later, or would write over something else than an earlier export of
-            this run or of the same command.
+        UserError: --export cannot be written, or exists and is no earlier export of this run or command.
     """
     is_same_run = checkpoint is not None and (folder is None or resumes_same_run(checkpoint, folder))
     run_id = checkpoint.manifest["run_id"] if is_same_run else None
-    base.broadcast_from_rank_0(lambda: check_place(settings, run_id))
+    base.broadcast_from_rank_0(lambda: check_target(settings, run_id))
 
 
-def check_place(settings: flags.Args, run_id: str | None) -> None:
-    """`check_export` of the run `run_id`, which is None for a new one."""
-    final = folder_of(settings)
+def check_target(settings: flags.Args, run_id: str | None) -> None:
+    """Check --export for the run `run_id`, None for a new run. Raises UserError as `check_export` does."""
+    final = export_folder(settings)
     try:
         existing = next((parent for parent in final.parents if parent.exists()), final)
         tempfile.TemporaryFile(dir=existing).close()
@@ -62,21 +61,21 @@ def check_place(settings: flags.Args, run_id: str | None) -> None:
         raise base.UserError(f"--export: {settings.export} is the folder of --model; choose another folder")
     if not os.path.lexists(final):
         return
-    header, advice = header_of_export(final), "choose another folder or remove it"
+    header, advice = read_export_header(final), "choose another folder or remove it"
     if not header:
         raise base.UserError(f"--export: {settings.export} exists and is no export; {advice}")
-    if header["run_id"] != run_id and header.get("command") != checksum_of_command(settings):
+    if header["run_id"] != run_id and header.get("command") != command_checksum(settings):
         raise base.UserError(f"--export: {settings.export} holds the export of another run; {advice}")
 
 
-def folder_of(settings: flags.Flags) -> pathlib.Path:
-    """The folder of --export, by a path that ends in its name: that of `.` is the current folder's."""
+def export_folder(settings: flags.Flags) -> pathlib.Path:
+    """Return the absolute path of --export."""
     return pathlib.Path(os.path.abspath(os.path.expanduser(settings.export)))
 
 
-def header_of_export(folder: pathlib.Path) -> dict[str, str]:
-    """What the header of a file of weights says of the run that was exported; empty for a folder that was not written
-    here."""
+def read_export_header(folder: pathlib.Path) -> dict[str, str]:
+    """Return the header of a weights file in an export: `run_id`, `step`, `command`, `trained_on`; {} if the folder is
+    no export."""
     from safetensors import SafetensorError, safe_open
 
     for path in folder.glob("*.safetensors"):
@@ -87,17 +86,17 @@ def header_of_export(folder: pathlib.Path) -> dict[str, str]:
 
 
 def trained_on(settings: flags.Settings, record: data.DataRecord | None) -> list[dict[str, Any]]:
-    """The rules of the sources that weights were trained on, as far as they are known: by the run of `record`, and by
-    that whose export they began with. Every rank calls this."""
+    """Return the records of the known sources that weights were trained on: by the run of `record`, and by the run
+    whose export it started from. Every rank calls this."""
     sources = [*record.removed.values(), *record.sources.values()] if record else []
     if settings.init == "pretrained":
-        header = base.broadcast_from_rank_0(lambda: header_of_export(pathlib.Path(settings.model).expanduser()))
+        header = base.broadcast_from_rank_0(lambda: read_export_header(pathlib.Path(settings.model).expanduser()))
         sources += json.loads(header.get("trained_on", "[]"))
     return sources
 
 
-def checksum_of_command(settings: flags.Flags) -> str:
-    """Tells commands apart by the flags that were given; their values, such as paths, are nothing to publish."""
+def command_checksum(settings: flags.Flags) -> str:
+    """Return a checksum of the explicit flags. An export has no values, such as paths, that should stay private."""
     given = json.dumps(dict(settings.explicit), sort_keys=True, default=str)
     return hashlib.sha256(given.encode()).hexdigest()[:20]
 
@@ -109,19 +108,24 @@ def export(
     ends: list[int],
     trained_on: list[dict[str, Any]],
 ) -> None:
-    """Writes the folder of --export, which AutoModelForCausalLM and AutoTokenizer.from_pretrained load, in the place of
-    an earlier export there. The weights keep their training precision: fp32, or bf16 with bf16-pure. Of adapters it is
-    a folder of peft's or, with --export-weights merged, the model with them, in the precision of its frozen weights.
-    `ends` are the tokens that end a text, `trained_on` the rules of the sources. Every rank calls this.
+    """Write the folder of --export, for AutoModelForCausalLM and AutoTokenizer.from_pretrained. It replaces an earlier
+    export. Every rank calls this.
+
+    Weights keep their training precision: fp32, or bf16 with bf16-pure. Adapters give a folder for peft or, with
+    --export-weights merged, the merged model in the precision of its frozen weights.
+
+    Args:
+        ends: ids of the tokens that end a text.
+        trained_on: records of the sources, for the header.
 
     Raises:
-        UserError: the model is not finite, or the folder cannot be written; nothing of it is left.
+        UserError: the model is not finite, or the folder cannot be written; nothing is left then.
     """
-    final = folder_of(settings)
+    final = export_folder(settings)
     temporary = final.with_name(f".{final.name}.writing")
 
     def on_rank_0(write: Callable[[], None]) -> None:
-        """Has rank 0 write; where that fails, every rank raises the error."""
+        """Call `write` on rank 0; if it fails, every rank raises the error."""
 
         def write_or_clean_up() -> None:
             try:
@@ -144,19 +148,19 @@ def export(
     on_rank_0(lambda: replace_folder(final, temporary))
     parts = [os.path.expanduser(settings.export), state.describe_steps()]
     if settings.lora_rank:
-        parts.append("adapters alone, for peft" if exports_adapters(settings) else "the adapters merged into the model")
+        parts.append("only adapters, for peft" if exports_adapters(settings) else "the adapters merged into the model")
     if tokenizer is None:
         parts.append("without a tokenizer")
     job.print0(f"exported   {', '.join(parts)}")
 
 
 def make_folder(folder: pathlib.Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed export
     folder.mkdir(parents=True)
 
 
 def replace_folder(final: pathlib.Path, new: pathlib.Path) -> None:
-    """Gives the folder `new` the name `final`; what had it, an earlier export, is removed then."""
+    """Rename the folder `new` to `final`, then remove the earlier export with that name."""
     old = final.with_name(f".{final.name}.deleting")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
@@ -166,17 +170,17 @@ def replace_folder(final: pathlib.Path, new: pathlib.Path) -> None:
 
 
 def exports_adapters(settings: flags.Settings) -> bool:
-    """Whether an export has the adapters alone."""
+    """Return True if an export has only adapters."""
     return settings.lora_rank > 0 and settings.export_weights != "merged"
 
 
 def exported_tensors(settings: flags.Settings, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The tensors that an export is made of: of adapters merged into a model, both."""
+    """Return the tensors for an export: with merged adapters, the model's and the adapters'."""
     return saved_tensors(model) if exports_adapters(settings) else persistent_tensors(model)
 
 
 def export_bytes(settings: flags.Settings, model: PreTrainedModel) -> int:
-    """The size of the weights that --export writes, in bytes, of all ranks."""
+    """Return the bytes of the weights that --export writes, of all ranks."""
     tensors = exported_tensors(settings, model)
     if not exports_adapters(settings):
         tensors = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
@@ -190,25 +194,26 @@ def write_weights(
     trained_on: list[dict[str, Any]],
     on_rank_0: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Writes the weights under the names that they have on the hub, into one file of at most MAX_SINGLE_FILE_BYTES,
-    else into a file for each decoder layer and one for what is in none: no rank ever holds the model. A file's
-    header has the run's id, the step, and checksums of the command and of what was trained on. Adapters alone are one
-    file, by peft's names. Every rank calls this."""
+    """Write the weights, under their names on the hub. Every rank calls this.
+
+    Up to MAX_SINGLE_FILE_BYTES they are one file, else a file for each decoder layer and one for the rest, so rank 0
+    never holds the model. Only adapters are one file, with peft's names. A file's header has the run's id, the step, a
+    checksum of the command and the sources trained on."""
     from safetensors.torch import save_file
 
-    adapters_alone = exports_adapters(settings)
+    only_adapters = exports_adapters(settings)
     tensors = exported_tensors(settings, state.model)
     parts = [tensors]
-    if sum(tensor.nbytes for tensor in tensors.values()) > MAX_SINGLE_FILE_BYTES and not adapters_alone:
+    if sum(tensor.nbytes for tensor in tensors.values()) > MAX_SINGLE_FILE_BYTES and not only_adapters:
         parts = by_layer(tensors)
-    command = checksum_of_command(settings)
+    command = command_checksum(settings)
     step = state.describe_steps() if state.averaged_steps else str(state.step)
     header = {"format": "pt", "run_id": state.run_id, "step": step, "command": command}
     header["trained_on"] = json.dumps(trained_on)
     index: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
 
     def write(name: str, part: dict[str, torch.Tensor]) -> None:
-        if adapters_alone:
+        if only_adapters:
             weights = models.to_peft_names(part)
         else:
             weights = models.as_in_checkpoint(state.model, models.merged(state.model, part))
@@ -220,7 +225,7 @@ def write_weights(
 
     for number, part in enumerate(parts, 1):
         name = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        if adapters_alone:
+        if only_adapters:
             name = "adapter_model.safetensors"
         on_rank_0(functools.partial(write, name, gather(part)))
     if len(parts) > 1:
@@ -228,7 +233,7 @@ def write_weights(
 
 
 def by_layer(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """The tensors of each layer (`model.layers.7.`), and those that are in none."""
+    """Split tensors by layer (`model.layers.7.`), with the rest together."""
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         prefix = re.match(r".*?\.\d+\.", name)
@@ -237,7 +242,7 @@ def by_layer(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 
 def gather(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The full tensors on the host of rank 0, nothing on the other ranks. Every rank calls this."""
+    """Gather full tensors to the host on rank 0; {} on the other ranks. Every rank calls this."""
     gathered = {}
     for name, tensor in tensors.items():
         detached: Any = tensor.detach()
@@ -247,7 +252,7 @@ def gather(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return gathered
 
 
-# ---- What is beside the weights --------------------------------------------------------------------------------------
+# ---- Configs and tokenizer -------------------------------------------------------------------------------------------
 
 
 def write_configs(
@@ -269,13 +274,13 @@ def write_configs(
         tokenizer.save_pretrained(folder)
         path = folder / "tokenizer_config.json"
         write_json(path, old_tokenizer_config(base.read_json(path), tokenizer))
-    for path in folder.glob("*.safetensors"):  # they are written for the owner alone
+    for path in folder.glob("*.safetensors"):  # safetensors writes them with the owner's permissions only
         shutil.copymode(next(folder.glob("*config.json")), path)
 
 
 def model_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, pretrained: bool) -> dict:
-    """The config of an export. For a model that began with random weights, the tokens that begin and end a text are the
-    tokenizer's, as in its training. The padding token stays: its embedding gets no gradient."""
+    """Return the config of an export. A model with random initial weights gets the tokenizer's BOS and EOS, which it
+    was trained with. The padding token stays, as its embedding gets no gradient."""
     config = copy.deepcopy(model.config)
     config.update({"architectures": [type(model).__name__.removeprefix("FSDP")], "use_cache": True})
     config.get_text_config().use_cache = True
@@ -283,7 +288,7 @@ def model_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
     if tokenizer and not pretrained:
         config.get_text_config().bos_token_id = tokenizer.bos_token_id
         config.get_text_config().eos_token_id = tokenizer.eos_token_id
-    # fields of generation, as old models have them there: save_pretrained would refuse the config
+    # generation fields in configs of old models: save_pretrained would refuse them
     misplaced = GenerationConfig().to_dict().keys() - type(config)().to_dict().keys()
     unwanted = {*misplaced, *REMOTE_CODE_KEYS, *OTHER_WEIGHTS}
     content = {key: value for key, value in config.to_diff_dict().items() if key not in unwanted}
@@ -293,17 +298,16 @@ def model_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
 def generation_config(
     settings: flags.Settings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, ends: list[int]
 ) -> dict:
-    """The generation config of an export: that of the source of the weights, or, where they began at random, the
-    model's own with the tokens of the tokenizer. What ended documents, or answers of a chat, in training ends a text
-    too: `ends`. A source's that cannot be read is said and left out: it must not cost the export at the end of a
-    run."""
+    """Return the generation config of an export: the source's for pretrained weights, else the model's with the
+    tokenizer's special tokens. The tokens `ends`, which ended documents or a chat's answers in training, are EOS too.
+    If the source's cannot be read, a line says so, and the export is written without it."""
     config = model.generation_config.to_diff_dict()
     if settings.init == "pretrained":
         try:
             source = models.read_generation_config(settings.model)
-            GenerationConfig.from_dict(source)  # as whoever loads the export does
+            GenerationConfig.from_dict(source)  # as `generate` will
             config = source
-        except Exception as error:  # the file may hold anything
+        except Exception as error:  # the file may have any content
             problem = f"generation config of {settings.model}, which cannot be read ({base.first_line(error)})"
             job.print0(f"export     without the {problem}")
         before = config.get("eos_token_id")

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, whether it is damaged, and whether the run is then the one that saved it."""
+"""Find the checkpoint that a run resumes, verify it, and load it without training."""
 
 import pathlib
 
@@ -13,17 +13,17 @@ from harness.state.train_state import Checkpoint, TrainState, local_part, saved_
 
 
 def find_checkpoint(resume: str, folder: pathlib.Path | None) -> Checkpoint | None:
-    """The checkpoint that --resume names, checked, or that auto finds in a run's `folder`; None to start fresh. Every
-    rank calls this.
+    """Return the verified checkpoint that --resume names, or that auto finds in the run's `folder`; None for a fresh
+    start. Every rank calls this.
 
     Raises:
-        UserError: the path that --resume names is no complete checkpoint, or auto finds checkpoints of the run and can
-            use none of them: a fresh start would train over them.
+        UserError: --resume names no complete checkpoint, or auto finds only damaged ones, which a fresh start would
+            overwrite.
     """
     if resume == "none":
         return None
     if resume == "auto":
-        return find_own(folder) if folder else None
+        return find_newest(folder) if folder else None
     absent = base.broadcast_from_rank_0(lambda: flags.no_checkpoint(resume))
     if absent:
         raise base.UserError(f"--resume {resume}: {absent}")
@@ -31,7 +31,7 @@ def find_checkpoint(resume: str, folder: pathlib.Path | None) -> Checkpoint | No
     manifest, problem = verify_checkpoint(path)
     if not problem:
         return Checkpoint(path, manifest)
-    if base.broadcast_from_rank_0(lambda: not path.exists()):  # removed by a run that goes on: take the next one
+    if base.broadcast_from_rank_0(lambda: not path.exists()):  # a running run removed it: find the next one
         return find_checkpoint(resume, folder)
     raise base.UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
 
@@ -39,12 +39,11 @@ def find_checkpoint(resume: str, folder: pathlib.Path | None) -> Checkpoint | No
 def load_for_inference(
     settings: flags.Settings, state: TrainState, config: PretrainedConfig, checkpoint: Checkpoint
 ) -> Checkpoint:
-    """Loads a checkpoint for what trains nothing, or with --average-checkpoints the mean of the newest ones up to it;
-    returns the one that was loaded. A run that goes on may remove it meanwhile: then the next newest one of that run
-    is. Every rank calls this.
+    """Load a checkpoint without training, or with --average-checkpoints the mean of the newest ones up to it. Returns
+    the loaded checkpoint: if a running run removes it meanwhile, that run's next one. Every rank calls this.
 
     Raises:
-        UserError: it cannot be loaded, or as `load_mean` says.
+        UserError: it cannot be loaded; see also `load_mean`.
     """
     try:
         state.load(checkpoint)
@@ -60,22 +59,24 @@ def load_for_inference(
 
 
 def load_mean(settings: flags.Settings, state: TrainState, config: PretrainedConfig, newest: pathlib.Path) -> None:
-    """Loads the mean of the weights of a run's newest --average-checkpoints complete checkpoints, summed in fp32, the
-    same on any number of ranks. Every rank calls this.
+    """Load the mean weights of a run's newest --average-checkpoints complete checkpoints, summed in fp32, equal on any
+    number of ranks. Every rank calls this.
 
     Args:
-        config: of the model, which all of them must have.
-        newest: the checkpoint that --resume names, the last one that counts.
+        config: the model's config, equal in all of them.
+        newest: the checkpoint that --resume names, the last one of the mean.
 
     Raises:
-        UserError: there are fewer, one is damaged, or is another run's or of another model.
+        UserError: there are fewer checkpoints, or one is damaged, of another run or of another model.
     """
     count, flag = settings.average_checkpoints, f"--average-checkpoints {settings.average_checkpoints}"
     run_checkpoints = base.broadcast_from_rank_0(lambda: base.complete_checkpoints(newest.parent.parent))
     paths = run_checkpoints[: run_checkpoints.index(newest) + 1][-count:] if newest in run_checkpoints else []
     if len(paths) < count:
         has = f"{newest.parent.parent} has {base.counted(len(paths), 'complete checkpoint')}"
-        raise base.UserError(f"{flag}: {has} up to {newest.name}; give at most so many, or --keep-checkpoints more")
+        raise base.UserError(
+            f"{flag}: {has} up to {newest.name}; give a smaller number, or train with more --keep-checkpoints"
+        )
     run_ids: set[str] = set()
     total: dict[str, torch.Tensor] = {}
     for path in paths:
@@ -96,13 +97,13 @@ def load_mean(settings: flags.Settings, state: TrainState, config: PretrainedCon
 
 
 def local_weights(state: TrainState) -> dict[str, torch.Tensor]:
-    """This rank's parts of what checkpoints hold of the model, but for whole numbers."""
+    """Return this rank's parts of the model's floating-point tensors in checkpoints."""
     parts = {name: local_part(tensor) for name, tensor in saved_tensors(state.model).items()}
     return {name: part for name, part in parts.items() if part.is_floating_point()}
 
 
-def find_own(folder: pathlib.Path) -> Checkpoint | None:
-    """The newest checkpoint of the run in `folder` that is not damaged; None where it has saved none."""
+def find_newest(folder: pathlib.Path) -> Checkpoint | None:
+    """Return the newest undamaged checkpoint of the run in `folder`; None if it has saved none."""
     paths = base.broadcast_from_rank_0(lambda: base.named_checkpoints(folder))
     for path in reversed(paths):
         manifest, problem = verify_checkpoint(path)
@@ -114,30 +115,31 @@ def find_own(folder: pathlib.Path) -> Checkpoint | None:
         raise base.UserError(f"--resume auto: every checkpoint in {folder / 'checkpoints'} is damaged; {advice}", 1)
     before = base.broadcast_from_rank_0(lambda: base.read_config(folder).get("flags", {}).get("resume"))
     if before not in (None, "none", "auto"):
-        again = f"remove that folder and give --resume {before} again"
-        raise base.UserError(f"--resume auto: {folder} began with --resume {before} and has saved nothing; {again}")
+        advice = f"remove that folder and give --resume {before} again"
+        problem = f"{folder} began with --resume {before} and has saved nothing"
+        raise base.UserError(f"--resume auto: {problem}; {advice}")
     return None
 
 
 def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
-    """(manifest, the damage in words, empty where the checkpoint is whole). Every rank reads its share of the files."""
+    """Return (manifest, description of the damage or ""). Every rank reads its share of the files."""
     manifest, problem = {}, ""
     try:
         manifest = base.read_manifest(path)
         for name, (size, checksum) in list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]:
-            problem = problem or damage_of_file(path, name, size, checksum)
+            problem = problem or find_damage(path, name, size, checksum)
     except OSError as error:
-        problem = f"{pathlib.Path(error.filename or path).name}: {error.strerror}"  # an unreadable sector has no name
+        problem = f"{pathlib.Path(error.filename or path).name}: {error.strerror}"  # without a name: a bad sector
     except ValueError as error:
         problem = str(error)
-    for problem_of_rank in base.all_gather_objects(problem):
-        if problem_of_rank:
-            return manifest, problem_of_rank
+    for rank_problem in base.all_gather_objects(problem):
+        if rank_problem:
+            return manifest, rank_problem
     return manifest, ""
 
 
-def damage_of_file(checkpoint: pathlib.Path, name: str, size: int, checksum: str) -> str:
-    """How a file differs from what the manifest has of it, in words; empty where it does not."""
+def find_damage(checkpoint: pathlib.Path, name: str, size: int, checksum: str) -> str:
+    """Describe how a file differs from the manifest's size and checksum; "" if it does not."""
     if pathlib.PurePath(name).name != name:
         return f"{name} is outside the checkpoint"
     found_size = (checkpoint / name).stat().st_size
@@ -147,8 +149,8 @@ def damage_of_file(checkpoint: pathlib.Path, name: str, size: int, checksum: str
 
 
 def find_recorded_data(settings: flags.Args, checkpoint: Checkpoint | None) -> dict | None:
-    """What a run recorded of its data, as a checkpoint's manifest has it: in the `checkpoint` of --resume, or in the
-    config.json of --run-name or --config. None where they name no run."""
+    """Return a run's record of its data, with the keys of a manifest: from the `checkpoint` of --resume, or from the
+    config.json of --run-name or --config. None if these name no run."""
     if checkpoint:
         return checkpoint.manifest
     if not (settings.run_name or settings.config):
@@ -163,24 +165,24 @@ def find_recorded_data(settings: flags.Args, checkpoint: Checkpoint | None) -> d
 
 
 def resumes_same_run(checkpoint: Checkpoint | None, folder: pathlib.Path) -> bool:
-    """Whether the run in `folder` goes on from a checkpoint of its own; the run of any other folder is a new one. Every
-    rank calls this."""
+    """Return True if the checkpoint is in `folder`, whose run resumes then; in any other folder the run is a new one.
+    Every rank calls this."""
     return base.broadcast_from_rank_0(
         lambda: checkpoint is not None and folder.resolve() in checkpoint.path.resolve().parents[:2]
     )
 
 
 def refuse_broken(settings: flags.Settings, state: TrainState, checkpoint: Checkpoint | None) -> None:
-    """Every rank calls this before anything is done with weights that may have been loaded.
+    """Check loaded weights before they are used. Every rank calls this.
 
     Raises:
-        UserError: they were, and they, or what was loaded with them, are NaN or infinite, or give no finite loss.
+        UserError: loaded weights or optimizer states are NaN or infinite, or the loss is not finite.
     """
     if not checkpoint and settings.init == "random":
         return
     problem = state.what_is_broken()
     if problem and checkpoint:
-        advice = "remove that folder, and --resume auto goes on from the one before"
+        advice = "remove that folder, then --resume auto takes the previous one"
         raise base.UserError(f"--resume {checkpoint.path}: it {problem}; {advice}", exit_code=1)
     if problem:
         advice = "try other weights" if settings.precision == "fp32" else "try other weights or --precision fp32"

@@ -1,4 +1,4 @@
-"""What a resumed run must have in common with the run that saved its checkpoint, and what may change."""
+"""Identity: what a resumed run must share with its checkpoint, and what may change."""
 
 import dataclasses
 import hashlib
@@ -15,15 +15,15 @@ from harness import flags as flag_rules
 from harness import model as models
 from harness.state.train_state import Checkpoint
 
-# Fields of a model's config that do not make it another model.
+# Config fields that do not identify a model.
 NOT_COMPARED = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
-# What tells one text from another: where the text is not what it was, an error names the first of them that changed.
+# Flags that choose the text. If the text changed, an error names the first of them that changed.
 DATA_FLAGS = (
     *("dataset", "dataset_config", "dataset_split", "text_field"),
     *("skip_bad_records", "eval_interval", "eval_split"),
 )
 BATCH_FLAGS = ("batch_size", "gradient_accumulation_steps")
-ADVICE = "a resumed run must have the same; to train on from these weights start a new run from an --export"
+ADVICE = "a resumed run must have the same; to train these weights further, start a new run from an --export"
 
 
 def describe_identity(
@@ -32,30 +32,30 @@ def describe_identity(
     tokenizer: PreTrainedTokenizerBase | None,
     data: corpora.TrainingData,
 ) -> dict:
-    """What no flag says of a run and a resume of it must have again, for the manifests of its checkpoints: the model's
-    config, checksums of the tokenizer and of weights that no checkpoint has, and the record of the data; and
-    what is held out, of which a change is said."""
+    """Return what a resume must share and no flag has, for the manifests: the model's config, checksums of the
+    tokenizer and of frozen weights, and the record of the data; and the identity of the eval data, whose change is
+    reported."""
     vocabulary = None
-    if tokenizer and not data.is_mapped:  # no token of token files is the tokenizer's
+    if tokenizer and not data.is_mapped:  # token files do not use the tokenizer
         vocabulary = hashlib.sha256(corpora.vocabulary_of(tokenizer).encode()).hexdigest()
     return {
-        "model": as_json(fields_of(config)),
-        "base": digest_of_base(settings, config),
+        "model": as_json(config_fields(config)),
+        "base": base_digest(settings, config),
         "tokenizer": vocabulary,
         "data": as_json(data.record.record()),
         "held_out": data.held_out_identity,
     }
 
 
-def digest_of_base(settings: flag_rules.Settings, config: PretrainedConfig) -> str | None:
-    """The checksum of the frozen weights that adapters are trained for; None where the model itself is trained. Each
-    rank reads them for itself: what has to be fetched first would take longer than the others wait for one."""
+def base_digest(settings: flag_rules.Settings, config: PretrainedConfig) -> str | None:
+    """Return the checksum of the frozen weights below adapters; None without adapters. Each rank reads the weights, as
+    a download on one rank could take longer than the others wait."""
     if not settings.lora_rank:
         return None
     return base.call_on_all_ranks(lambda: models.weights_digest(models.find_source(settings.model), config))
 
 
-def fields_of(config: PretrainedConfig) -> dict:
+def config_fields(config: PretrainedConfig) -> dict:
     return {key: value for key, value in config.to_dict().items() if key not in NOT_COMPARED}
 
 
@@ -70,11 +70,11 @@ def check_resume(
     data: corpora.TrainingData,
     checkpoint: Checkpoint | None,
 ) -> str:
-    """What changed since the checkpoint and may change, in words; empty for a fresh start. `identity` is that of
-    `describe_identity`. Every rank calls this.
+    """Describe the allowed changes since the checkpoint; "" for a fresh start. `identity` is from `describe_identity`.
+    Every rank calls this.
 
     Raises:
-        UserError: something else changed, which makes it another run.
+        UserError: a change that makes it another run.
     """
     if checkpoint is None:
         return ""
@@ -84,14 +84,14 @@ def check_resume(
     check_same_model(config, manifest)
     check_same_base(settings, identity["base"], manifest)
     vocabulary = identity["tokenizer"]
-    # None where all text is in tokens already: a text may be added to such data, or removed
+    # None if all data are tokens: text may be added to such data, or removed
     if None not in (vocabulary, manifest["tokenizer"]) and vocabulary != manifest["tokenizer"]:
         refuse_changed(settings, manifest, ("tokenizer", "model", "dataset"))
-        raise base.UserError(f"--tokenizer: its vocabulary is not what it was at the checkpoint; {ADVICE}")
+        raise base.UserError(f"--tokenizer: its vocabulary is not the checkpoint's; {ADVICE}")
     changed = check_data(settings, data.record, manifest)
     evaluated_before, evaluated = manifest.get("held_out"), data.held_out_identity
     if evaluated_before and evaluated and list(evaluated_before.values()) != list(evaluated.values()):
-        changed.append("other held-out data, whose losses do not compare with those before")
+        changed.append("other eval data, so eval losses do not compare with earlier ones")
     world_before, world = manifest["world_size"], dist.get_world_size()
     values = {"world size": (world_before, world)}
     values["global batch"] = (global_batch(before, world_before), global_batch(now, world))
@@ -102,69 +102,68 @@ def check_resume(
 
 
 def check_same_model(config: PretrainedConfig, manifest: dict) -> None:
-    """Raises a UserError where the model is another than that of a checkpoint. Fields that one of two versions of
-    transformers lacks are not compared."""
-    now = as_json(fields_of(config))
+    """Raise UserError if the model is not the checkpoint's. Fields that one of two versions of transformers lacks are
+    not compared."""
+    now = as_json(config_fields(config))
     for name, value in manifest["model"].items():
         if name in now and now[name] != value:
             refuse(f"--model: {name}", value, now[name])
 
 
 def check_same_weights(settings: flag_rules.Settings, config: PretrainedConfig, manifest: dict | None) -> None:
-    """Raises a UserError where the weights of a checkpoint, if there is one, are not those of this model, or are
-    adapters of another base. Every rank calls this."""
+    """Raise UserError if there is a checkpoint and its weights are of another model, or adapters for another base.
+    Every rank calls this."""
     if manifest:
         check_same_model(config, manifest)
-        check_same_base(settings, digest_of_base(settings, config), manifest)
+        check_same_base(settings, base_digest(settings, config), manifest)
 
 
 def check_same_base(settings: flag_rules.Settings, digest: str | None, manifest: dict) -> None:
-    """Raises a UserError where the adapters of a checkpoint are others, or for other weights than those of `digest`."""
+    """Raise UserError if the checkpoint's adapters differ, or are for weights with another checksum than `digest`."""
     refuse_changed(settings, manifest, ("lora_rank", "lora_alpha", "lora_targets"))
     if digest != manifest["base"]:
-        problem = "its weights are not those that the checkpoint's adapters were trained for"
-        raise base.UserError(f"--model {settings.model}: {problem}; give the model as it was")
+        problem = "the checkpoint's adapters were trained for other weights"
+        raise base.UserError(f"--model {settings.model}: {problem}; give the same model")
 
 
 def check_data(settings: flag_rules.Settings, now: corpora.DataRecord, manifest: dict) -> list[str]:
-    """What changed of the mixture, in words. Raises a UserError for a source that is not what it was at the checkpoint,
-    or when it was removed."""
+    """Describe the changes of the mixture. Raises UserError for a source whose data are not those of the checkpoint, or
+    of the time when it was removed."""
     before = corpora.renamed(corpora.read_record(manifest), now.sources)
     for name, field in differences(before.removed | before.sources, now):
         if len(before.sources) == len(now.sources) == 1:
             refuse_changed(settings, manifest, DATA_FLAGS)
             raise base.UserError(f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}")
         refuse_changed(settings, manifest, ("eval_interval",))
-        advice = "give it as it was, or under another name as a source of its own"
+        advice = "give the same data, or give the new data under another name"
         raise base.UserError(f"--dataset: the source {name} is not what it was at the checkpoint ({field}); {advice}")
     return corpora.describe_changes(before, now, manifest["samples"])
 
 
 def check_same_corpus(settings: flag_rules.Settings, now: corpora.DataRecord, manifest: dict) -> None:
-    """Raises a UserError where the corpus of a run's own evaluation is not what the run read, so that what it held out
-    cannot be told."""
+    """Raise UserError if the corpus of an evaluation is not the run's, so the run's eval split is not known."""
     before = corpora.renamed(corpora.read_record(manifest), now.sources)
     other_length = settings.sequence_length != manifest["flags"]["sequence_length"]
     for name, field in differences(before.sources, now):
         is_stream = "corpus" in now.sources[name]
         if is_stream and other_length and field == "dataset":
-            continue  # a stream is known by its first window, whose length is another
-        advice = "what the run held out cannot be told; give it as it was, or what the run did not train on"
+            continue  # a stream is identified by its first sequence, whose length changed
+        advice = "the run's eval split is not known; give the same data, or data that it did not train on"
         raise base.UserError(f"--dataset: {name} is not what it was at the checkpoint ({field}): {advice}")
     for name in now.sources.keys() - before.sources.keys():
         raise base.UserError(f"--dataset: {name} is no source of the run; leave it out")
 
 
-def differences(known: dict[str, dict], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:
-    """(source, field of its record) of all that is not as it is known."""
+def differences(before: dict[str, dict], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:
+    """Yield (source, field of its record) for each field that changed."""
     for name, rules in now.sources.items():
-        for key, value in known.get(name, {}).items():
+        for key, value in before.get(name, {}).items():
             if rules.get(key) != value:
                 yield name, key.replace("_", " ")
 
 
 def refuse_changed(settings: flag_rules.Settings, manifest: dict, names: Iterable[str]) -> None:
-    """Raises a UserError for the first of some flags that is not what it was; returns where all are."""
+    """Raise UserError for the first of these flags that changed."""
     now = as_json(dataclasses.asdict(settings))
     for name in names:
         before, after = manifest["flags"][name], now[name]
@@ -172,7 +171,7 @@ def refuse_changed(settings: flag_rules.Settings, manifest: dict, names: Iterabl
         if before == after or both_hold_out:
             continue
         if name == "eval_interval" and before:
-            problem = "the run held out documents, which it would train on without the flag"
+            problem = "without the flag the run would train on its eval split"
             raise base.UserError(f"--eval-interval was {before} in the checkpoint: {problem}; give it again")
         refuse(f"--{name.replace('_', '-')}", before, after)
 
@@ -185,7 +184,7 @@ def refuse(flag: str, before: Any, now: Any) -> None:
 
 
 def global_batch(flags: dict, world_size: int) -> int:
-    """Sequences of a step, of resolved flags."""
+    """Return the sequences per step, from resolved flags."""
     return world_size * flags["batch_size"] * flags["gradient_accumulation_steps"]
 
 

@@ -1,4 +1,4 @@
-"""Shards: DCP's reader, which unpickles nothing that runs, and its writer."""
+"""Shards: DCP's reader, restricted to harmless pickles, and its writer."""
 
 import hashlib
 import pathlib
@@ -11,9 +11,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from harness import base
 
-# The classes that a checkpoint's index may name when it is unpickled: plain records, nothing that runs.
-# BytesStorageMetadata is not among them: DCP would unpickle such an entry without restriction, and a state of tensors
-# has none.
+# Classes that a checkpoint's index may unpickle: plain records, no code. BytesStorageMetadata is not among them: DCP
+# would unpickle such an entry without restriction, and a state of tensors has none.
 INDEX_RECORDS = {
     "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
     "TensorStorageMetadata ChunkStorageMetadata _MEM_FORMAT_ENCODING",
@@ -33,8 +32,8 @@ class Records(pickle.Unpickler):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """DCP's reader, whose index is a pickle. This one refuses every class but INDEX_RECORDS, any file outside the
-    checkpoint, and what is no regular file. Given an `index` that was read so, it takes that one."""
+    """DCP's reader, but its index, a pickle, may only have INDEX_RECORDS and regular files of the checkpoint. `index`
+    is one that was read this way."""
 
     def __init__(self, folder: pathlib.Path, index: dcp.Metadata | None = None):
         super().__init__(folder)
@@ -61,10 +60,10 @@ class SafeReader(dcp.FileSystemReader):
 
 
 class Writer(dcp.FileSystemWriter):
-    """DCP's writer. A write that fails raises the error of the disk, not the RuntimeError of the archive left open."""
+    """DCP's writer. A failed write raises the disk's error, not the RuntimeError of the archive left open."""
 
     def __init__(self, folder: pathlib.Path):
-        # staged tensors are on the host: with 0 the writer neither copies nor waits for a stream
+        # staged tensors are on the host: with 0 the writer neither copies them nor waits for a stream
         super().__init__(folder, per_thread_copy_ahead=0)
 
     def write_data(self, *args: Any, **kwargs: Any) -> torch.futures.Future[list[WriteResult]]:
@@ -76,14 +75,14 @@ class Writer(dcp.FileSystemWriter):
 
 
 def checkpoint_error(error: BaseException) -> str:
-    """The error in one line. DCP wraps it, by rank, into a CheckpointException, which is no Exception."""
+    """Return the error in one line. DCP wraps it by rank in a CheckpointException, which is no Exception."""
     if isinstance(error, dcp.CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return base.first_line(error)
 
 
 def size_in_words(folder: pathlib.Path) -> str:
-    """How much a folder holds so far, of all ranks that write into it."""
+    """Return `1.234 GB written`: the size of the files in a folder so far, of all ranks."""
     return f"{sum(path.stat().st_size for path in folder.iterdir()) / 1e9:,.3f} GB written"
 
 

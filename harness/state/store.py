@@ -1,4 +1,4 @@
-"""Checkpoints: how all ranks save a state together, and never leave half of one."""
+"""Store: all ranks save a state together, and never leave an incomplete checkpoint."""
 
 import contextlib
 import math
@@ -23,13 +23,13 @@ STAGER_SINCE = "2.13"  # of torch; the stager of 2.11 stages once
 
 
 class Checkpoints:
-    """Saves the state of all ranks without gathering it, in the background, and never leaves half a checkpoint.
+    """Saves the state of all ranks in the background, without gathering it.
 
-    A checkpoint is written into a hidden folder; when every rank has written and every file's size and checksum is in
-    the manifest, the folder gets its final name, and only then old ones go. `sync_log` makes the log so far durable.
-    `failures` counts the saves that failed.
+    A checkpoint is written to a hidden folder. When every rank has written and the manifest has every file's size and
+    checksum, the folder gets its final name; then old checkpoints are removed. `sync_log` syncs the log to disk.
+    `failures` counts the failed saves.
 
-    As a context it ends no error before the save that is under way: what a step raises costs no checkpoint.
+    As a context manager it waits for the save in progress before an error ends the run.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Checkpoints:
         sync_log: Callable[[], None],
     ):
         self.settings, self.folder, self.device, self.sync_log = settings, folder / "checkpoints", device, sync_log
-        # the part of every manifest that does not change during the run
+        # fields of every manifest that do not change during the run
         self.run_fields = (
             identity | flags.record_flags(settings) | {"format": base.FORMAT, "world_size": dist.get_world_size()}
         )
-        self.group = job.new_gloo_group()  # the writing threads' own
-        self.stager = make_stager(device) if settings.saves_async() else None  # without one every save is waited for
+        self.group = job.new_gloo_group()  # for the writing threads
+        self.stager = make_stager(device) if settings.saves_async() else None  # without a stager every save waits
         self.thread: threading.Thread | None = None
         self.failures = 0
         if dist.get_rank() == 0:
@@ -61,18 +61,18 @@ class Checkpoints:
             self.finish()
 
     def save(self, state: TrainState, wait: bool = False) -> None:
-        """Saves `state`. Returns after the copy to host memory, or with `wait` when all is on disk. Every rank calls
-        this. While the save before is still being written, nothing is saved."""
+        """Save `state`. Returns after the copy to host memory, or with `wait` when all is on disk. Every rank calls
+        this. While the previous save is still being written, nothing is saved."""
         with state.tracker.paused():
             start = time.perf_counter()
             job.enter_phase("save")
             if wait or self._is_best(state):
                 self.finish()
             if any(base.all_gather_objects(self.thread is not None and self.thread.is_alive())):
-                job.print0(f"skipped    checkpoint at step {state.step}: the one before is still being written")
+                job.print0(f"skipped    checkpoint at step {state.step}: the previous one is still being written")
                 return
             manifest, tensors = state.counters() | self.run_fields, state.tensors()
-            # what is waited for does not change while it is written, and needs no memory for a copy
+            # with `wait` the tensors do not change while they are written, so they need no copy
             copies = None if wait else self._stage(tensors)
             base.wait_for_device()
             pause = time.perf_counter() - start if copies else None
@@ -82,7 +82,7 @@ class Checkpoints:
                 self.thread.join()
 
     def check_saved(self) -> None:
-        """Raises UserError where a save failed."""
+        """Raise UserError if a save failed."""
         if self.failures:
             flag = "--keep-best" if self.settings.keep_best else "--final-checkpoint"
             if self.settings.checkpoint_interval:
@@ -90,48 +90,48 @@ class Checkpoints:
             raise base.UserError(f"{flag}: {self.failures} checkpoints could not be saved, see above", 1)
 
     def record_eval_loss(self, state: TrainState, loss: float) -> None:
-        """Takes the held-out loss of `state`, which a save records. The checkpoint that a run goes on from gets it too
-        where a stop came before it was evaluated. Every rank calls this."""
-        if not math.isfinite(loss):  # it ends the run
+        """Set the eval loss of `state` for the next save, and record it in the checkpoint of this step if a stop came
+        before that was evaluated. Every rank calls this."""
+        if not math.isfinite(loss):  # such a loss ends the run
             return
         state.eval_loss = loss
         if self.settings.keep_best:
             base.broadcast_from_rank_0(lambda: add_eval_loss(self.folder / base.checkpoint_name(state.step), state))
 
     def best_metrics(self) -> dict[str, float]:
-        """The step and the held-out loss of the checkpoint that --keep-best keeps; none without one. Every rank calls
-        this."""
+        """Return `best_step` and `best_eval_loss` of the checkpoint that --keep-best keeps; {} without one. Every rank
+        calls this."""
         best = base.broadcast_from_rank_0(self._find_best) if self.settings.keep_best else None
         return {"best_step": base.step_in_name(best[0]), "best_eval_loss": best[1]} if best else {}
 
     def _is_best(self, state: TrainState) -> bool:
-        """Whether no checkpoint has a lower held-out loss than `state`, which then waits for the save before it."""
+        """Return True if `state` has a lower eval loss than every checkpoint."""
         if not self.settings.keep_best or state.eval_loss is None:
             return False
         best = base.broadcast_from_rank_0(self._find_best)
         return best is None or state.eval_loss < best[1]
 
     def _find_best(self) -> tuple[pathlib.Path, float] | None:
-        """The complete checkpoint with the lowest loss on the held-out data of this run, the first of equal ones."""
+        """Return (path, eval loss) of the first complete checkpoint with the lowest loss on this run's eval data."""
         best = None
         for path in base.complete_checkpoints(self.folder.parent):
-            with contextlib.suppress(OSError, ValueError):  # it is removed meanwhile
+            with contextlib.suppress(OSError, ValueError):  # it was removed meanwhile
                 manifest = base.read_manifest(path)
                 loss = manifest.get("eval_loss")
-                is_comparable = loss is not None and held_out_of(manifest) == held_out_of(self.run_fields)
+                is_comparable = loss is not None and eval_identity(manifest) == eval_identity(self.run_fields)
                 if is_comparable and (best is None or loss < best[1]):
                     best = path, loss
         return best
 
     def finish(self) -> None:
-        """Waits for the save that is under way."""
+        """Wait for the save in progress."""
         job.enter_phase("save")
         if self.thread is not None:
             self.thread.join()
 
     def _stage(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-        """Copies on the host under the same names, in memory that every save uses again. None, from then on, where the
-        host gives no memory that a GPU can copy to."""
+        """Copy tensors to host memory that all saves share. Returns None, from then on, if the host has no pinned
+        memory."""
         if self.stager is None:
             return None
         try:
@@ -140,7 +140,7 @@ class Checkpoints:
             job.print0(f"waits      for each checkpoint: no host memory for copies of it ({base.first_line(error)})")
             self.stager = None
             with contextlib.suppress(RuntimeError):
-                torch.ones(1, device=self.device)  # CUDA reports an error again at the next launch: not at the run's
+                torch.ones(1, device=self.device)  # takes CUDA's error, which the next launch reports again
             return None
         return {
             name: dtensor_like(t, copies[name]) if isinstance(t, DTensor) else copies[name]
@@ -148,8 +148,8 @@ class Checkpoints:
         }
 
     def _together(self, work: Callable[[], Any], main_only: bool = False) -> tuple:
-        """Does `work` on every rank, or with `main_only` on rank 0. Returns the results of all ranks; where it fails on
-        one, all raise an OSError with its message."""
+        """Call `work` on every rank, or with `main_only` on rank 0. Returns the results of all ranks. If it fails on
+        one rank, all raise OSError with its message."""
         result, error = None, ""
         try:
             if not main_only:
@@ -159,7 +159,7 @@ class Checkpoints:
                     result = work()
         except (Exception, dcp.CheckpointException) as exception:
             error = checkpoint_error(exception)
-        job.end_part()
+        job.end_save_stage()
         results, errors = zip(*base.all_gather_objects((result, error), self.group), strict=True)
         for error in errors:
             if error:
@@ -167,10 +167,10 @@ class Checkpoints:
         return results
 
     def _write(self, tensors: dict, manifest: dict, pause: float | None) -> None:
-        """Writes a checkpoint, in a thread: prepare, write, publish, each of which all ranks end together."""
+        """Write a checkpoint, in a thread, in three stages that all ranks finish together: prepare, write, publish."""
         start = time.perf_counter()
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a new thread has GPU 0
+            torch.cuda.set_device(self.device)  # a new thread starts on GPU 0
         final = self.folder / base.checkpoint_name(manifest["step"])
         temporary = self.folder / f".{final.name}.writing"
 
@@ -190,10 +190,10 @@ class Checkpoints:
             for name, (size, _) in files.items():
                 if not (temporary / name).exists() or (temporary / name).stat().st_size != size:
                     raise OSError(f"rank 0 does not see {name}; --output-dir must be a disk that all nodes share")
-            self.sync_log()  # otherwise the log of a resumed run might lack the steps before it
+            self.sync_log()  # the log must not lack steps before the checkpoint
             (temporary / base.MANIFEST).write_text(base.dump_with_checksum(manifest | {"files": files}))
             base.sync_to_disk(temporary / base.MANIFEST)
-            shutil.rmtree(final, ignore_errors=True)  # damaged if it exists, or the run would have resumed from it
+            shutil.rmtree(final, ignore_errors=True)  # if it exists, it is damaged: the run did not resume from it
             base.sync_to_disk(temporary)
             temporary.rename(final)
             base.sync_to_disk(self.folder)
@@ -201,24 +201,23 @@ class Checkpoints:
 
         try:
             self._together(prepare, main_only=True)
-            files: dict[str, list] = {}  # name: [size, checksum], of all ranks
-            for files_of_rank in self._together(write):
-                files |= files_of_rank
+            files: dict[str, list] = {}  # {name: [bytes, checksum]} of all ranks
+            for rank_files in self._together(write):
+                files |= rank_files
             self._together(publish, main_only=True)
         except (OSError, RuntimeError) as error:  # RuntimeError: another rank has died
             self.failures += 1
             if dist.get_rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            job.print0(
-                f"failed     checkpoint {final.name}: {base.first_line(error)}; the run goes on, older checkpoints stay"
-            )
+            problem = f"checkpoint {final.name}: {base.first_line(error)}"
+            job.print0(f"failed     {problem}; the run continues, older checkpoints stay")
             return
         megabytes = sum(size for size, _ in files.values()) / 1e6
         paused = "" if pause is None else f", training paused for {pause:.3f} s"
         job.print0(f"saved      {final.name}, {megabytes:,.1f} MB in {time.perf_counter() - start:.1f} s{paused}")
 
     def _rotate(self, latest: pathlib.Path) -> None:
-        """Removes the oldest checkpoints up to `latest`, but for as many as are to be kept, and the best."""
+        """Remove the oldest checkpoints up to `latest`, except the best and the newest --keep-checkpoints."""
         complete = [path for path in base.complete_checkpoints(self.folder.parent) if path.name <= latest.name]
         best = self._find_best() if self.settings.keep_best else None
         for path in complete[: -self.settings.keep_checkpoints]:
@@ -227,27 +226,27 @@ class Checkpoints:
         remove_leftovers(self.folder.parent)
 
 
-def held_out_of(manifest: dict) -> tuple:
-    """What tells the windows that a checkpoint was evaluated on from others, whatever their sources are called."""
+def eval_identity(manifest: dict) -> tuple:
+    """Identify the eval sequences of a checkpoint, independent of the names of their sources."""
     return [*manifest.get("held_out", {}).values()], manifest["flags"]["eval_windows"]
 
 
 def add_eval_loss(checkpoint: pathlib.Path, state: TrainState) -> None:
-    """Records the held-out loss of `state` in its checkpoint, if there is one without it."""
+    """Record the eval loss of `state` in its checkpoint, if that exists without one."""
     try:
         manifest = base.read_manifest(checkpoint)
         if manifest.get("eval_loss") is None and manifest["run_id"] == state.run_id:
             job.replace_file(
                 checkpoint / base.MANIFEST, base.dump_with_checksum(manifest | {"eval_loss": state.eval_loss})
             )
-    except FileNotFoundError:  # it is saved later
+    except FileNotFoundError:  # not saved yet
         pass
     except (OSError, ValueError) as error:
-        job.print0(f"failed     {checkpoint.name}: its held-out loss is not recorded ({base.first_line(error)})")
+        job.print0(f"failed     {checkpoint.name}: its eval loss is not recorded ({base.first_line(error)})")
 
 
 def make_stager(device: torch.device) -> DefaultStager | None:
-    """Torch's own, for copies that are waited for; None, with a line, where this torch's works once."""
+    """Return torch's stager with blocking copies; None, after a line, if this torch's stager works only once."""
     if torch.__version__ < STAGER_SINCE:
         job.print0(f"waits      for each checkpoint: --async-checkpoint needs torch 2.13, this is {torch.__version__}")
         return None
@@ -259,7 +258,7 @@ def make_stager(device: torch.device) -> DefaultStager | None:
 
 
 def remove_leftovers(folder: pathlib.Path) -> None:
-    """Removes the checkpoints that were being written or deleted when a run was killed. What cannot be removed stays,
-    until a later save or start tries again."""
+    """Remove checkpoints that were being written or deleted when a run was killed. A later save or start tries again to
+    remove the rest."""
     for leftover in base.unfinished_checkpoints(folder):
         shutil.rmtree(leftover, ignore_errors=True)

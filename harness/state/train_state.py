@@ -23,60 +23,60 @@ from harness import data as corpora
 from harness import model as models
 from harness.state.shards import SafeReader, checkpoint_error
 
-# The clock may be set while a run goes on, so it is read once and time is then counted.
+# The clock may be set during a run, so it is read once; then time is counted.
 PROCESS_STARTED = psutil.Process().create_time()
 CLOCK = time.time() - time.monotonic()
-OF_ONE_LAYOUT = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # ends the names of what one sharding or world size has
+LAYOUT_SUFFIX = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # of tensors that only one sharding or world size has
 
 
 class Checkpoint(NamedTuple):
     """A complete checkpoint."""
 
     path: pathlib.Path
-    manifest: dict  # what it records of the run, `Counters` among it
+    manifest: dict  # the run's record, with `Counters`
 
 
-def run_counter(**options: Any) -> Any:
-    """A counter that a run which goes on from another run's checkpoint begins anew."""
-    return dataclasses.field(metadata={"run_counter": True}, **options)
+def reset_in_new_run(**options: Any) -> Any:
+    """Return the field of a counter that starts from its default when a checkpoint begins a new run."""
+    return dataclasses.field(metadata={"reset_in_new_run": True}, **options)
 
 
 @dataclasses.dataclass(kw_only=True)
 class Counters:
-    """What survives a restart and is no tensor, as JSON in a checkpoint's manifest: one line here is all that it takes.
+    """Values that survive a restart and are no tensors, as JSON in a checkpoint's manifest. A new one is one line.
 
-    Every rank has the same, but for `positions`, and they hold on another number of ranks.
+    All ranks have equal values, except `positions`, and they are valid on another number of ranks.
     """
 
     step: int = 0  # optimizer steps
-    samples: int = 0  # global, consumed so far: the data position, as the order of the data is fixed
+    samples: int = 0  # global, consumed so far; the position in the data, whose order is fixed
     tokens: int = 0  # global
-    # of streams, by source and stream, the last place before `samples` where reading can begin
+    # {source: {stream: position}}: the last position before `samples` from which reading can start
     positions: dict[str, dict[int, tuple]] = dataclasses.field(default_factory=dict)
     learning_rate: float | None = None  # of the next step
-    eval_loss: float | None = None  # held-out loss after `step`, where it was evaluated
+    eval_loss: float | None = None  # after `step`, if it was evaluated
     skipped_steps: int = 0
-    skipped_in_a_row: int = 0  # the last steps
-    run_id: str = run_counter(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
-    started: float = run_counter(default=PROCESS_STARTED)  # the run's first process, seconds since the epoch
-    elapsed_before: float = run_counter(default=0.0)  # seconds from there to the start of this process
-    productive_before: float = run_counter(default=0.0)  # seconds of steps of the processes before this one
-    totals: dict[str, float] = run_counter(default_factory=dict)  # noqa: RUF009 - a field; of the tracker
+    skipped_in_a_row: int = 0  # up to the last step
+    run_id: str = reset_in_new_run(default_factory=lambda: uuid.uuid4().hex[:12])  # for trackers
+    started: float = reset_in_new_run(default=PROCESS_STARTED)  # the run's first process, seconds since the epoch
+    elapsed_before: float = reset_in_new_run(default=0.0)  # seconds from `started` to the start of this process
+    productive_before: float = reset_in_new_run(default=0.0)  # seconds of steps in earlier processes
+    totals: dict[str, float] = reset_in_new_run(default_factory=dict)  # noqa: RUF009 - a field; the tracker's sums
 
     def restore(self, manifest: dict, from_other_run: bool) -> None:
-        """Takes the counters of a manifest; of another run's only what belongs to the weights and the data. One that
-        the manifest lacks stays as it is."""
+        """Set the counters from a manifest; from another run's, only those of the weights and the data. A counter that
+        the manifest lacks stays."""
         for field in dataclasses.fields(Counters):
-            begins_at_zero = from_other_run and "run_counter" in field.metadata
-            if field.name in manifest and not begins_at_zero:
+            is_reset = from_other_run and "reset_in_new_run" in field.metadata
+            if field.name in manifest and not is_reset:
                 setattr(self, field.name, manifest[field.name])
-        for source, by_stream in self.positions.items():  # JSON has neither integers as keys nor tuples
-            self.positions[source] = {int(stream): tuple(place) for stream, place in by_stream.items()}
+        for source, by_stream in self.positions.items():  # JSON has no integer keys and no tuples
+            self.positions[source] = {int(stream): tuple(position) for stream, position in by_stream.items()}
 
 
 class TrainState(Counters):
-    """Everything that must survive a restart: tensors, in the shards of a checkpoint, and `Counters`, in its manifest.
-    An export needs the model alone. `tracker` is a utils.PerformanceTracker."""
+    """Everything that must survive a restart: tensors, in a checkpoint's shards, and `Counters`, in its manifest.
+    An export needs only the model. `tracker` is a utils.PerformanceTracker."""
 
     def __init__(
         self,
@@ -90,18 +90,18 @@ class TrainState(Counters):
         super().__init__(**counters)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.tracker = tracker
-        self.averaged_steps: list[int] = []  # of checkpoints, if the weights are their mean
-        self.moved: dict[tuple[str, int], tuple] = {}  # positions that this rank's batches have moved
-        self.moved_in_step: dict[tuple[str, int], tuple] = {}  # those of the batches of an unfinished step
+        self.averaged_steps: list[int] = []  # steps of the checkpoints whose mean the weights are
+        self.new_positions: dict[tuple[str, int], tuple] = {}  # from this rank's finished steps
+        self.step_positions: dict[tuple[str, int], tuple] = {}  # from the batches of an unfinished step
 
     # ---- Counting ----------------------------------------------------------------------------------------------------
 
     def advance(self, data: corpora.TrainingData) -> None:
-        """Counts an optimizer step of `data`, a run's training data: its samples and tokens, the schedule."""
+        """Count an optimizer step of `data`, the training data: samples, tokens and the learning rate schedule."""
         self.step += 1
         self.eval_loss = None
-        self.moved |= self.moved_in_step
-        self.moved_in_step.clear()
+        self.new_positions |= self.step_positions
+        self.step_positions.clear()
         samples = data.record.samples_of_step(self.step)
         self.samples += len(samples)
         self.tokens += data.count_tokens(samples)
@@ -110,8 +110,8 @@ class TrainState(Counters):
 
     @contextlib.contextmanager
     def step_undone_if_stopped(self) -> Iterator[None]:
-        """A step that a stop cuts off between two microbatches leaves no trace: what is saved then is the step before,
-        with its random state, and a resumed run begins the unfinished one anew."""
+        """Undo a step that a stop interrupts between two microbatches: the state is that after the previous step, with
+        its random state, and a resumed run repeats the interrupted one."""
         model: Any = self.model
         on_gpu = torch.cuda.is_available()
         random_state, gpu_state = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
@@ -124,22 +124,22 @@ class TrainState(Counters):
             model.set_requires_gradient_sync(True)
             model.set_requires_all_reduce(True)
             model.set_reshard_after_backward(True)
-            models.reshard(model)  # below stage 3 parameters stay gathered between microbatches
+            models.reshard(model)  # at stages below 3 parameters stay gathered between microbatches
             self.optimizer.zero_grad()
             raise
 
     def move_positions(self, positions: dict[str, dict[int, tuple]]) -> None:
-        """Takes over the positions that came with a batch, when its step is done."""
+        """Add a batch's positions, which count when its step is done."""
         for source, by_stream in positions.items():
             for stream, position in by_stream.items():
-                self.moved_in_step[source, stream] = position
+                self.step_positions[source, stream] = position
 
     def share_positions(self) -> dict[str, dict[int, tuple]]:
-        """The positions of all ranks; every rank calls this. Of a stream that several ranks read the earliest one
-        counts: a rank may still need what follows it."""
+        """Return the positions of all ranks. Every rank calls this. If several ranks read a stream, its earliest
+        position counts, as a rank may still need what follows it."""
         latest: dict[tuple[str, int], tuple] = {}
-        for moved in base.all_gather_objects(self.moved):
-            for key, position in moved.items():
+        for rank_positions in base.all_gather_objects(self.new_positions):
+            for key, position in rank_positions.items():
                 latest[key] = min(position, latest.get(key, position))
         shared = {source: dict(by_stream) for source, by_stream in self.positions.items()}
         for (source, stream), position in latest.items():
@@ -147,18 +147,18 @@ class TrainState(Counters):
         return shared
 
     def describe_steps(self) -> str:
-        """`step 6`, or of averaged weights `mean of steps 2, 4, 6`."""
+        """Return `step 6`, or for averaged weights `mean of steps 2, 4, 6`."""
         if self.averaged_steps:
             return f"mean of steps {', '.join(f'{step:,}' for step in self.averaged_steps)}"
         return f"step {self.step:,}"
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the first process of the run started; never less than at an earlier save."""
+        """Seconds since the run's first process started; never less than at an earlier save."""
         return self.elapsed_before + CLOCK + time.monotonic() - PROCESS_STARTED
 
     def productive_seconds(self) -> float:
-        """What the steps so far take at their usual speed, that of the median window, and at most what they took."""
+        """Return the seconds that the steps so far take at the median interval's speed, and at most their real time."""
         windows, tracker = self.tracker.windows, self.tracker
         usual = statistics.median_low([seconds / steps for steps, seconds in windows] or [0.0])
         productive = []
@@ -168,7 +168,7 @@ class TrainState(Counters):
         return self.productive_before + sum(productive) + min(usual * tracker.warmup_steps, tracker.warmup_seconds)
 
     def counters(self) -> dict:
-        """The counters of a process that would go on from here; every rank calls this."""
+        """Return the counters for a process that resumes at this step. Every rank calls this."""
         now = {
             "positions": self.share_positions(),
             "elapsed_before": self.elapsed,
@@ -180,10 +180,10 @@ class TrainState(Counters):
     # ---- Tensors -----------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Any]:
-        """What goes into the shards, by names that are the same on any number of ranks; loading writes into them.
+        """Return the tensors of the shards, by names that are equal on any number of ranks. Loading writes into them.
 
-        An 8-bit optimizer state is saved twice: in fp32 for any other sharding, and its codes and scales, which are
-        exact, for the same one.
+        An 8-bit optimizer state is saved twice: in fp32 for another sharding, and exactly, as codes and scales, for the
+        same sharding.
         """
         tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in saved_tensors(self.model).items()}
         for name, state, local in self.optimizer_states():
@@ -201,7 +201,7 @@ class TrainState(Counters):
         return tensors
 
     def saved_bytes(self) -> int:
-        """Bytes of the tensors in a checkpoint, of all ranks."""
+        """Return the bytes of a checkpoint's tensors, of all ranks."""
         weights = sum(tensor.numel() * tensor.itemsize for tensor in saved_tensors(self.model).values())
         states = 0
         for _, state, local in self.optimizer_states():
@@ -209,7 +209,7 @@ class TrainState(Counters):
         return weights + states
 
     def optimizer_states(self) -> Iterator[tuple[str, Any, Any]]:
-        """(name, state, this rank's part of it); none without an optimizer."""
+        """Yield (name, state, this rank's part of it); nothing without an optimizer."""
         if self.optimizer is None:
             return
         for name, parameter in self.model.named_parameters():
@@ -217,17 +217,17 @@ class TrainState(Counters):
                 yield f"optimizer.{name}.{key}", state, local_part(state)
 
     def load(self, checkpoint: Checkpoint, from_other_run: bool = False) -> None:
-        """Restores a checkpoint that was saved on any number of ranks, in any stage. Of another run's, the id and the
-        clock stay this one's own.
+        """Restore a checkpoint that was saved on any number of ranks, at any stage. With `from_other_run` this run
+        keeps its id and clock.
 
         Raises:
             UserError: the shards cannot be read.
         """
         self.load_tensors(checkpoint.path)
         self.restore(checkpoint.manifest, from_other_run)
-        if not from_other_run:  # by clocks that may have been set, or be another machine's
+        if not from_other_run:  # the clocks may differ: set, or of two machines
             self.elapsed_before = max(PROCESS_STARTED - self.started, self.elapsed_before)
-            # a speed is that of so many ranks
+            # a speed is only valid for its number of ranks
             if self.tracker and checkpoint.manifest["world_size"] == dist.get_world_size():
                 self.tracker.total |= self.totals
         if self.scheduler:
@@ -235,21 +235,20 @@ class TrainState(Counters):
             self.scheduler.step()
 
     def describe_lr_change(self) -> str:
-        """How the learning rate of the next step is another by these flags than by those of the checkpoint that was
-        loaded, in words; empty where it is the same."""
+        """Describe how the next step's learning rate differs between these flags and the loaded checkpoint; "" if it
+        does not."""
         before, now = self.learning_rate, self.scheduler.get_last_lr()[0]
         if before is None or f"{before:.3g}" == f"{now:.3g}":
             return ""
         return f"learning rate {before:.3g} -> {now:.3g}"
 
     def load_tensors(self, path: pathlib.Path) -> None:
-        """Loads the shards into the tensors of this state."""
-        index = base.broadcast_from_rank_0(
-            lambda: read_index(path)
-        )  # a rank where DCP's own look failed would load alone
+        """Load the shards into the tensors of this state."""
+        # read once: a rank on which DCP's own reading fails would leave the others waiting
+        index = base.broadcast_from_rank_0(lambda: read_index(path))
         tensors = self.tensors()
         for name in list(tensors):
-            if OF_ONE_LAYOUT.search(name) and name not in index.state_dict_metadata:
+            if LAYOUT_SUFFIX.search(name) and name not in index.state_dict_metadata:
                 del tensors[name]
         try:
             dcp.load(tensors, storage_reader=SafeReader(path, index))
@@ -268,7 +267,7 @@ class TrainState(Counters):
     # ---- Health ------------------------------------------------------------------------------------------------------
 
     def finite(self) -> bool:
-        """Whether every parameter and every optimizer state is finite, on all ranks."""
+        """Return True if all parameters and optimizer states are finite, on all ranks."""
         tensors = [local_part(unwrapped(parameter)) for parameter in self.model.parameters()]
         for _, _, local in self.optimizer_states():
             tensors.append(local.scale if hasattr(local, "scale") else local)  # an 8-bit state has codes and scales
@@ -278,7 +277,7 @@ class TrainState(Counters):
         return not broken.item()
 
     def broken_by_update(self) -> str:
-        """Names the last update where weights or optimizer states are NaN or infinite after it; empty where all are
+        """Name the step of the last update if weights or optimizer states are NaN or infinite after it; "" if all are
         finite. Every rank calls this."""
         if self.finite():
             return ""
@@ -286,8 +285,8 @@ class TrainState(Counters):
         return f"the update made weights or optimizer states infinite or NaN at step {step}"
 
     def what_is_broken(self) -> str:
-        """What is wrong with a state that was loaded, or is to be exported, in words that follow its name; empty where
-        nothing is. Every rank calls this."""
+        """Describe what is wrong with a loaded state or one to export, after its name as the subject; "" if nothing is.
+        Every rank calls this."""
         if not self.finite():
             return "holds values that are infinite or NaN"
         loss = models.loss_without_data(self.model)
@@ -306,33 +305,33 @@ def cannot_be_loaded(path: pathlib.Path, error: BaseException) -> base.UserError
 
 
 def local_part(tensor: torch.Tensor) -> Any:
-    """This rank's part of a DTensor; any other tensor as it is."""
+    """Return this rank's part of a DTensor; any other tensor unchanged."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor with the layout of `tensor` and another local part, which may be on the host though the mesh is one of
-    GPUs."""
+    """Return a DTensor with the layout of `tensor` and the local part `local`, which may be on the host even for a mesh
+    of GPUs."""
     # private: public `DTensor.from_local` would move the local part to the device of the mesh
     return DTensor(local, tensor._spec, requires_grad=False)
 
 
 def unwrapped(tensor: Any) -> torch.Tensor:
-    """The master weight that a float8 weight wraps; any other tensor as it is."""
+    """Return the master weight in a float8 weight; any other tensor unchanged."""
     local = local_part(tensor)
-    weight = getattr(local, "_tensor", local)  # private: torchao's public way is to cast it, at a copy
+    weight = getattr(local, "_tensor", local)  # private: torchao's public cast copies it
     return tensor if weight is local else dtensor_like(tensor, weight)
 
 
 def persistent_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, a tied one once."""
-    persistent = model.state_dict().keys()  # leaves out the buffers that are not persistent
+    """Return parameters and persistent buffers by name, a tied one once."""
+    persistent = model.state_dict().keys()  # without non-persistent buffers
     named = (*model.named_parameters(), *model.named_buffers())
     return {name: unwrapped(tensor) for name, tensor in named if name in persistent}
 
 
 def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a model: `persistent_tensors` but for frozen parameters, which are read again from
-    where they came."""
+    """Return the model's tensors in a checkpoint: `persistent_tensors` without frozen parameters, which a resume reads
+    from their source."""
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return {name: tensor for name, tensor in persistent_tensors(model).items() if name not in frozen}

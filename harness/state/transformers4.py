@@ -1,35 +1,35 @@
-"""What transformers 4 reads under other names than 5 writes. An export has both, so that both load the same model."""
+"""Fields that transformers 4 reads under other names than 5 writes. An export has both, so both load the same model."""
 
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-# The fields of 4 for the base frequency of each kind of layer, where a family's layers differ in it.
+# Fields of 4 for the RoPE theta of each layer type, in families whose layers differ.
 ROPE_THETA_BY_LAYER_TYPE = {
     "gemma3_text": {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
     "gemma3n_text": {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
     "olmo3": {"full_attention": "rope_theta"},
     "modernbert-decoder": {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"},
 }
-OWN_FIELDS = {  # of single families, by the common ones
+OTHER_FIELDS = {  # {model type: {field of 5: field of 4}}
     "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
     "gpt_neox_japanese": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
 }
-OWN_LAYER_TYPES = {"granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"}}
-# What rope_scaling may have beside `type`, in families that refuse all else.
+OTHER_LAYER_TYPES = {"granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"}}
+# Fields besides `type` in rope_scaling, for families that refuse any other.
 SCALING_FIELDS = dict.fromkeys(("phi3", "phi4_multimodal"), ("short_factor", "long_factor"))
 SCALING_FIELDS |= dict.fromkeys(("olmo", "olmo2", "hunyuan_v1_dense", "hunyuan_v1_moe"), ("factor", "alpha"))
 
 
 def with_old_names(content: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a config.json, of its parts too, with those that transformers 4 reads beside them."""
+    """Return the fields of a config.json, and of its sub-configs, with those that transformers 4 reads."""
     content = {name: with_old_names(part) if is_config(part) else part for name, part in content.items()}
     if rope := content.get("rope_parameters"):
         content |= old_rope(content, rope)
-    for new, old in OWN_FIELDS.get(content.get("model_type"), {}).items():
+    for new, old in OTHER_FIELDS.get(content.get("model_type"), {}).items():
         content[old] = content[new]
-    if layer_types := OWN_LAYER_TYPES.get(content.get("model_type")):
+    if layer_types := OTHER_LAYER_TYPES.get(content.get("model_type")):
         content["layer_types"] = [layer_types[kind] for kind in content["layer_types"]]
     return content
 
@@ -39,7 +39,7 @@ def is_config(value: Any) -> bool:
 
 
 def old_rope(content: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` as fields of transformers 4; none where layers differ in them and 4 lacks the family."""
+    """Return `rope_parameters` as fields of transformers 4; {} if layers differ and 4 lacks the family."""
     if "rope_type" in rope:
         bases = {"rope_theta": rope["rope_theta"]}
     else:
@@ -54,7 +54,7 @@ def old_rope(content: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
         old["partial_rotary_factor"] = rope["partial_rotary_factor"]
     before = rope.get("original_max_position_embeddings")
     if rope["rope_type"] == "longrope" and before != content["max_position_embeddings"]:
-        # it is read beside rope_scaling, and its ratio to max_position_embeddings is the factor then
+        # 4 computes the factor from it and max_position_embeddings
         old["original_max_position_embeddings"] = before
     if old["rope_scaling"] and content["model_type"] in SCALING_FIELDS:
         fields = {name: rope[name] for name in SCALING_FIELDS[content["model_type"]] if name in rope}
@@ -63,8 +63,8 @@ def old_rope(content: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def old_tokenizer_config(content: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The fields of a tokenizer_config.json that 5 wrote, as 4 reads them too: the class that takes tokenizer.json as
-    it is, special tokens under the name that both know, and no `token_type_ids`, which that class adds in 4."""
+    """Return the fields of a tokenizer_config.json of 5 for 4 too: the class that reads tokenizer.json unchanged,
+    special tokens under a name that both know, and no `token_type_ids`, which that class adds in 4."""
     content = {name: value for name, value in content.items() if name not in ("is_local", "local_files_only")}
     if tokenizer.is_fast:
         content |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": tokenizer.model_input_names}

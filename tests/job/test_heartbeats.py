@@ -1,4 +1,4 @@
-"""A stalled job ends, and names the rank that did not come, where it was last seen, and what it did."""
+"""A stalled job ends, and names the rank that timed out, its host, pid and phase."""
 
 import concurrent.futures
 import os
@@ -70,7 +70,7 @@ def test_the_rank_for_which_the_others_wait_is_named(stalled, how):
     case = stalled(how)
     (line,) = (line for line in case["said"].splitlines() if "error:" in line)
     place = f" ({socket.gethostname()}, pid {case['pids'][1]})" if how != "never" else ""
-    who = f"rank 1{place} did not come within {TIMEOUT_MINUTES} minutes: "
+    who = f"rank 1{place} timed out after {TIMEOUT_MINUTES} minutes: "
     assert line.startswith(f"train_fsdp.py: error: --timeout-minutes: {who}")
     assert re.fullmatch(STALLS[how], line.partition(who)[2])
     # nobody is killed for silence: one that holds its lock, or is stopped, has no exit code
@@ -139,20 +139,20 @@ def test_ranks_that_work_for_longer_than_the_timeout_are_not_ended(slow_runs, wh
 # ----------------------------------------------------------------------------------------------------------------------
 # The verdict
 
-BEAT = {"beat": 7, "phase": "backward", "step": 3, "moves": 20, "waited": 601}
+BEAT = {"beat": 7, "phase": "backward", "step": 3, "phase_count": 20, "waited": 601}
 SILENT, WORKING = {"silent": True}, {"waited": 2}
 
 
 @pytest.mark.parametrize(
     "ranks, named, words",
     [  # what the drills above, with two ranks, do not come to
-        ([{}, {}, {}], [0, 1, 2], "all wait for each other"),
-        ([{}, {"moves": 19}, {}], [1], "in backward"),
-        ([{}, SILENT, {"moves": 19}], [1], "no heartbeat for over 450 s"),  # this comes before who is behind
-        ([{}, SILENT, {"moves": 19, "phase": "data"}], [2], "in data"),  # but not before one that reads for ever
+        ([{}, {}, {}], [0, 1, 2], "all ranks wait for each other"),
+        ([{}, {"phase_count": 19}, {}], [1], "in backward"),
+        ([{}, SILENT, {"phase_count": 19}], [1], "no heartbeat for over 450 s"),  # this comes before who is behind
+        ([{}, SILENT, {"phase_count": 19, "phase": "data"}], [2], "in data"),  # but not before one that reads for ever
         # while one works, nobody is named
         ([{}, WORKING, {}], [], ""),
-        ([{}, WORKING, {"moves": 19}], [], ""),
+        ([{}, WORKING, {"phase_count": 19}], [], ""),
         ([{}, WORKING, SILENT], [], ""),
         ([{}, WORKING | SILENT], [1], "no heartbeat"),  # what a rank said before it fell silent counts no more
     ],
@@ -189,7 +189,7 @@ def test_ranks_whose_launcher_was_killed_save_and_leave(tmp_path):
 
 
 def refused(rank: int, address: str, port: int) -> str:
-    """What a rank says that looks for the store of its job there."""
+    """Return the stderr of a rank that looks for its job's store there."""
     names = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     with pytest.raises(RuntimeError, match="exit code 1") as ended:
         forked(1, multirank.impatient, names, "--demo", "--timeout-minutes", "0.05")

@@ -1,4 +1,4 @@
-"""How many threads a rank computes with, how they wait, and which cores a container leaves it."""
+"""The number of threads of a rank, how they wait, and the cores of a container."""
 
 import os
 import subprocess
@@ -15,8 +15,8 @@ def test_a_container_bounds_cores(monkeypatch, tmp_path):
     for name, cpu in (("box", "150000 100000"), ("box/job", "400000 100000")):
         (tmp_path / name / "cpu.max").write_text(cpu + "\n")
     monkeypatch.setattr(host, "CGROUPS", str(tmp_path))
-    limits = host.limits
-    monkeypatch.setattr(host, "limits", lambda name: limits(name, "/box/job"))
+    cgroup_limits = host.cgroup_limits
+    monkeypatch.setattr(host, "cgroup_limits", lambda name: cgroup_limits(name, "/box/job"))
     assert host.cores() == 1
 
 

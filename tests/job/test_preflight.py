@@ -1,5 +1,4 @@
-"""What would end a run late is found before it trains, with what to do. No GPU has run this: what the driver's package
-says of one is made up."""
+"""Checks before a run trains: room on the disk, other processes on a GPU (with a fake driver), shards over nodes."""
 
 import json
 import os
@@ -12,7 +11,7 @@ import pytest
 import torch
 from conftest import parse, slow_case, train
 
-from harness.base import GIB, UserError
+from harness.base import GIB
 from harness.flags.settings import OPTIMIZERS
 from harness.job import preflight
 
@@ -24,25 +23,12 @@ def test_memory_that_others_hold_of_a_gpu_is_named_with_their_pids_where_the_dri
     package = types.SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid)
     package.nvmlDeviceGetComputeRunningProcesses = lambda gpu: [own, *others] if gpu == "GPU-abc" else []
     monkeypatch.setitem(sys.modules, "pynvml", package)
-    said = preflight.describe_taken(preflight.other_processes_on_gpu())
-    assert f", pid {os.getpid()}): 20.0 GiB of its GPU are held by others (pid 7, 8); " in said
+    said = preflight.describe_other_processes(preflight.other_processes_on_gpu())
+    assert f", pid {os.getpid()}): 20.0 GiB of its GPU are used by other processes (pid 7, 8); " in said
     package.nvmlDeviceGetComputeRunningProcesses = lambda gpu: others  # a container
-    assert preflight.describe_taken(preflight.other_processes_on_gpu()) == ""
+    assert preflight.describe_other_processes(preflight.other_processes_on_gpu()) == ""
     monkeypatch.setitem(sys.modules, "pynvml", None)  # no package
     assert preflight.other_processes_on_gpu() == {}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Shared memory
-
-
-def test_too_little_shared_memory_for_data_workers_is_an_error(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(preflight, "free_bytes", lambda _: 64 * 2**20)  # what docker gives
-    preflight.check_shared_memory(parse(["--demo", "--num-workers", 1]))
-    many = parse(["--demo", "--batch-size", 64, "--sequence-length", 8192, "--num-workers", 4])
-    with pytest.raises(UserError, match=r"^--num-workers 4: /dev/shm of .*: 67\.1 MB free, .* takes 671 MB; "):
-        preflight.check_shared_memory(many)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -75,16 +61,16 @@ def small_disk(tmp_path):
 def test_a_run_whose_checkpoint_has_no_room_ends_before_it_trains(small_disk, mistake):
     said = mistake("--output-dir", small_disk, "--checkpoint-interval", 1, exit_code=1)
     assert said.startswith("--output-dir: a checkpoint takes 3.1 MB, ")
-    assert f"{small_disk / 'r'} has 0.7" in said and said.endswith(" MB free; name another disk, or make room")
+    assert f"{small_disk / 'r'} has 0.7" in said and said.endswith(" MB free; choose another disk, or make room")
     assert not any(small_disk.glob("r/*.jsonl"))
     said = mistake("--export", small_disk / "export", exit_code=1)
-    assert said.startswith("--export ") and "free; name another disk" in said
+    assert said.startswith("--export ") and "free; choose another disk" in said
 
 
 def test_a_last_state_that_has_no_room_is_one_warning_and_no_error(small_disk, device, arguments, mistake, capfd):
     assert train([*arguments, "--output-dir", small_disk], device) == 0
     output, errors = capfd.readouterr()
-    assert errors.count("the last state will not be kept; make room") == errors.count("warning") == 1
+    assert errors.count("the last state will not be saved; make room") == errors.count("warning") == 1
     assert "no weights: --final-checkpoint or --export DIR keeps them" in output
     assert not (small_disk / "r" / "checkpoints").exists()
     given = json.loads((small_disk / "r" / "config.json").read_text())["given"]

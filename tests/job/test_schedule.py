@@ -1,4 +1,4 @@
-"""What is due at which optimizer step."""
+"""The actions due at each optimizer step."""
 
 import pytest
 from conftest import words

@@ -1,4 +1,4 @@
-"""What a signal does to a run, seen from outside: when it ends, how, and what it leaves."""
+"""Signals to a run, seen from outside: when and how it ends, and its files."""
 
 import ctypes
 import json

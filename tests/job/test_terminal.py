@@ -1,4 +1,4 @@
-"""What is on a terminal: the first line, the bar below the log lines, and what Ctrl-C leaves behind: the commands that
+"""Output on a terminal: the first line, the bar below the log lines, and the last lines after Ctrl-C: the commands that
 are printed to be pasted."""
 
 import fcntl
@@ -109,7 +109,7 @@ ODD_NAMES = ["-x", "it's", 'a "b"', "two\nlines", "~", "$HOME"]
 
 
 def flags_of(command: str) -> list[str]:
-    """What a shell makes of a printed command, behind the program's name."""
+    """Return a printed command's arguments as a shell passes them."""
     words = shlex.split(command)
     return words[next(index for index, word in enumerate(words) if word.endswith("train_fsdp.py")) + 1 :]
 

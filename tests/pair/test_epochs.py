@@ -110,4 +110,4 @@ def test_a_plan_has_no_hours_of_epochs_and_says_so():
     plan = "--plan --plan-gpus 1 --plan-gpu H200 --plan-seconds 0 --model demo --sequence-length 32 --no-compile"
     said = python(*words(plan), *words("--num-epochs 3 --eval-interval epoch --batch-size 2"))
     assert said.returncode == 0, said.stderr
-    assert "how many steps --num-epochs 3 are, is not known without the data" in said.stdout
+    assert "--num-epochs 3: the number of steps depends on the data" in said.stdout

@@ -132,9 +132,9 @@ def test_other_held_out_data_at_a_resume_are_said(flags, folder, device, tmp_pat
     assert train(flags("--eval-split {}/held.jsonl"), device) == 0
     resume = "--resume auto --num-steps 4 --eval-split"
     assert train(flags(f"{resume} {{}}/held.txt"), device) == 0  # the same texts
-    assert "other held-out data" not in capfd.readouterr().out
+    assert "other eval data" not in capfd.readouterr().out
     assert train(flags(f"{resume.replace('4', '6')} {{}}/held.npy"), device) == 0
-    assert "other held-out data" in capfd.readouterr().out
+    assert "other eval data" in capfd.readouterr().out
 
 
 REFUSED = {  # --eval-split and what is beside it: the line

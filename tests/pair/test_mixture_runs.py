@@ -185,7 +185,7 @@ def test_a_source_whose_file_changed_is_refused_in_one_line(run, corpora, tmp_pa
     for output in (tmp_path, tmp_path / "single"):
         with pytest.raises(UserError) as refused:
             run("--dataset", *both, output=output)
-        said = "--dataset: the source x is not what it was at the checkpoint (dataset); give it as it was"
+        said = "--dataset: the source x is not what it was at the checkpoint (dataset); give the same data"
         assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
 
 

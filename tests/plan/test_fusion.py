@@ -1,4 +1,4 @@
-"""What a compiled region is planned to allocate and to move, on graphs of a few operators."""
+"""Planned memory and traffic of compiled regions, on graphs of a few operators."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ UNIT = 64 * 64 * 4  # bytes of each tensor below
 
 
 def planned(function, *names: str):
-    """What the graph of a function of 64 x 64 tensors takes; the compiler names its arguments so."""
+    """Return memory and traffic of a function on 64 x 64 tensors, with the compiler's argument names."""
     arguments = [torch.randn(64, 64) for _ in names]
     traced = make_fx(function, tracing_mode="fake")(*arguments)
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]

@@ -1,4 +1,4 @@
-"""Plans beside this program's own runs on GPUs: benchmarks/results/plan_measured.json, planned again."""
+"""Plans of this program's runs on GPUs, benchmarks/results/plan_measured.json, made again."""
 
 import json
 import subprocess

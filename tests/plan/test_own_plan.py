@@ -1,4 +1,4 @@
-"""A run's own plan: it goes when the run goes, and can be left out or waited for."""
+"""A run's own plan: it ends with the run, and can be left out or waited for."""
 
 import dataclasses
 import subprocess
@@ -79,7 +79,7 @@ def sleeping(seconds: int) -> subprocess.Popen:
 
 
 def test_a_run_does_not_wait_for_its_plan_for_ever(device, monkeypatch):
-    monkeypatch.setattr(own_plan, "PATIENCE", 0.1)
+    monkeypatch.setattr(own_plan, "PLAN_TIMEOUT", 0.1)
     process = sleeping(60)
     assert own_plan.predicted_metrics(process) == {}
     assert process.poll() < 0

@@ -1,4 +1,4 @@
-"""--plan says what a run needs: compared with real ranks on real tensors, and as its user sees it."""
+"""--plan against real ranks on real tensors, and as its user sees it."""
 
 import concurrent.futures
 import json

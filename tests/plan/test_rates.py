@@ -1,4 +1,4 @@
-"""Rates of a plan: what is assumed of a kind of GPU, and what a step takes at them."""
+"""Rates of a plan: the assumptions about a kind of GPU, and the time of a step."""
 
 import json
 import sys
@@ -32,8 +32,8 @@ def known(**others: float) -> Rates:
     ],
 )
 def test_an_operator_takes_what_its_flops_or_its_bytes_take(unit, flops, nbytes, seconds):
-    assert known().seconds_of(unit, flops, nbytes) == pytest.approx(seconds)
-    assert known(kernel_us=1e7).seconds_of(unit, flops, nbytes) == 10.0
+    assert known().operator_seconds(unit, flops, nbytes) == pytest.approx(seconds)
+    assert known(kernel_us=1e7).operator_seconds(unit, flops, nbytes) == 10.0
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_collective_takes_its_bytes_and_the_hops_of_its_ring_or_tree(
     kind, ranks, nodes, ranks_per_node, sending, hops
 ):
     """Three calls, and 8 GB sent over 100 GB/s in a node, or 5 GB/s of each rank of a node between nodes."""
-    seconds = known(**LINKS).seconds_of_collective(kind, ranks, nodes, ranks_per_node, 3, 8e9)
+    seconds = known(**LINKS).collective_seconds(kind, ranks, nodes, ranks_per_node, 3, 8e9)
     assert seconds - sending == pytest.approx(3 * hops, rel=1e-6)
 
 
@@ -60,7 +60,7 @@ def test_launches_and_collectives_run_beside_the_computation():
     step = rates.price_step(counts, known(**LINKS))
     assert (step["exposed"], step["launches"], step["gaps"]) == (0, 0, 0)
     assert step["step"] == pytest.approx(10 + rates.CONTENTION, rel=1e-3)
-    counts |= {("end_calls", *group): 1, ("end_bytes", *group): 1e11}
+    counts |= {("exposed_calls", *group): 1, ("exposed_bytes", *group): 1e11}
     assert rates.price_step(counts, known(**LINKS))["exposed"] == pytest.approx(1.0, rel=1e-3)
     counts["dispatches", "forward"] = 20_000
     bounded = rates.price_step(counts, known(**LINKS))
@@ -78,7 +78,7 @@ def test_the_host_takes_its_time_for_each_compiled_layer_and_for_each_of_its_ker
 
 
 def test_the_copy_of_gradients_into_what_is_reduced_is_slower_than_other_copies():
-    assert known().seconds_of("chunk_cat", 0, 1e9) == pytest.approx(0.01 / rates.CHUNK_CAT_SHARE)
+    assert known().operator_seconds("chunk_cat", 0, 1e9) == pytest.approx(0.01 / rates.CHUNK_CAT_SHARE)
 
 
 # ---- The table -------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_a_bare_name_takes_the_usual_kind_and_says_which_others_there_are(typed)
     kind, others = gpu_names.choose_kind(typed)
     found = rates.choose_rates(parse(["--plan", "--plan-gpu", typed]))
     assert found.device == kind and find_gpu(kind).memory_gib == found.memory_gib
-    assert all(repr(other) in found.taken for other in others) and bool(found.taken) == bool(others)
+    assert all(repr(other) in found.resolved_from for other in others) and bool(found.resolved_from) == bool(others)
 
 
 @pytest.mark.slow

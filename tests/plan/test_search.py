@@ -1,4 +1,4 @@
-"""What a plan advises: what fits, and is faster, of a list of configurations planned one after the other.
+"""The recommendation of a plan: configurations that fit, and faster ones, planned in a fixed order.
 
 Most tests search among plans of a formula, which can be compared with all there are.
 """
@@ -33,8 +33,8 @@ def by_formula(s, world: int, capacity: float, scale: float = 1) -> dict:
     step = products + traffic * s.gradient_accumulation_steps + 1000 * s.cpu_offload + 5 * (level == 6.0) + 10
     return {  # of a prediction what a search reads
         "gpus": world,
-        "fits": predict.verdict_of(reserved, capacity) != "does not fit",
-        "verdict": predict.verdict_of(reserved, capacity),
+        "fits": predict.find_verdict(reserved, capacity) != "does not fit",
+        "verdict": predict.find_verdict(reserved, capacity),
         "memory_gib": {"reserved": reserved, "host": 0.0},
         "at_peak_gib": {"activations": activations},
         "step_time_ms": step,
@@ -53,7 +53,7 @@ def searched(
     def plan(settings, world):
         done.append(world)
         if len(done) == plans:
-            found.ends = 0.0
+            found.deadline = 0.0
         return by_formula(settings, world, capacity, scale)
 
     found = search.Search(settings, None, worlds, plan, capacity, float("inf"))
@@ -100,11 +100,11 @@ def test_the_fastest_is_tight_only_where_nothing_else_fits():
 
 def test_what_may_fit_by_the_least_that_runs_reserved_is_tight_and_not_refused():
     least, most = predict.RESERVED_SHARE
-    verdicts = [predict.verdict_of(share * 100, 100) for share in (0.99 / most, 1.0, 0.99 / least, 1.01 / least)]
+    verdicts = [predict.find_verdict(share * 100, 100) for share in (0.99 / most, 1.0, 0.99 / least, 1.01 / least)]
     assert verdicts == ["fits", "tight", "tight", "does not fit"]
     asked = 2 + 32 / 2 + 0.5 + LEVELS["full"]
     found = searched("--batch-size auto --activation-checkpointing full", asked * 0.98, worlds=(2,))
-    assert found.asked["batch_size"] == 1 and found.row()["verdict"] == "tight"
+    assert found.base_changes["batch_size"] == 1 and found.row()["verdict"] == "tight"
 
 
 def test_where_the_advised_is_tight_a_row_with_room_is_offered_as_safer():
@@ -234,7 +234,7 @@ DEMO = "--plan --demo --no-compile --plan-gpu H200 --sequence-length 512 --gpu-h
 
 @pytest.mark.slow
 def test_a_plan_opens_with_the_answer_and_the_advised_command_does_what_it_says(tmp_path):
-    """On a card on which the demo does not fit as asked."""
+    """On a card on which the demo does not fit as given."""
     program = [sys.executable, copy_with_gpu(tmp_path, "Voodoo", 1.2)]
     command = [*program, *words(DEMO), *words("--plan-gpu Voodoo --plan-gpus 2 --batch-size 8 --num-tokens 10000000")]
     command += ["--plan-seconds", "600"]  # enough to compare all three, on a busy machine too

@@ -1,4 +1,4 @@
-"""The benchmark drivers: what they run, keep, refuse and draw. No figure of theirs is checked for its size."""
+"""The benchmark drivers: the commands that they run, the runs that they keep. No result is checked for its size."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ import psutil
 
 @pytest.mark.parametrize("suite", ["cpu", "gpu", "compare", "compare-cpu"])
 def test_every_command_of_a_suite_is_one_that_the_program_takes(suite):
-    parts = bench.parts_of(suite, available=4)
+    parts = bench.find_parts(suite, available=4)
     configs = [config for *_, configs in parts.values() for config in configs.values()]
     programs = {config.program.split()[0] for config in configs}
     assert all((ROOT / program).is_file() for program in programs)
@@ -39,18 +39,17 @@ def test_every_published_run_has_a_source_and_flags_that_the_program_takes():
 
 
 @pytest.mark.slow
-def test_a_rehearsed_ladder_keeps_commands_and_runs_and_adds_rounds(tmp_path):
-    ladder = ["gpu", "--only", "ladder/*published*", "--repeats", "1", "--rehearse", "--out", tmp_path]
+def test_a_rehearsal_keeps_commands_and_runs_and_adds_rounds(tmp_path):
+    one = ["gpu", "--only", "loss/bf16-pure*", "--repeats", "1", "--rehearse", "--out", tmp_path]
     for _ in range(2):
-        process = start([sys.executable, ROOT / "benchmarks/bench.py", *ladder])
+        process = start([sys.executable, ROOT / "benchmarks/bench.py", *one])
         assert process.returncode == 0, process.stderr
     results = json.loads((tmp_path / "gpu.json").read_text())
-    rung = results["parts"]["ladder"]["configs"]["published settings"]
-    assert results["rehearsal"] and "--model demo" in rung["command"]
-    assert rung["predicted"] == {}  # what was said of a GPU does not stand beside a CPU's figures
-    assert len(rung["runs"]) == 2
-    for run in rung["runs"]:
-        assert run["tokens_per_sec_per_gpu"] > 0
+    config = results["parts"]["loss"]["configs"]["bf16-pure, eager, full logits"]
+    assert results["rehearsal"] and "--model demo" in config["command"]
+    assert len(config["runs"]) == 2
+    for run in config["runs"]:
+        assert run["eval_loss"] > 0
         assert 0 < run["first_step_s"] < run["wall_s"]
 
 
@@ -68,7 +67,7 @@ def test_the_programs_of_compare_cpu_have_the_same_loss(tmp_path, optimizer):
 
 
 def measured(configs: dict, pairs: dict, seconds: float) -> dict:
-    """What is kept of a part that was measured twice, up to so many seconds from now."""
+    """Return what `measure` keeps of a part after two rounds within `seconds`."""
     given = {"only": "*", "repeats": 2, "missing": False, "gpus": 1, "rehearse": True}
     args, store = argparse.Namespace(**given, deadline=time.monotonic() + seconds), {}
     bench.measure("part", ("what", "speed", pairs, configs), args, store, lambda: None)
@@ -84,7 +83,7 @@ def test_what_fails_is_kept_with_its_error_and_stops_nothing(tmp_path, monkeypat
     }.items():
         (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.setitem(bench.PEERS, "absent", "a_package_that_nobody_has")
-    monkeypatch.setattr(bench, "ENOUGH", 0)
+    monkeypatch.setattr(bench, "MIN_SECONDS_LEFT", 0)
     names = ("absent", "fails", "works", "hangs")
     configs = {name: bench.Config(str(tmp_path / f"{name}.py"), {}) for name in names}
     kept = measured(configs, {"ratio": ("works", "fails", "1")}, seconds=30)["configs"]
@@ -109,35 +108,33 @@ def test_runs_whose_losses_differ_are_not_compared(tmp_path):
 # contact.py
 
 
-def go_on(monkeypatch, capsys, out, steps: dict[str, str], *flags) -> str:
-    """What a call of contact.py prints, with these steps, each a piece of Python."""
-    found = [contact.Step(name, 0, ["-c", code], ("nowhere",) * ("missing" in name)) for name, code in steps.items()]
+def call_contact(monkeypatch, capsys, out, steps: dict[str, str], *flags) -> str:
+    """Return the output of a call of contact.py with these steps, each a piece of Python."""
+    found = [contact.Step(name, 0, ["-c", code]) for name, code in steps.items()]
     monkeypatch.setattr(contact, "steps", lambda gpus, rehearse: found)
-    monkeypatch.setattr(contact.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["contact.py", "--rehearse", "--out", str(out), *flags])
     contact.main()
     return capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_contact_goes_on_where_a_call_ended_and_ends_what_that_left(tmp_path, monkeypatch, capsys):
-    out, twice = tmp_path / "out", tmp_path / "twice"
+def test_contact_continues_where_a_call_ended_and_kills_a_step_with_its_children(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
     once = f"open({str(tmp_path / 'once')!r}, 'x'); print('first')"
-    left = "import subprocess, time; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
-    steps = {"a": once, "b": "exit(3)", "missing": "", "late": f"{left}; time.sleep(600)"}
-    said = go_on(monkeypatch, capsys, out, steps, "--minutes", "0.5")
-    assert "a: done, first" in said and "b: failed, exit code 3" in said and "not installed: nowhere" in said
-    assert "late: cut off, not done within" in said and "1 done, 1 failed, 1 left out, 1 cut off" in said
+    child = "import subprocess, time; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+    steps = {"a": once, "b": "exit(3)", "late": f"{child}; time.sleep(600)"}
+    text = call_contact(monkeypatch, capsys, out, steps, "--minutes", "0.3")
+    assert "a: done, first" in text and "b: failed, exit code 3" in text
+    assert "late: timed out, not done within" in text and "not done: late" in text
     sleeper = int((out / contact.LOG).read_text().split()[-1])
-    for _ in range(3000):  # a process that is killed may still be seen for a moment
-        if not psutil.pid_exists(sleeper) or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE:
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail(f"{sleeper} goes on")
+    assert not psutil.pid_exists(sleeper) or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE
+    text = call_contact(monkeypatch, capsys, out, steps | {"late": "print('in time')"})
+    assert "late: done, in time" in text and "a ..." not in text and "not done: none" in text
 
-    twice.mkdir()
-    said = go_on(monkeypatch, capsys, twice, steps | {"late": "print('in time')"}, "--resume", str(out))
-    assert "late: done, in time" in said and "a ..." not in said and "2 done, 1 failed, 1 left out" in said
-    state = json.loads((twice / contact.STATE).read_text())
-    assert (state["late"]["tries"], state["a"]["tries"]) == (2, 1)
+
+def test_every_step_of_contact_is_a_command_of_the_program(monkeypatch):
+    for step in contact.steps(gpus=4, rehearse=False):
+        if step.words[0].endswith(".py"):
+            assert (ROOT / step.words[0]).is_file()
+        if step.run:
+            parse(step.words[1:])

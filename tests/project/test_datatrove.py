@@ -87,7 +87,7 @@ def test_a_killed_start_is_taken_up_no_document_is_lost_or_doubled_and_a_run_tra
     run = python(*flags, "--output-dir", tmp_path / "out", "--run-name", "r")
     assert run.returncode == 0, run.stderr
     again = start(words)
-    assert again.returncode == 1 and "it is there already" in again.stderr
+    assert again.returncode == 1 and "already exists; give another" in again.stderr
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def scrape(port: int) -> dict[str, list]:
     return samples
 
 
-def state_of(samples: dict[str, list]) -> str:
+def describe_exit(samples: dict[str, list]) -> str:
     (state,) = [sample.labels["training_state"] for sample in samples["training_state"] if sample.value]
     return state
 
@@ -68,7 +68,7 @@ def watched(tmp_path_factory):
 
 def test_a_run_is_seen_from_before_its_first_step_to_its_end_with_the_metrics_of_its_lines(watched):
     scrapes, folder = watched
-    states = [state_of(samples) for samples in scrapes]
+    states = [describe_exit(samples) for samples in scrapes]
     assert states[0] == "running" and set(states) <= {"running", "done"}
     assert "training_step" not in scrapes[0]
     assert {sample.labels["phase"] for sample in scrapes[0]["training_phase_seconds"]} == {"preparation"}
@@ -89,10 +89,10 @@ def test_a_run_is_seen_from_before_its_first_step_to_its_end_with_the_metrics_of
 def test_a_scrape_between_the_end_and_the_exit_sees_how_it_ended(tmp_path):
     port = free_port()
     served = Prometheus(parse(["--metrics-port", port]), tmp_path / "r")
-    assert state_of(scrape(port)) == "running"
+    assert describe_exit(scrape(port)) == "running"
     served.close(143)
     samples = scrape(port)
-    assert state_of(samples) == "stopped" and "training_phase_seconds" not in samples  # of a run that is over
+    assert describe_exit(samples) == "stopped" and "training_phase_seconds" not in samples  # of a run that is over
 
 
 def test_a_metric_says_what_it_is_and_that_of_a_source_is_behind_a_label(tmp_path):

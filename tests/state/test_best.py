@@ -1,4 +1,4 @@
-"""--keep-best: the checkpoint with the lowest held-out loss stays beside the newest and is named, over resumes, stops
+"""--keep-best: the checkpoint with the lowest eval loss is kept with the newest and is named, over resumes, stops
 and other ranks. The held-out tokens are random: the more a run learns of its text, the higher their loss."""
 
 import pkgutil
@@ -39,7 +39,7 @@ def kept(run) -> list[int]:
 
 
 def losses(run) -> dict[int, float]:
-    """The eval losses of a run, by step."""
+    """Return a run's eval losses by step."""
     return {line["step"]: line["eval_loss"] for line in metrics_of(run) if "eval_loss" in line and "final" not in line}
 
 

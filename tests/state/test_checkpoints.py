@@ -1,4 +1,4 @@
-"""A run that is killed at any moment loses at most the steps since its last checkpoint, and goes on as the same run."""
+"""A run that is killed at any moment loses at most the steps since its last checkpoint, and resumes as the same run."""
 
 import json
 import math
@@ -53,7 +53,7 @@ DEMO = ROOT / "assets" / "demo"
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """A tiny run of a few steps; what a test gives beside it wins."""
+    """A tiny run of a few steps; flags of a test win."""
     folder = tmp_path_factory.mktemp("checkpoints")
     model = write_model(folder / "model", "llama", **SIZES | {"tie_word_embeddings": False})
     small = f"--num-steps {STEPS} --sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --log-interval 1"
@@ -124,7 +124,7 @@ def last_of(folder):
 
 
 def told(output: str, name: str) -> str:
-    """What a line of the output that begins with a name says."""
+    """Return the text of the output's line that begins with a name."""
     return next((line[11:] for line in output.splitlines() if line.startswith(f"{name:10} ")), "")
 
 
@@ -180,7 +180,7 @@ WITHIN = {  # a step of four microbatches, or an evaluation after step 3 of two 
 def test_a_stop_within_a_step_or_an_evaluation_saves_the_last_complete_step_and_goes_on_bit_for_bit(
     run, tmp_path, within
 ):
-    """The unfinished step or evaluation is begun anew."""
+    """The unfinished step or evaluation is repeated."""
     model_type, sizes = MODELS["gpt2"]
     places = {"dropout": write_model(tmp_path / "dropout", model_type, **sizes | {"resid_pdrop": 0.2})}
     technique = words(WITHIN[within].format(stories=STORIES, **places))
@@ -263,7 +263,7 @@ def test_data_and_a_tokenizer_that_changed_under_their_names_are_named(run, refu
     same = ("r", "--tokenizer", tmp_path / "t", "--dataset", data, "--resume", "auto")
     assert run(*same, "--num-steps", 1) == 0
     in_lower_case(tmp_path / "t")
-    assert refused(*same).startswith("--tokenizer: its vocabulary is not what it was at the checkpoint")
+    assert refused(*same).startswith("--tokenizer: its vocabulary is not the checkpoint's")
     shutil.copy(DEMO / "tokenizer.json", tmp_path / "t")
     data.write_text("The owl had a red ball. " * 200)
     assert refused(*same).startswith(f"--dataset: {data} is not what it was at the checkpoint; a resumed run must")
@@ -294,7 +294,7 @@ def test_another_run_is_refused_by_what_changed(copied, refused, tmp_path):
 def test_what_was_held_out_is_not_trained_on_by_a_resume_without_evaluations(run, refused):
     assert run("r", "--eval-interval", 2, "--dataset", STORIES / "train.jsonl", "--num-steps", 2) == 0
     said = refused("r", "--resume", "auto", "--dataset", STORIES / "train.jsonl")
-    held_out = "the run held out documents, which it would train on without the flag"
+    held_out = "without the flag the run would train on its eval split"
     assert said == f"--eval-interval was 2 in the checkpoint: {held_out}; give it again"
 
 
@@ -441,7 +441,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_and_exits_with_1(run, refused, 
     assert message.startswith("--checkpoint-interval: 2 checkpoints could not be saved")
     output = capsys.readouterr().out
     for step in (4, 6):
-        assert f"failed     checkpoint step-{step:08d}: [Errno 27] File too large; the run goes on" in output
+        assert f"failed     checkpoint step-{step:08d}: [Errno 27] File too large; the run continues" in output
     assert names(tmp_path / "r") == checkpoint_names(2)
     assert steps_of(tmp_path / "r") == steps_of(finished)
     assert run("r", "--resume", "auto", "--checkpoint-interval", 2) == 0  # there is room again
@@ -687,9 +687,9 @@ def test_a_run_lets_no_second_start_into_its_folder_and_a_signal_ends_it_with_14
         while steps_done(tmp_path / "r") < 3:
             assert process.is_alive(), output.read()
             time.sleep(0.02)
-        monkeypatch.setattr(folders, "LOCK_PATIENCE", 0.2)
+        monkeypatch.setattr(folders, "LOCK_TIMEOUT", 0.2)
         second = refused("r", "--resume", "auto")
-        assert second.startswith(f"--run-name r: another run is in {tmp_path / 'r'}, whose processes `fuser ")
+        assert second.startswith(f"--run-name r: another run uses {tmp_path / 'r'}; `fuser ")
         os.kill(process.pid, signal.SIGTERM)
         process.join(600)
         assert process.exitcode == 143

@@ -44,7 +44,7 @@ def change(path, **values) -> None:
 
 
 def habits_of(folder) -> dict:
-    """What its generation config says; a version is no habit."""
+    """Return a folder's generation config without its version."""
     return {key: value for key, value in read(folder).items() if key != "transformers_version"}
 
 

@@ -1,5 +1,5 @@
-"""Whatever fails, and wherever a run is killed, the next start goes on as if nothing had been: faults at the points of
-a save and of a start. tests/faults.py has the machinery."""
+"""Whatever fails, and wherever a run is killed, the next start resumes as if nothing had happened: faults at the
+points of a save and of a start. tests/faults.py has the machinery."""
 
 import gc
 import json

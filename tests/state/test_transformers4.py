@@ -49,7 +49,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """The demo's, with special tokens and a chat template of its own."""
+    """The demo's, with special tokens and another chat template."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
     tokenizer.model_max_length, tokenizer.chat_template = 256, CHAT
@@ -102,7 +102,7 @@ def test_transformers_4_reads_an_export_as_5_does(exports, packages4, tmp_path):
 
 
 def test_an_export_is_for_5_what_it_was(exports):
-    """What is written for 4 changes nothing that 5 reads."""
+    """The fields for 4 change nothing that 5 reads."""
     for export in exports[:-1]:
         before, now = (
             AutoConfig.from_pretrained(f).to_dict() for f in (export.parent / "source" / export.name, export)
