@@ -358,7 +358,7 @@ def evaluate_and_log(run: Run, due: job.Actions, metrics: dict, problem: str, st
     if due.evaluate and not problem:
         try:
             with run.state.tracker.paused(), stop.before_each_forward(run.state.model):
-                losses, _ = evaluate(run.settings, run.state.model, run.data.held_out, run.device)
+                losses, _ = evaluate(run.settings, run.state.model, run.data.eval_data, run.device)
                 if not due.last:  # after the last step the end of the run writes them
                     samples = opening.generate_samples(run, run.data, run.state.model, run.device)
         except job.Stopped:
@@ -446,7 +446,7 @@ def evaluate_only(given: flags.Args, device: torch.device) -> int:
             opened.checkpoint = state.load_for_inference(settings, weights, opened.config, checkpoint)
         state.refuse_broken(settings, weights, opened.checkpoint)
         if settings.eval_interval:
-            losses, tokens = evaluate(settings, model, dataset.held_out, device)
+            losses, tokens = evaluate(settings, model, dataset.eval_data, device)
             report.print_evaluation(settings, dataset, weights if checkpoint else None, losses, tokens, stdout)
         report.print_samples(opening.generate_samples(opened, dataset, model, device))
         if settings.export:

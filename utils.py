@@ -96,7 +96,7 @@ def get_dataset(
         seed,
         is_main=accelerator is None or accelerator.is_local_main_process,
     )
-    return data.open_windows(reading, dataset, split, text_field, subset, shuffle)
+    return data.open_sequences(reading, dataset, split, text_field, subset, shuffle)
 
 
 def get_gpu_peak_tflops(name: str | None = None) -> float | None:

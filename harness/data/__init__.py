@@ -9,9 +9,9 @@ Each name of the list has a docstring in its file.
 
 from harness.data.batches import Batches, TrainingData, eval_batches, mean_losses, mix, training_batches
 from harness.data.chat import read_prompt
-from harness.data.corpora import Corpus, Reading, find, masks_documents, needs_tokenizer, open_windows
+from harness.data.corpora import Corpus, Reading, find, masks_documents, needs_tokenizer, open_sequences
 from harness.data.encode import vocabulary_of
-from harness.data.mixture import DataRecord, WindowOrder, describe_changes, read_record, renamed
+from harness.data.mixture import DataRecord, SequenceOrder, describe_changes, read_record, renamed
 from harness.data.records import Conversation
 from harness.data.sources import (
     are_chats,
@@ -31,9 +31,9 @@ __all__ = [
     "DataRecord",
     "PackedDataset",
     "Reading",
+    "SequenceOrder",
     "SyntheticDataset",
     "TrainingData",
-    "WindowOrder",
     "are_chats",
     "count_epoch",
     "create_collate_fn",
@@ -47,7 +47,7 @@ __all__ = [
     "mean_losses",
     "mix",
     "needs_tokenizer",
-    "open_windows",
+    "open_sequences",
     "read_prompt",
     "read_record",
     "renamed",

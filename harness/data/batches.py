@@ -17,27 +17,27 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from harness import base, flags, job
-from harness.data.mixture import DataRecord, Mixture, Segment, StepSize, WindowOrder
-from harness.data.stream import BEGINNING, HeldOutWindows, LaneReader, Position, Stream
+from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder, StepSize
+from harness.data.stream import BEGINNING, EvalSequences, Position, ShardReader, Stream
 from harness.data.windows import (
     IGNORE_INDEX,
     PackedDataset,
+    PackedSequence,
     PaddedDataset,
     SyntheticDataset,
-    Window,
     create_collate_fn,
     document_lengths,
-    tokens_of,
+    sequence_tokens,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a lane reads its next chunk
+STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a shard reads its next chunk
 EXCERPT = 200  # characters of a document that are printed
 
 NOT_OF_MODEL = ("loss_divisor", "document_lengths")  # what a batch has beside the model's inputs
-Positions = dict[str, dict[int, Position]]  # by source and lane
+Positions = dict[str, dict[int, Position]]  # by source and shard
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -49,35 +49,35 @@ class TrainingData:
     """What a run trains on.
 
     Sample i of the run comes from the source that the mixture says. Of a data set the m-th sample that is taken is the
-    one of number m in the order of `WindowOrder`; of a stream it is the next window of the lane i % N.
+    one of number m in the order of `SequenceOrder`; of a stream it is the next sequence of the shard i % N.
     """
 
-    sources: dict[str, Any]  # data sets of windows, and streams
+    sources: dict[str, Any]  # data sets of sequences, and streams
     record: DataRecord
     seq_len: int
     seed: int
-    held_out: dict[str, Any] | None = None  # windows of each source, or apart; None where nothing is evaluated
-    held_out_identity: dict[str, str] = field(default_factory=dict)  # what tells each of these from others
+    eval_data: dict[str, Any] | None = None  # sequences of each source, or of an eval dataset; None: no evaluation
+    eval_identity: dict[str, str] = field(default_factory=dict)  # what tells each of these from others
     header: dict[str, str] = field(default_factory=dict)  # lines of the header
     beginning: str = ""  # the first words of the text, a prompt for a sample
 
     def __post_init__(self) -> None:
-        self.mixture, self.orders = Mixture(self.record.segments, self.seed, self.record.lanes), {}
+        self.mixture, self.orders = Mixture(self.record.segments, self.seed, self.record.num_shards), {}
         for name, source in self.sources.items():
             if not isinstance(source, Stream):
-                self.orders[name] = WindowOrder(len(source), self.seed, None if name == self.record.plain else name)
+                self.orders[name] = SequenceOrder(len(source), self.seed, None if name == self.record.plain else name)
 
     def __len__(self) -> int:
         """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
         first = self.record.segments[0]
         weights = {name: weight / first.per_sample[name] for name, weight in first.weights.items() if weight}
         total = sum(weights.values())  # of samples, whose share is that of the tokens only where all have as many
-        return max(math.ceil(self.orders[name].windows * total / weight) for name, weight in weights.items())
+        return max(math.ceil(self.orders[name].sequences * total / weight) for name, weight in weights.items())
 
-    def __getitem__(self, sample: int) -> np.ndarray | Window:
+    def __getitem__(self, sample: int) -> np.ndarray | PackedSequence:
         """A global sample; not of streams."""
-        source, window = self.locate(sample)
-        return source[window]
+        source, sequence = self.locate(sample)
+        return source[sequence]
 
     @property
     def is_uniform(self) -> bool:
@@ -106,31 +106,31 @@ class TrainingData:
         return all(of_source is not None and of_source.is_mapped for of_source in tokens)
 
     def locate(self, sample: int) -> tuple[Any, int]:
-        """(the data set that a global sample comes from, its window there); not of streams."""
+        """(the data set that a global sample comes from, its sequence there); not of streams."""
         name, number = self.mixture.locate(sample)
-        return self.sources[name], self.orders[name].window_at(number)
+        return self.sources[name], self.orders[name].sequence_at(number)
 
     def count_tokens(self, samples: range) -> int:
         """Tokens of global samples that are not padding."""
         if not self.has_padding:
             return len(samples) * self.seq_len
-        return sum(source.real_tokens(window) for source, window in map(self.locate, samples))
+        return sum(source.real_tokens(sequence) for source, sequence in map(self.locate, samples))
 
     def count_trained(self, samples: range) -> int:
         """Tokens of global samples that are trained on; not of streams."""
-        return sum(source.trained_tokens(window) for source, window in map(self.locate, samples))
+        return sum(source.trained_tokens(sequence) for source, sequence in map(self.locate, samples))
 
     def epochs(self, samples: int) -> dict[str, float]:
         """How often each source is read by the first `samples` of the run; without streams, whose size is not known."""
         counts = self.mixture.counts(samples)
-        return {name: counts.get(name, 0) / order.windows for name, order in self.orders.items()}
+        return {name: counts.get(name, 0) / order.sequences for name, order in self.orders.items()}
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether with this optimizer step all windows have been read once more: of one source, or of several that are
-        mixed by size. The step takes windows of the next epoch too where the last ones do not fill it."""
-        windows = sum(order.windows for order in self.orders.values())
+        """Whether with this optimizer step all sequences have been read once more: of one source, or of several that
+        are mixed by size. The step takes sequences of the next epoch too where the last ones do not fill it."""
+        sequences = sum(order.sequences for order in self.orders.values())
         samples = self.record.samples_of_step(step)
-        return samples.stop // windows > samples.start // windows
+        return samples.stop // sequences > samples.start // sequences
 
     def metrics(self, samples: int, tokens: int) -> dict[str, float]:
         """The figures of a log line after so many samples and tokens: of each source of a mixture its share now and how
@@ -147,48 +147,48 @@ class TrainingData:
         return figures
 
 
-def mix(windows: dict[str, Any], weights: dict[str, Fraction | None], seq_len: int, seed: int) -> TrainingData:
-    """The windows of sources in the order of a run without stages, by these weights or by size."""
-    per_sample = {name: Fraction(source.total_tokens(), len(source)) for name, source in windows.items()}
-    known = {name: Fraction(windows[name].total_tokens()) if w is None else w for name, w in weights.items()}
-    plain = next(iter(windows)) if len(windows) == 1 else None
+def mix(sequences: dict[str, Any], weights: dict[str, Fraction | None], seq_len: int, seed: int) -> TrainingData:
+    """The sequences of sources in the order of a run without stages, by these weights or by size."""
+    per_sample = {name: Fraction(source.total_tokens(), len(source)) for name, source in sequences.items()}
+    known = {name: Fraction(sequences[name].total_tokens()) if w is None else w for name, w in weights.items()}
+    plain = next(iter(sequences)) if len(sequences) == 1 else None
     segments, sizes = [Segment(0, known, per_sample)], [StepSize(0, 0, 1)]
-    record = DataRecord({name: {} for name in windows}, plain, 1, {"weights": {}}, segments, sizes)
-    return TrainingData(windows, record, seq_len, seed)
+    record = DataRecord({name: {} for name in sequences}, plain, 1, {"weights": {}}, segments, sizes)
+    return TrainingData(sequences, record, seq_len, seed)
 
 
 class SampleReader:
-    """Reads the samples of a run for one data worker. A lane of a stream is opened when its first sample is read."""
+    """Reads the samples of a run for one data worker. A shard of a stream is opened when its first sample is read."""
 
     def __init__(self, data: TrainingData, positions: Positions):
-        """`positions` are where lanes of streams can be read from on; others are read from their beginning."""
+        """`positions` are where shards of streams can be read from on; others are read from their beginning."""
         self.data, self.positions = data, positions
         if [*data.sources] == [data.record.plain] and len(positions) == 1:  # the only source may have been renamed
             self.positions = {data.record.plain: next(iter(positions.values()))}
-        self.lanes: dict[tuple[str, int], LaneReader] = {}
+        self.readers: dict[tuple[str, int], ShardReader] = {}
         self.counts: Counter = Counter()
 
     def read(self, samples: Sequence[int]) -> tuple[list, Positions]:
-        """(these samples, and for each lane of theirs where to begin to read the first of them again). A UserError
+        """(these samples, and for each shard of theirs where to begin to read the first of them again). A UserError
         where one cannot be read."""
-        windows = []
+        sequences = []
         positions: Positions = {}
         for sample in samples:
             name, _ = self.data.mixture.locate(sample)
             if isinstance(self.data.sources[name], Stream):
-                lane = sample % self.data.record.lanes
-                reader = self.lane(name, lane)
-                windows.append(reader.window(self.data.mixture.number_in_lane(sample)))
-                positions.setdefault(name, {}).setdefault(lane, reader.position())
+                shard = sample % self.data.record.num_shards
+                reader = self.shard(name, shard)
+                sequences.append(reader.sequence(self.data.mixture.number_in_shard(sample)))
+                positions.setdefault(name, {}).setdefault(shard, reader.position())
             else:
-                windows.append(self.data[sample])
-        return windows, positions
+                sequences.append(self.data[sample])
+        return sequences, positions
 
-    def lane(self, name: str, lane: int) -> LaneReader:
-        if (name, lane) not in self.lanes:
-            position = self.positions.get(name, {}).get(lane, BEGINNING)
-            self.lanes[name, lane] = LaneReader(self.data.sources[name], lane, position, self.counts)
-        return self.lanes[name, lane]
+    def shard(self, name: str, shard: int) -> ShardReader:
+        if (name, shard) not in self.readers:
+            position = self.positions.get(name, {}).get(shard, BEGINNING)
+            self.readers[name, shard] = ShardReader(self.data.sources[name], shard, position, self.counts)
+        return self.readers[name, shard]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -293,30 +293,30 @@ def join_rows(
     collate = create_collate_fn(shift_labels=False)
     reported = 0
     while True:
-        windows: dict[int, Any] = {}  # by row
+        sequences: dict[int, Any] = {}  # by row
         bad = 0
         for item in itertools.islice(items, workers):
-            windows |= item["windows"]
+            sequences |= item["sequences"]
             bad += item["bad_records"]
             state.move_positions(item["positions"])
         if bad >= max(1, 10 * reported):
             job.print0("data      ", f"left out so far: bad records {bad:,}")
             reported = bad
-        rows = [windows[row] for row in sorted(windows)]
+        rows = [sequences[row] for row in sorted(sequences)]
         batch = {name: tensor.pin_memory() if pins else tensor for name, tensor in collate(rows).items()}
         yield {**batch, "document_lengths": lengths_in(rows)}
 
 
-def lengths_in(windows: Sequence[np.ndarray | Window]) -> np.ndarray:
-    """The `document_lengths` of some windows together."""
-    return np.concatenate([document_lengths(window) for window in windows])
+def lengths_in(sequences: Sequence[np.ndarray | PackedSequence]) -> np.ndarray:
+    """The `document_lengths` of some sequences together."""
+    return np.concatenate([document_lengths(sequence) for sequence in sequences])
 
 
 @dataclass(eq=False)
 class RankBatches(IterableDataset):
     """Endless microbatches of one rank: ranks are disjoint, and a step's samples do not depend on how many ranks or
     microbatches share them. Of token caches and files each data worker reads whole microbatches in turn. Of streams it
-    reads some rows of each, those of its own lanes: a lane is tokenized by one worker. A UserError comes as the last
+    reads some rows of each, those of its own shards: a shard is tokenized by one worker. A UserError comes as the last
     item, as a DataLoader would wrap it into a traceback."""
 
     settings: flags.Settings
@@ -341,27 +341,27 @@ class RankBatches(IterableDataset):
         collate = create_collate_fn(shift_labels=False)
         for microbatch in itertools.count(worker, workers):
             samples = self.samples_of(microbatch)
-            windows, _ = reader.read(samples)
-            batch: dict[str, Any] = {**collate(windows), "document_lengths": lengths_in(windows)}
+            sequences, _ = reader.read(samples)
+            batch: dict[str, Any] = {**collate(sequences), "document_lengths": lengths_in(sequences)}
             if not self.data.is_uniform:
                 step = microbatch // self.settings.gradient_accumulation_steps
                 batch["loss_divisor"] = self.loss_divisor(step, samples)
             yield batch
 
     def rows_of(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
-        """Of every microbatch the windows of the worker's own lanes, by row, and the positions of these lanes. The
-        rank's lanes are dealt to its workers as it meets them, so each worker knows whose they all are."""
+        """Of every microbatch the sequences of the worker's own shards, by row, and the positions of these shards. The
+        rank's shards are dealt to its workers as it meets them, so each worker knows whose they all are."""
         reader = SampleReader(self.data, self.positions)
-        lanes = self.data.record.lanes
-        owners: dict[int, int] = {}  # by lane
+        num_shards = self.data.record.num_shards
+        owners: dict[int, int] = {}  # by shard
         for microbatch in itertools.count():
             samples = self.samples_of(microbatch)
             for sample in samples:
-                owners.setdefault(sample % lanes, len(owners) % workers)
-            rows = [row for row, sample in enumerate(samples) if owners[sample % lanes] == worker]
-            windows, positions = reader.read([samples[row] for row in rows])
-            by_row = dict(zip(rows, windows, strict=True))
-            yield {"windows": by_row, "positions": positions, "bad_records": reader.counts["bad records"]}
+                owners.setdefault(sample % num_shards, len(owners) % workers)
+            rows = [row for row, sample in enumerate(samples) if owners[sample % num_shards] == worker]
+            sequences, positions = reader.read([samples[row] for row in rows])
+            by_row = dict(zip(rows, sequences, strict=True))
+            yield {"sequences": by_row, "positions": positions, "bad_records": reader.counts["bad records"]}
 
     def samples_of(self, microbatch: int) -> range:
         first = self.first_sample + (microbatch * self.world_size + self.rank) * self.settings.batch_size
@@ -382,18 +382,18 @@ class RankBatches(IterableDataset):
 
 
 def eval_batches(
-    settings: flags.Settings, dataset: PackedDataset | SyntheticDataset | HeldOutWindows, device: torch.device
+    settings: flags.Settings, dataset: PackedDataset | SyntheticDataset | EvalSequences, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's share of the held-out windows. Each window is taken once over all ranks, and every rank gets the same
-    number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
+    """This rank's share of the held-out sequences. Each sequence is taken once over all ranks, and every rank gets the
+    same number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
     per_round = settings.batch_size * dist.get_world_size()
-    windows = min(len(dataset), settings.eval_windows or len(dataset))
+    sequences = min(len(dataset), settings.eval_windows or len(dataset))
     collate = create_collate_fn(shift_labels=False)
-    for number in range(math.ceil(windows / per_round)):
+    for number in range(math.ceil(sequences / per_round)):
         first = number * per_round + dist.get_rank() * settings.batch_size
         indices = range(first, first + settings.batch_size)
-        batch = collate([dataset[index if index < windows else 0] for index in indices])
-        left_over = [index >= windows for index in indices]
+        batch = collate([dataset[index if index < sequences else 0] for index in indices])
+        left_over = [index >= sequences for index in indices]
         batch["labels"][left_over] = IGNORE_INDEX
         yield {name: tensor.to(device) for name, tensor in batch.items()}
 
@@ -408,7 +408,7 @@ def mean_losses(held_out: Iterable[str], totals: torch.Tensor) -> tuple[dict[str
     by_source = {}
     for name, (summed_loss, tokens) in zip(held_out, totals.tolist(), strict=True):
         if not tokens:
-            problem = f"the held-out windows of {name} have no trained token"
+            problem = f"the held-out sequences of {name} have no trained token"
             raise base.UserError(f"--eval-interval: {problem}; use a longer --sequence-length or other data", 1)
         by_source[f"eval_loss/{name}"] = summed_loss / tokens
     summed_loss, tokens = totals.sum(0).tolist()
@@ -434,14 +434,14 @@ def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None
                 f"--show-samples {step}: sample {sample:,} is of the source {name}, which was removed since; give it "
                 f"too, as in --dataset {name}=FILE:1 beside the others"
             )
-        (window,), _ = reader.read(range(sample, sample + 1))
-        tokens = tokens_of(window)
+        (sequence,), _ = reader.read(range(sample, sample + 1))
+        tokens = sequence_tokens(sequence)
         if not isinstance(data.sources[name], PackedDataset):  # a stream, or random tokens
-            lane = sample % data.record.lanes
-            lines += [f"sample {sample:,}: {name}, lane {lane:,}", f"  {excerpt(tokens, tokenizer)}"]
+            shard = sample % data.record.num_shards
+            lines += [f"sample {sample:,}: {name}, shard {shard:,}", f"  {excerpt(tokens, tokenizer)}"]
             continue
         source, index = data.locate(sample)
-        lines.append(f"sample {sample:,}: {name}, window {index:,} of {len(source):,}")
+        lines.append(f"sample {sample:,}: {name}, sequence {index:,} of {len(source):,}")
         borders = [*source.starts_in(index), source.real_tokens(index)]
         for start, end in itertools.pairwise(borders):
             lines.append(f"  from token {start:,}: {excerpt(tokens[start:end], tokenizer)}")

@@ -1,5 +1,5 @@
-"""Corpora: what a source of --dataset is, and its tokens as windows: from the token cache, where it is tokenized once,
-or from token files. The way in for a library (`open_windows`)."""
+"""Corpora: what a source of --dataset is, and its tokens as sequences: from the token cache, where it is tokenized
+once, or from token files. The way in for a library (`open_sequences`)."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from harness.data.contents import read_records
 from harness.data.conversations import LAYOUTS, describe_layouts
 from harness.data.encode import RowFormat, TextFormat, take
 from harness.data.files import DataFile, Listing
-from harness.data.mixture import WindowOrder
+from harness.data.mixture import SequenceOrder
 from harness.data.readers import is_token_file, reader_of
 from harness.data.records import KINDS, MASKED_KINDS, BadRecord, Conversation, Field, kind_of, read_documents
 from harness.data.windows import PackedDataset, PaddedDataset, Tokens
@@ -47,7 +47,7 @@ class Corpus:
     text_field: Field  # of conversations their layout
     is_mapped: bool  # whether its files are token files
     kind: str  # of its records, one of `records.KINDS`; of token files "ids"
-    is_apart: bool = False  # of an --eval-split that is a place of its own: evaluated whole, never trained on
+    is_eval_only: bool = False  # of an --eval-split that is a place of its own: evaluated whole, never trained on
 
     @property
     def name(self) -> str:
@@ -80,25 +80,25 @@ def find(settings: flags.Args) -> list[Corpus]:
 
 def find_all(settings: flags.Args) -> list[Corpus]:
     """The corpora of `find`, listed by this process."""
-    holds_apart = settings.eval_interval and flags.is_place(settings.eval_split) and not settings.show_samples
-    if holds_apart and settings.num_steps == 0:
-        return [find_apart(settings)]
+    has_eval_dataset = settings.eval_interval and flags.is_place(settings.eval_split) and not settings.show_samples
+    if has_eval_dataset and settings.num_steps == 0:
+        return [find_eval_dataset(settings)]
     corpora = []
     if settings.dataset != "synthetic":
         corpora = [find_corpus(settings, source) for source in settings.sources()]
-    if not holds_apart:
+    if not has_eval_dataset:
         return corpora
-    apart = find_apart(settings)
-    held_out = {file.version()[0] for file in apart.files}
+    eval_corpus = find_eval_dataset(settings)
+    eval_files = {file.version()[0] for file in eval_corpus.files}
     for corpus in corpora:
-        if shared := [file for file in corpus.files if file.version()[0] in held_out]:
+        if shared := [file for file in corpus.files if file.version()[0] in eval_files]:
             problem = f"{shared[0]} is in --dataset {corpus.source.dataset} too, which is trained on"
             advice = "take it out of there, or name a pattern without it"
             raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; {advice}")
-    return [*corpora, apart]
+    return [*corpora, eval_corpus]
 
 
-def find_apart(settings: flags.Args) -> Corpus:
+def find_eval_dataset(settings: flags.Args) -> Corpus:
     """The corpus of an --eval-split that is a place of its own: its split `validation`, or `test` where it has none, or
     `train`, which is all where nothing is named as a split."""
     place = str(settings.eval_split)
@@ -107,7 +107,7 @@ def find_apart(settings: flags.Args) -> Corpus:
         split = next((name for name in (DEFAULT_EVAL_SPLIT, "test") if name in listing.splits), "train")
         source = flags.Source(flags.name_of(place), place, None)
         corpus = inspect_source(source, split, text_field_of(settings), None)
-    return dataclasses.replace(corpus, is_apart=True)
+    return dataclasses.replace(corpus, is_eval_only=True)
 
 
 @contextlib.contextmanager
@@ -200,8 +200,8 @@ def needs_tokenizer(settings: flags.Args, corpora: list[Corpus]) -> bool:
         return True
     if settings.dataset == "synthetic" and not corpora:
         return False
-    ends = settings.document_mask or settings.eval_interval or any("[" in corpus.split for corpus in corpora)
-    if ends or settings.packing in ("best-fit", "none") or settings.export:
+    needs_doc_ends = settings.document_mask or settings.eval_interval or any("[" in corpus.split for corpus in corpora)
+    if needs_doc_ends or settings.packing in ("best-fit", "none") or settings.export:
         return True
     return not all(corpus.is_mapped for corpus in corpora)
 
@@ -212,18 +212,18 @@ def masks_documents(settings: flags.Args, corpora: Sequence[Corpus]) -> bool:
     if settings.packing == "none":
         return False
     if settings.document_mask is None:
-        sources = [corpus for corpus in corpora if not corpus.is_apart] or corpora
+        sources = [corpus for corpus in corpora if not corpus.is_eval_only] or corpora
         return any(corpus.has_mask for corpus in sources)
     return settings.document_mask
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Tokens and windows of one corpus
+# Tokens and sequences of one corpus
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How corpora become windows; see `utils.get_dataset`."""
+    """How corpora become sequences; see `utils.get_dataset`."""
 
     tokenizer: Any
     seq_len: int
@@ -279,8 +279,8 @@ class Reading:
                 job.warn(warning)
         tokens = Tokens(opened, self.vocab_size, self.end_of_text)
         if bounds:
-            tokens = self.with_ends(tokens)
-            tokens = tokens.between(*cut_positions(bounds, tokens.ends, len(tokens)))
+            tokens = self.with_doc_ends(tokens)
+            tokens = tokens.between(*cut_positions(bounds, tokens.doc_ends, len(tokens)))
         return tokens, line
 
     def _tokenize(self, corpus: Corpus, of_split: list[DataFile], rows: tuple[int, int] | None) -> tuple:
@@ -309,10 +309,10 @@ class Reading:
 
         return cache.tokenize_once(identity, tokenize, self.cache_dir, self.skip_bad_records)
 
-    def with_ends(self, tokens: Tokens) -> Tokens:
+    def with_doc_ends(self, tokens: Tokens) -> Tokens:
         """The tokens, and where their documents end: one process of a node reads all tokens for it where the files do
         not say it. A UserError where nothing tells."""
-        if tokens.knows_ends or tokens.found_ends is not None:
+        if tokens.has_doc_ends or tokens.known_doc_ends is not None:
             return tokens
         if self.end_of_text is None:
             name = getattr(self.tokenizer, "name_or_path", "the tokenizer")
@@ -320,29 +320,31 @@ class Reading:
             raise base.UserError(
                 f"--dataset {tokens.files[0].name}: it does not say where its documents end, and {problem}"
             )
-        found = base.broadcast_from_node_main(lambda: tokens.whole_ends, self.is_main)
-        return dataclasses.replace(tokens, found_ends=found)
+        found = base.broadcast_from_node_main(lambda: tokens.file_doc_ends, self.is_main)
+        return dataclasses.replace(tokens, known_doc_ends=found)
 
-    def windows(self, tokens: Tokens, place: str) -> PackedDataset:
-        """The tokens as windows; too few for one window are a UserError."""
+    def sequences(self, tokens: Tokens, place: str) -> PackedDataset:
+        """The tokens as sequences; too few for one sequence are a UserError."""
         packing = self.packing or ("best-fit" if tokens.has_mask else "concatenate")
         mask = tokens.has_mask if self.document_mask is None else self.document_mask
-        mask = mask and packing != "none"  # a window has one document
+        mask = mask and packing != "none"  # a sequence has one document
         packed: PackedDataset
         if packing != "concatenate":
             tokenizer = self.tokenizer
             ids = [getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0]
             padding = next(token for token in ids if token is not None)
-            packed = PaddedDataset(self.with_ends(tokens), self.seq_len, packing, padding, self.seed, mask)
+            packed = PaddedDataset(self.with_doc_ends(tokens), self.seq_len, packing, padding, self.seed, mask)
         else:
-            if mask and not tokens.knows_ends and self.end_of_text is None:
-                self.with_ends(tokens)  # the error
+            if mask and not tokens.has_doc_ends and self.end_of_text is None:
+                self.with_doc_ends(tokens)  # the error
             packed = PackedDataset(tokens, self.seq_len, mask)
         if packed.left_out and not len(packed):
-            problem = f"none of its {base.counted(packed.left_out, 'window')} has a token to train on"
+            problem = f"none of its {base.counted(packed.left_out, 'sequence')} has a token to train on"
             raise base.UserError(f"--dataset {place}: {problem}; use a longer --sequence-length, or other data")
         if not len(packed):
-            short = f"{base.counted(len(tokens), 'token')}, too few for one window of --sequence-length {self.seq_len}"
+            short = (
+                f"{base.counted(len(tokens), 'token')}, too few for one sequence of --sequence-length {self.seq_len}"
+            )
             raise base.UserError(f"--dataset {place}: {short}; use a shorter sequence or more text")
         return packed
 
@@ -403,7 +405,7 @@ def rows_of_slice(of_split: list[DataFile], bounds: list[str]) -> tuple[int, int
     return None if first is None or last is None else (first, last)
 
 
-def open_windows(
+def open_sequences(
     reading: Reading,
     dataset: str | Sequence[str],
     split: str | None,
@@ -411,22 +413,22 @@ def open_windows(
     subset: str | None,
     shuffle: bool,
 ) -> PackedDataset | Subset | TrainingData:
-    """The windows of one corpus, or of several mixed, for `utils.get_dataset`."""
+    """The sequences of one corpus, or of several mixed, for `utils.get_dataset`."""
     if not (shuffle or isinstance(dataset, str)):
         raise base.UserError("shuffle=False: a mixture has the order that its shares and its seed give; leave it out")
     sources = flags.sources_of(dataset if isinstance(dataset, str) else tuple(dataset))
     look = functools.partial(inspect_source, split=split, text_field=text_field, subset=subset)
     corpora = base.broadcast_from_node_main(lambda: [look(source) for source in sources], reading.is_main)
     refuse_unused(["--chat-template"] if reading.chat_template else [], corpora)
-    windows = {}
+    sequences = {}
     for source, corpus in zip(sources, corpora, strict=True):
         place = f"{source.dataset}, split {corpus.split!r}"
         tokens, _ = reading.open(corpus, corpus.split)
-        windows[source.name] = reading.windows(tokens, place)
+        sequences[source.name] = reading.sequences(tokens, place)
     if isinstance(dataset, str):
-        packed = windows[sources[0].name]
+        packed = sequences[sources[0].name]
         if not shuffle:
             return packed
-        order: Any = WindowOrder(len(packed), reading.seed)  # computes each number when it is asked for
+        order: Any = SequenceOrder(len(packed), reading.seed)  # computes each number when it is asked for
         return Subset(packed, order)
-    return mix(windows, {source.name: source.weight for source in sources}, reading.seq_len, reading.seed)
+    return mix(sequences, {source.name: source.weight for source in sources}, reading.seq_len, reading.seed)

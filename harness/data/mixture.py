@@ -6,8 +6,8 @@ weights and the block's number, their order from the seed and the number of its 
 without those before it, on any ranks. Other weights begin a new segment, in which each source is read on from where it
 was.
 
-A run that streams has N lanes: sample i is in lane i % N, and a source has a cursor in each. How many of a source come
-before a sample in its lane is counted, block by block, from the segment's first sample on.
+A run that streams has N shards: sample i is in shard i % N, and a source has a cursor in each. How many of a source
+come before a sample in its shard is counted, block by block, from the segment's first sample on.
 """
 
 import bisect
@@ -38,7 +38,9 @@ class Segment:
     first: int  # global sample
     weights: dict[str, Fraction]  # shares of the tokens, up to a common factor
     per_sample: dict[str, Fraction]  # tokens in a sample of each source, on average
-    cursors: dict[str, list[int]] = field(default_factory=dict)  # by source, in each lane; of those not here they are 0
+    cursors: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # by source, in each shard; of those not here they are 0
 
     def shares(self) -> dict[str, float]:
         """Each source's share of the tokens."""
@@ -71,15 +73,15 @@ class Block(NamedTuple):
     """The sources of the samples of a block, by their numbers in `Mixture.names`."""
 
     first: int  # global sample
-    taken: list[int]  # samples of each source before the block, in all lanes
+    taken: list[int]  # samples of each source before the block, in all shards
     order: np.ndarray  # the source of each sample
 
 
 class Mixture:
     """The segments of a run, and the order that follows from them and from the seed."""
 
-    def __init__(self, segments: list[Segment], seed: int, lanes: int = 1):
-        self.segments, self.seed, self.lanes = segments, seed, lanes
+    def __init__(self, segments: list[Segment], seed: int, num_shards: int = 1):
+        self.segments, self.seed, self.num_shards = segments, seed, num_shards
         self.firsts = [segment.first for segment in segments]
         known = [name for segment in segments for name in (*segment.weights, *segment.cursors)]
         self.names = list(dict.fromkeys(known))
@@ -117,23 +119,23 @@ class Mixture:
         inside = np.bincount(block.order[: samples - block.first], minlength=len(self.names))
         return {name: block.taken[number] + int(inside[number]) for number, name in enumerate(self.names)}
 
-    def number_in_lane(self, sample: int) -> int:
-        """How many samples of its source come before a sample in its lane."""
+    def number_in_shard(self, sample: int) -> int:
+        """How many samples of its source come before a sample in its shard."""
         name, _ = self.locate(sample)
-        return int(self.count_lanes(sample)[self.names.index(name), sample % self.lanes])
+        return int(self.count_shards(sample)[self.names.index(name), sample % self.num_shards])
 
     def cursors(self, samples: int) -> dict[str, list[int]]:
-        """How many of the first `samples` of the run are of each source, in each lane."""
-        if self.lanes == 1:
+        """How many of the first `samples` of the run are of each source, in each shard."""
+        if self.num_shards == 1:
             return {name: [count] for name, count in self.counts(samples).items()}
-        return dict(zip(self.names, self.count_lanes(samples).tolist(), strict=True))
+        return dict(zip(self.names, self.count_shards(samples).tolist(), strict=True))
 
-    def count_lanes(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` of the run are of each source (rows) in each lane (columns)."""
+    def count_shards(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` of the run are of each source (rows) in each shard (columns)."""
         segment, block = self.segment_at(samples), self.block_at(samples)
         first, cursors = self.counted
         if not segment.first <= first <= block.first:
-            zeros = [0] * self.lanes
+            zeros = [0] * self.num_shards
             first, cursors = segment.first, np.array([segment.cursors.get(name, zeros) for name in self.names])
         while first < block.first:
             first, cursors = first + BLOCK, cursors + self.count_in_block(first, BLOCK)
@@ -141,17 +143,17 @@ class Mixture:
         return cursors + self.count_in_block(first, samples - first)
 
     def count_in_block(self, first: int, samples: int) -> np.ndarray:
-        """As `count_lanes`, of the first `samples` of the block that begins with the sample `first`."""
-        lanes = np.arange(first, first + samples) % self.lanes
-        places = self.block_at(first).order[:samples] * self.lanes + lanes
-        return np.bincount(places, minlength=len(self.names) * self.lanes).reshape(-1, self.lanes)
+        """As `count_shards`, of the first `samples` of the block that begins with the sample `first`."""
+        shards = np.arange(first, first + samples) % self.num_shards
+        places = self.block_at(first).order[:samples] * self.num_shards + shards
+        return np.bincount(places, minlength=len(self.names) * self.num_shards).reshape(-1, self.num_shards)
 
 
-def with_cursors(begins: list[Segment], seed: int, lanes: int) -> list[Segment]:
+def with_cursors(begins: list[Segment], seed: int, num_shards: int) -> list[Segment]:
     """Segments that follow each other, each with the cursors that those before it leave; the first has its own."""
     segments = begins[:1]
     for begin in begins[1:]:
-        cursors = Mixture(segments, seed, lanes).cursors(begin.first)
+        cursors = Mixture(segments, seed, num_shards).cursors(begin.first)
         segments.append(dataclasses.replace(begin, cursors=cursors))
     return segments
 
@@ -177,27 +179,27 @@ def begin_segments(
     return segments
 
 
-class WindowOrder:
-    """Which window of a source each of its samples is: each epoch is one permutation of its windows, so nothing repeats
-    before all is seen. A pure function of (seed, name, sample); with no name, of (seed, sample)."""
+class SequenceOrder:
+    """Which sequence of a source each of its samples is: each epoch is one permutation of its sequences, so nothing
+    repeats before all is seen. A pure function of (seed, name, sample); with no name, of (seed, sample)."""
 
-    def __init__(self, windows: int, seed: int, name: str | None = None):
-        self.windows = windows
+    def __init__(self, sequences: int, seed: int, name: str | None = None):
+        self.sequences = sequences
         self.key = f"{seed}" if name is None else f"{seed} {name!r}"  # sources of one length are not read side by side
 
-    def window_at(self, sample: int) -> int:
-        """The window that the source's sample of this number is."""
-        epoch, offset = divmod(sample, self.windows)
-        return permuted(offset, self.windows, f"{self.key} {epoch}")
+    def sequence_at(self, sample: int) -> int:
+        """The sequence that the source's sample of this number is."""
+        epoch, offset = divmod(sample, self.sequences)
+        return permuted(offset, self.sequences, f"{self.key} {epoch}")
 
     def __len__(self) -> int:
-        return self.windows
+        return self.sequences
 
     def __getitem__(self, sample: int) -> int:
-        """A window of the first epoch, which is a sequence of them."""
-        if not 0 <= sample < self.windows:
+        """A sequence of the first epoch, which is a sequence of them."""
+        if not 0 <= sample < self.sequences:
             raise IndexError(sample)
-        return self.window_at(sample)
+        return self.sequence_at(sample)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -218,9 +220,9 @@ class DataRecord:
     """What a checkpoint records of a run's data, so far and as planned: from it a resumed run, and `--show-samples`,
     know which sample comes when."""
 
-    sources: dict[str, dict[str, Any]]  # by name: the rules by which each is read, and what tells it from others
+    sources: dict[str, dict[str, Any]]  # by name: the spec of each, how it is read and what tells it from others
     plain: str | None  # whose order is independent of its name: the only source at the run's first start
-    lanes: int
+    num_shards: int
     asked: dict[str, Any]  # the weights and stages of the command line
     segments: list[Segment]  # a resumed run reads on by the last that has begun, --show-samples by those before it too
     step_sizes: list[StepSize]
@@ -229,6 +231,7 @@ class DataRecord:
     def record(self) -> dict[str, Any]:
         """As JSON holds it."""
         record = dataclasses.asdict(self)
+        record["lanes"] = record.pop("num_shards")
         for segment in record["segments"]:
             for name in ("weights", "per_sample"):
                 segment[name] = {source: str(number) for source, number in segment[name].items()}
@@ -258,7 +261,8 @@ def read_record(manifest: dict[str, Any]) -> DataRecord:
         per_sample = {name: Fraction(tokens) for name, tokens in segment["per_sample"].items()}
         segments.append(Segment(segment["first"], weights, per_sample, segment["cursors"]))
     sizes = [StepSize(**size) for size in record["step_sizes"]]
-    return DataRecord(**record | {"segments": segments, "step_sizes": sizes})
+    others = {name: value for name, value in record.items() if name not in ("lanes", "segments", "step_sizes")}
+    return DataRecord(num_shards=record["lanes"], segments=segments, step_sizes=sizes, **others)
 
 
 def renamed(record: DataRecord, names: Collection[str]) -> DataRecord:
@@ -290,7 +294,7 @@ def record_of_run(
     weights: dict[str, Fraction],
     per_sample: dict[str, Fraction],
     samples_per_step: int,
-    lanes: int,
+    num_shards: int,
     before: DataRecord | None = None,
     step: int = 0,
     samples: int = 0,
@@ -298,7 +302,7 @@ def record_of_run(
     """The record of a run that begins, or goes on after `step` steps and `samples` samples.
 
     Args:
-        sources: the rules of each source.
+        sources: the spec of each.
         weights: of each source; `per_sample` the tokens of one of its samples, on average.
         before: what its checkpoint recorded; None for a new run.
     """
@@ -308,20 +312,20 @@ def record_of_run(
     planned = begin_segments(weights, per_sample, stages, settings.num_steps, samples_per_step, step, samples)
     if before is None:
         plain = next(iter(sources)) if len(sources) == 1 else None
-        segments = with_cursors(planned, settings.seed, lanes)
-        return DataRecord(sources, plain, lanes, asked, segments, [StepSize(0, 0, samples_per_step)])
+        segments = with_cursors(planned, settings.seed, num_shards)
+        return DataRecord(sources, plain, num_shards, asked, segments, [StepSize(0, 0, samples_per_step)])
     sizes, segments = before.step_sizes, before.segments
     if sizes[-1].samples != samples_per_step:
         sizes = [*sizes, StepSize(step, samples, samples_per_step)]
     if not same_mixture(before.asked, asked):
         begun = [segment for segment in segments if segment.first < samples]
         planned[0] = dataclasses.replace(
-            planned[0], cursors=Mixture(segments, settings.seed, before.lanes).cursors(samples)
+            planned[0], cursors=Mixture(segments, settings.seed, before.num_shards).cursors(samples)
         )
-        segments = begun + with_cursors(planned, settings.seed, before.lanes)
+        segments = begun + with_cursors(planned, settings.seed, before.num_shards)
     known = before.removed | before.sources
-    removed = {name: rules for name, rules in known.items() if name not in sources}
-    return DataRecord(sources, before.plain, before.lanes, asked, segments, sizes, removed)
+    removed = {name: spec for name, spec in known.items() if name not in sources}
+    return DataRecord(sources, before.plain, before.num_shards, asked, segments, sizes, removed)
 
 
 def same_mixture(one: dict[str, Any], other: dict[str, Any]) -> bool:

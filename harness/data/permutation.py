@@ -1,5 +1,5 @@
-"""Orders that follow from a key: permutations that are computed number by number and stored nowhere, for the windows of
-a source, and parts that are spread evenly, for the sources of a mixture."""
+"""Orders that follow from a key: permutations that are computed number by number and stored nowhere, for the sequences
+of a source, and parts that are spread evenly, for the sources of a mixture."""
 
 import hashlib
 import math

@@ -27,8 +27,8 @@ from harness.data.corpora import (
     Corpus,
     Reading,
     are_token_files,
-    find_apart,
     find_corpus,
+    find_eval_dataset,
     named_by_eval_split,
     parse_split,
 )
@@ -36,16 +36,16 @@ from harness.data.encode import own_tokens_around
 from harness.data.files import DataFile
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
 from harness.data.records import Conversation, Field, read_documents
-from harness.data.stream import HeldOutWindows, Stream
-from harness.data.windows import EVERY, PackedDataset, PaddedDataset, SyntheticDataset, Tokens, tokens_of
+from harness.data.stream import EvalSequences, Stream
+from harness.data.windows import EVERY, PackedDataset, PaddedDataset, SyntheticDataset, Tokens, sequence_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-SYNTHETIC_EVAL_WINDOWS = 1024
+SYNTHETIC_EVAL_SEQUENCES = 1024
 MAX_CUT_SHARE = 0.1  # of conversations that are longer than a sequence, without a warning
 EXAMPLE_RECORDS = 1000  # that are looked through for examples
-STREAM_EVAL_WINDOWS = 256  # of a stream without a split that is held out: all would be all of the corpus
+STREAM_EVAL_SEQUENCES = 256  # of a stream without a split that is held out: all would be all of the corpus
 HELD_OUT = f"one of every {EVERY} documents of it"  # the rules as a checkpoint records them
 HELD_OUT_BY_CONTENT = f"{HELD_OUT}, by content"
 
@@ -55,24 +55,24 @@ HELD_OUT_BY_CONTENT = f"{HELD_OUT}, by content"
 
 
 @dataclass
-class HeldOut:
-    """Windows that are evaluated."""
+class EvalData:
+    """Sequences that are evaluated."""
 
-    windows: Any
+    sequences: Any
     name: str  # in words
 
     def identity(self) -> str:
-        """What tells it from others, of windows of a stream in words."""
-        return self.windows.tokens.fingerprint() if isinstance(self.windows, PackedDataset) else self.name
+        """What tells it from others, of sequences of a stream in words."""
+        return self.sequences.tokens.fingerprint() if isinstance(self.sequences, PackedDataset) else self.name
 
 
 @dataclass
 class OpenedSource:
     """One source of a run."""
 
-    train: Any  # a data set of windows, or a Stream
-    held_out: HeldOut | None  # None where nothing of it is evaluated
-    rules: dict[str, Any]  # how it is read and what tells it from others, as a checkpoint records it
+    train: Any  # a data set of sequences, or a Stream
+    eval_data: EvalData | None  # None where nothing of it is evaluated
+    spec: dict[str, Any]  # how it is read and what tells it from others, as a checkpoint records it
 
 
 def load(
@@ -87,42 +87,42 @@ def load(
     is a place of its own, only that. Every rank calls this.
 
     Args:
-        manifest: that of the checkpoint that the run goes on from: its sources are read by its rules, and the mixture
+        manifest: that of the checkpoint that the run goes on from: its sources are read by its specss, and the mixture
             goes on from its cursors.
-        trained_on: where nothing is trained, the rules of the sources that the weights were trained on, as far as they
+        trained_on: where nothing is trained, the specs of the sources that the weights were trained on, as far as they
             are known. Of any other source without a held-out split all documents are held out.
     """
-    apart = next((corpus for corpus in corpora if corpus.is_apart), None)
-    corpora = [corpus for corpus in corpora if not corpus.is_apart]
+    eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_only), None)
+    corpora = [corpus for corpus in corpora if not corpus.is_eval_only]
     reading = reading_of(settings, tokenizer, config)
-    if apart and not settings.num_steps:
-        return load_apart(settings, apart, reading, trained_on or [])
+    if eval_corpus and not settings.num_steps:
+        return load_eval_dataset(settings, eval_corpus, reading, trained_on or [])
     per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
     before = recorded_data(settings, manifest)
-    lanes = choose_lanes(settings, corpora, before, per_step)
+    num_shards = choose_num_shards(settings, corpora, before, per_step)
     if before and (settings.num_epochs or settings.eval_interval == "epoch"):
         refuse_other_sources(settings, corpora, before)
     opened: dict[str, OpenedSource] = {}
     if settings.dataset == "synthetic":
         opened["synthetic"] = open_synthetic(settings, reading.vocab_size)
     for corpus in corpora:
-        rules = before.sources.get(corpus.name) if before else None
-        if before and rules is None and not settings.num_steps:
+        spec = before.sources.get(corpus.name) if before else None
+        if before and spec is None and not settings.num_steps:
             known = ", ".join(before.sources)
             raise base.UserError(
                 f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}"
             )
         if settings.streaming and not corpus.is_mapped:
-            opened[corpus.name] = open_stream(settings, corpus, reading, rules, lanes, trained_on)
+            opened[corpus.name] = open_stream(settings, corpus, reading, spec, num_shards, trained_on)
         else:
-            opened[corpus.name] = open_cached(settings, corpus, reading, rules, trained_on)
+            opened[corpus.name] = open_cached(settings, corpus, reading, spec, trained_on)
     record = record_of_run(
         settings,
-        {name: source.rules for name, source in opened.items()},
+        {name: source.spec for name, source in opened.items()},
         local_weights(settings, opened),
         {name: tokens_of_a_sample(source.train, settings) for name, source in opened.items()},
         per_step,
-        lanes,
+        num_shards,
         before,
         manifest["step"] if manifest else 0,
         manifest["samples"] if manifest else 0,
@@ -130,18 +130,22 @@ def load(
     data = TrainingData(
         {name: source.train for name, source in opened.items()}, record, settings.sequence_length, settings.seed
     )
-    held_out = {name: source.held_out for name, source in opened.items() if source.held_out}
-    if apart:
-        held_out = {apart.name: open_apart(settings, apart, reading, [source.rules for source in opened.values()])}
+    eval_data = {name: source.eval_data for name, source in opened.items() if source.eval_data}
+    if eval_corpus:
+        eval_data = {
+            eval_corpus.name: open_eval_dataset(
+                settings, eval_corpus, reading, [source.spec for source in opened.values()]
+            )
+        }
     if settings.eval_interval:
-        data.held_out = {name: of_source.windows for name, of_source in held_out.items()}
-        data.held_out_identity = {name: of_source.identity() for name, of_source in held_out.items()}
+        data.eval_data = {name: source_eval.sequences for name, source_eval in eval_data.items()}
+        data.eval_identity = {name: source_eval.identity() for name, source_eval in eval_data.items()}
     if settings.num_steps:
         check_size(settings, data, corpora, per_step)
     data.header = describe(settings, data, opened, corpora, per_step, tokenizer)
-    if apart:
-        data.header["held out"] = describe_held_out(held_out[apart.name])
-    data.beginning = base.broadcast_from_rank_0(lambda: first_words(corpora, data.held_out or data.sources, tokenizer))
+    if eval_corpus:
+        data.header["held out"] = describe_eval_data(eval_data[eval_corpus.name])
+    data.beginning = base.broadcast_from_rank_0(lambda: first_words(corpora, data.eval_data or data.sources, tokenizer))
     return data
 
 
@@ -173,25 +177,25 @@ def count_epoch(
     manifest: dict | None,
     settings: flag_rules.Args,
 ) -> int:
-    """The samples of an epoch: the windows of all sources that are trained on. Every rank calls this.
+    """The samples of an epoch: the sequences of all sources that are trained on. Every rank calls this.
 
     Args:
         manifest: as `load` has it.
         settings: with all that decides how the corpora are cut.
     """
     before, reading = recorded_data(settings, manifest), reading_of(settings, tokenizer, config)
-    windows = 0
+    sequences = 0
     for corpus in corpora:
-        if not corpus.is_apart:
-            rules = before.sources.get(corpus.name) if before else None
-            _, rule = choose_held_out(settings, corpus, rules, HELD_OUT, whole=False)
+        if not corpus.is_eval_only:
+            spec = before.sources.get(corpus.name) if before else None
+            _, rule = choose_eval_split(settings, corpus, spec, HELD_OUT, whole=False)
             tokens, line = reading.open(corpus, corpus.split, warn=False)
             if line.startswith("tokenized"):  # `load` finds it in the cache then
                 job.print0("data      ", line)
             if rule:
-                tokens, _ = reading.with_ends(tokens).divide()
-            windows += len(reading.windows(tokens, f"{corpus.source.dataset}, split {corpus.split!r}"))
-    return windows
+                tokens, _ = reading.with_doc_ends(tokens).divide()
+            sequences += len(reading.sequences(tokens, f"{corpus.source.dataset}, split {corpus.split!r}"))
+    return sequences
 
 
 def refuse_other_sources(settings: flag_rules.Args, corpora: list[Corpus], before: DataRecord) -> None:
@@ -206,9 +210,9 @@ def refuse_other_sources(settings: flag_rules.Args, corpora: list[Corpus], befor
         raise base.UserError(f"{flag}: {problem}; give {advice}")
 
 
-def open_apart(
+def open_eval_dataset(
     settings: flag_rules.Settings, corpus: Corpus, reading: Reading, trained_on: list[dict[str, Any]]
-) -> HeldOut:
+) -> EvalData:
     """What an --eval-split that is a place of its own holds, from the token cache or token files, also beside streams.
     It is an error where one of the sources in `trained_on` has the same tokens."""
     place = settings.eval_split
@@ -217,25 +221,25 @@ def open_apart(
         raise base.UserError(f"--eval-split {place}: {problem}; give --document-mask or --no-document-mask")
     with named_by_eval_split():
         tokens, line = reading.open(corpus, corpus.split)
-        if rules_of_training(trained_on, tokens, reading):
+        if find_trained_spec(trained_on, tokens, reading):
             raise base.UserError(f"--eval-split {place}: its tokens were trained on; give what was not")
-        windows = reading.windows(tokens, f"{place}, split {corpus.split!r}")
+        sequences = reading.sequences(tokens, f"{place}, split {corpus.split!r}")
     job.print0("data      ", f"{place}: {line}")
     if corpus.is_chat:
         lines = base.broadcast_from_rank_0(lambda: reading.chat_format(corpus).describe())
         job.print0("format    ", f"{place}: {lines['format']}")
-    documents = f", {base.counted(len(tokens.ends), 'document')}" if tokens.knows_ends else ""
+    documents = f", {base.counted(len(tokens.doc_ends), 'document')}" if tokens.has_doc_ends else ""
     split = f", {corpus.split}" if len(corpus.listing.splits) > 1 else ""
-    return HeldOut(windows, f"{place}{split}, all of it{documents}")
+    return EvalData(sequences, f"{place}{split}, all of it{documents}")
 
 
-def load_apart(
+def load_eval_dataset(
     settings: flag_rules.Settings, corpus: Corpus, reading: Reading, trained_on: list[dict[str, Any]]
 ) -> TrainingData:
     """An --eval-split that is a place of its own, for an evaluation of it without training."""
-    held_out = open_apart(settings, corpus, reading, trained_on)
-    data = mix({corpus.name: held_out.windows}, {corpus.name: None}, settings.sequence_length, settings.seed)
-    data.held_out, data.header = {corpus.name: held_out.windows}, {"held out": describe_held_out(held_out)}
+    eval_data = open_eval_dataset(settings, corpus, reading, trained_on)
+    data = mix({corpus.name: eval_data.sequences}, {corpus.name: None}, settings.sequence_length, settings.seed)
+    data.eval_data, data.header = {corpus.name: eval_data.sequences}, {"held out": describe_eval_data(eval_data)}
     data.record.sources[corpus.name]["chat"] = corpus.is_chat
     return data
 
@@ -248,37 +252,37 @@ def recorded_data(settings: flag_rules.Args, manifest: dict | None) -> DataRecor
 
 
 def open_synthetic(settings: flag_rules.Settings, vocab_size: int) -> OpenedSource:
-    """Random windows to train on, and others to evaluate on."""
+    """Random sequences to train on, and others to evaluate on."""
     length, seed = settings.sequence_length, settings.seed
     train = SyntheticDataset(vocab_size, length, seed)
-    held_out = None
+    eval_data = None
     if settings.eval_interval:
-        held_out = HeldOut(SyntheticDataset(vocab_size, length, seed + 1, SYNTHETIC_EVAL_WINDOWS), "synthetic")
-    return OpenedSource(train, held_out, {"dataset": f"synthetic, {vocab_size:,} ids"})
+        eval_data = EvalData(SyntheticDataset(vocab_size, length, seed + 1, SYNTHETIC_EVAL_SEQUENCES), "synthetic")
+    return OpenedSource(train, eval_data, {"dataset": f"synthetic, {vocab_size:,} ids"})
 
 
-def rules_of_training(trained_on: list[dict[str, Any]], tokens: Tokens, reading: Reading) -> dict[str, Any] | None:
-    """The rules of the source in `trained_on` that has these tokens, or that part of them which was not held out; None
+def find_trained_spec(trained_on: list[dict[str, Any]], tokens: Tokens, reading: Reading) -> dict[str, Any] | None:
+    """The spec of the source in `trained_on` that has these tokens, or that part of them which was not held out; None
     where none has."""
-    by_digest = {rules["dataset"]: rules for rules in trained_on}
+    by_digest = {spec["dataset"]: spec for spec in trained_on}
     digests = [tokens.fingerprint()] if trained_on else []
-    if any(rules.get("held_out") == HELD_OUT for rules in trained_on):
-        digests.append(reading.with_ends(tokens).divide()[0].fingerprint())
+    if any(spec.get("held_out") == HELD_OUT for spec in trained_on):
+        digests.append(reading.with_doc_ends(tokens).divide()[0].fingerprint())
     return next((by_digest[digest] for digest in digests if digest in by_digest), None)
 
 
-def choose_held_out(
-    settings: flag_rules.Args, corpus: Corpus, rules: dict[str, Any] | None, rule: str, whole: bool
+def choose_eval_split(
+    settings: flag_rules.Args, corpus: Corpus, spec: dict[str, Any] | None, rule: str, whole: bool
 ) -> tuple[str | None, str | None]:
     """(the split that is held out, the rule by which documents of the training split are); None for what does not
     apply. Held out is the split --eval-split; by default the split `validation`, and where there is none some of the
-    documents, or with `whole` all; beside an --eval-split that is a place of its own nothing more than before. `rules`
+    documents, or with `whole` all; beside an --eval-split that is a place of its own nothing more than before. `spec`
     are those of the checkpoint that a run goes on from."""
     if not settings.eval_interval:
         return None, None
-    was_divided = bool(rules and rules["held_out"])
-    split, is_apart = settings.eval_split, flag_rules.is_place(settings.eval_split)
-    is_unknown = bool(split) and not is_apart and parse_split(split)[0] not in corpus.listing.splits
+    was_divided = bool(spec and spec["held_out"])
+    split, is_eval_only = settings.eval_split, flag_rules.is_place(settings.eval_split)
+    is_unknown = bool(split) and not is_eval_only and parse_split(split)[0] not in corpus.listing.splits
     if is_unknown and base.broadcast_from_rank_0(lambda: os.path.exists(split)):
         problem = f"{corpus.source.dataset} has no split of that name"
         raise base.UserError(f"--eval-split {split}: {problem}; for the file or folder of that name give ./{split}")
@@ -286,13 +290,13 @@ def choose_held_out(
         split = DEFAULT_EVAL_SPLIT
     if split is None and whole:
         split = corpus.split
-    if rules and split is None and not was_divided:
+    if spec and split is None and not was_divided:
         problem = f"the run held out nothing of {corpus.source.dataset}, it trained on all of it"
         raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
-    if was_divided and rules["held_out"] != rule:
+    if was_divided and spec["held_out"] != rule:
         how = "needs" if rule == HELD_OUT else "was read without"
         raise base.UserError(f"--dataset {corpus.source.dataset}: what the run held out of it {how} --streaming")
-    if is_apart:
+    if is_eval_only:
         return None, rule if was_divided else None
     return split, rule if split is None or was_divided else None
 
@@ -301,16 +305,16 @@ def open_cached(
     settings: flag_rules.Settings,
     corpus: Corpus,
     reading: Reading,
-    rules: dict[str, Any] | None,
+    spec: dict[str, Any] | None,
     trained_on: list[dict[str, Any]] | None,
 ) -> OpenedSource:
     """A source from the token cache or from token files."""
     opened = None
     if trained_on:
         opened = reading.open(corpus, corpus.split)
-        rules = rules_of_training(trained_on, opened[0], reading)
-    whole = trained_on is not None and not rules
-    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT, whole)
+        spec = find_trained_spec(trained_on, opened[0], reading)
+    whole = trained_on is not None and not spec
+    split, rule = choose_eval_split(settings, corpus, spec, HELD_OUT, whole)
     place = f"{corpus.source.dataset}, split {corpus.split!r}"
     tokens, line = opened or reading.open(corpus, corpus.split)
     of_source = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
@@ -318,41 +322,41 @@ def open_cached(
     warning = token_files.differing_tokenizer(tokens.files, reading.tokenizer)
     if warning:
         job.warn(warning)
-    held_out = None
+    eval_data = None
     if rule:
-        tokens = reading.with_ends(tokens)
-        documents = len(tokens.ends)
+        tokens = reading.with_doc_ends(tokens)
+        documents = len(tokens.doc_ends)
         divided = tokens.divide()
         tokens = divided[0]
-        name = f"{rule}, {len(divided[1].ends):,} of {documents:,}"
+        name = f"{rule}, {len(divided[1].doc_ends):,} of {documents:,}"
         if len(tokens.starts) == 1:
             name = f"the last {100 // EVERY} % of it"
         if not flag_rules.is_place(settings.eval_split):
-            held_out = HeldOut(reading.windows(divided[1], f"{place}, {rule}"), name)
+            eval_data = EvalData(reading.sequences(divided[1], f"{place}, {rule}"), name)
     if split:
         of_split = tokens
         if split != corpus.split:
             of_split, line = reading.open(corpus, split)
             job.print0("data      ", of_source + line)
-        held_out = HeldOut(reading.windows(of_split, f"{corpus.source.dataset}, split {split!r}"), split)
-        if of_split is tokens and tokens.knows_ends:  # elsewhere all tokens would be read to count them
-            held_out.name = f"all of it, {base.counted(len(tokens.ends), 'document')}"
-    train = reading.windows(tokens, place)
+        eval_data = EvalData(reading.sequences(of_split, f"{corpus.source.dataset}, split {split!r}"), split)
+        if of_split is tokens and tokens.has_doc_ends:  # elsewhere all tokens would be read to count them
+            eval_data.name = f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
+    train = reading.sequences(tokens, place)
     trains = settings.num_steps > 0 and not settings.show_samples
     for word, line in describe_packing(corpus, train, reading, with_example=trains).items():
         job.print0(f"{word:10}", of_source + line)
     recorded: dict[str, Any] = {"held_out": rule, "dataset": tokens.fingerprint()}
     if corpus.is_chat:
         recorded["chat"] = True
-    return OpenedSource(train, held_out, recorded)
+    return OpenedSource(train, eval_data, recorded)
 
 
 def open_stream(
     settings: flag_rules.Settings,
     corpus: Corpus,
     reading: Reading,
-    rules: dict[str, Any] | None,
-    lanes: int,
+    spec: dict[str, Any] | None,
+    num_shards: int,
     trained_on: list[dict[str, Any]] | None,
 ) -> OpenedSource:
     """A source that is read while training."""
@@ -381,44 +385,46 @@ def open_stream(
             settings.sequence_length,
             settings.seed,
             settings.skip_bad_records,
-            lanes,
+            num_shards,
             bool(settings.document_mask),
         )
 
     train = stream_of(corpus.split)
     fingerprint = base.broadcast_from_rank_0(train.fingerprint)
     if trained_on:
-        rules = next((rules for rules in trained_on if rules.get("corpus") == fingerprint["corpus"]), None)
-    whole = trained_on is not None and not rules
-    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT_BY_CONTENT, whole)
-    held_out = stream_of(split) if split else copy.copy(train)
+        spec = next((spec for spec in trained_on if spec.get("corpus") == fingerprint["corpus"]), None)
+    whole = trained_on is not None and not spec
+    split, rule = choose_eval_split(settings, corpus, spec, HELD_OUT_BY_CONTENT, whole)
+    eval_stream = stream_of(split) if split else copy.copy(train)
     if rule:
-        train.held_out = False
+        train.eval_only = False
     if rule and not split:
-        held_out.held_out = True
+        eval_stream.eval_only = True
     evaluated = None
     if settings.eval_interval and not flag_rules.is_place(settings.eval_split):
         count = settings.eval_windows
         if not split:
-            count = count or STREAM_EVAL_WINDOWS
-        evaluated = HeldOut(held_out.held_out_windows(count, settings.batch_size), split or rule or "")
-        if len(evaluated.windows) == count:
-            evaluated.name += f", the first {base.counted(count, 'window')}"
+            count = count or STREAM_EVAL_SEQUENCES
+        evaluated = EvalData(eval_stream.eval_sequences(count, settings.batch_size), split or rule or "")
+        if len(evaluated.sequences) == count:
+            evaluated.name += f", the first {base.counted(count, 'sequence')}"
     return OpenedSource(train, evaluated, {"held_out": rule} | fingerprint)
 
 
-def choose_lanes(settings: flag_rules.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
-    """How many lanes a run's samples are in: what the checkpoint says, or --streams, and no more than the chunks of any
-    source. By default the smallest multiple of a step's samples that is not below the number of files: each step then
-    takes one window or none of each lane, and a lane reads about a file or less."""
+def choose_num_shards(
+    settings: flag_rules.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int
+) -> int:
+    """How many shards a run's samples are in: what the checkpoint says, or --streams, and no more than the chunks of
+    any source. By default the smallest multiple of a step's samples that is not below the number of files: each step
+    then takes one sequence or none of each shard, and a shard reads about a file or less."""
     if before:
-        return before.lanes
+        return before.num_shards
     streamed = [corpus for corpus in corpora if settings.streaming and not corpus.is_mapped]
     if not streamed:
         return 1
     of_sources = [corpus.listing.files_in_split(parse_split(corpus.split)[0]) for corpus in streamed]
-    lanes = settings.streams or math.ceil(max(map(len, of_sources)) / per_step) * per_step
-    return min(lanes, *map(stream.most_lanes, of_sources))
+    num_shards = settings.streams or math.ceil(max(map(len, of_sources)) / per_step) * per_step
+    return min(num_shards, *map(stream.max_shards, of_sources))
 
 
 def local_weights(settings: flag_rules.Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
@@ -441,20 +447,20 @@ def local_weights(settings: flag_rules.Settings, opened: dict[str, OpenedSource]
 
 
 def tokens_of_a_sample(train: PackedDataset | SyntheticDataset | Stream, settings: flag_rules.Settings) -> Fraction:
-    """Tokens of a window that are not padding, on average."""
+    """Tokens of a sequence that are not padding, on average."""
     if isinstance(train, PaddedDataset):
         return Fraction(train.total_tokens(), len(train))
     return Fraction(settings.sequence_length)
 
 
 def check_size(settings: flag_rules.Settings, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:
-    """Raises a UserError where a source has fewer windows than one step takes and is alone, or where one would be
+    """Raises a UserError where a source has fewer sequences than one step takes and is alone, or where one would be
     repeated more often than --max-epochs."""
     if len(data.sources) == 1 and data.orders:
         (order,) = data.orders.values()
-        if order.windows < per_step:
-            windows = f"{base.counted(order.windows, 'window')} of {settings.sequence_length} tokens"
-            problem = f"{windows}, too few for one global batch"
+        if order.sequences < per_step:
+            sequences = f"{base.counted(order.sequences, 'sequence')} of {settings.sequence_length} tokens"
+            problem = f"{sequences}, too few for one global batch"
             advice = "use a smaller batch, a shorter sequence or more text"
             split = f", split {corpora[0].split!r}" if corpora else ""
             raise base.UserError(f"--dataset {settings.describe_dataset()}{split}: {problem} of {per_step}; {advice}")
@@ -495,7 +501,7 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reading: Reading, wit
         word, document = ("chat", "conversation") if corpus.is_chat else ("labels", "row")
         if isinstance(train, PaddedDataset) and (warning := warn_of_cuts(train, document)):
             job.warn(warning)
-        documents = base.counted(len(train.tokens.ends), document)
+        documents = base.counted(len(train.tokens.doc_ends), document)
         lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
     if train.has_mask and with_example:
         examples = base.broadcast_from_rank_0(lambda: find_examples(corpus, reading))
@@ -505,7 +511,7 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reading: Reading, wit
 
 def warn_of_cuts(train: PaddedDataset, document: str) -> str:
     """A warning if more documents than MAX_CUT_SHARE are longer than a sequence; else ""."""
-    lengths, cut = np.diff(train.tokens.ends, prepend=0), train.count_cut()
+    lengths, cut = np.diff(train.tokens.doc_ends, prepend=0), train.count_cut()
     if cut <= MAX_CUT_SHARE * len(lengths):
         return ""
     problem = f"{cut:,} of {base.counted(len(lengths), document)} are longer and are cut into pieces"
@@ -520,9 +526,13 @@ def find_examples(corpus: Corpus, reading: Reading) -> str:
     return describe_examples(documents, dataclasses.replace(reading, skip_bad_records=True).encoder(corpus))
 
 
-def describe_left_out(windows: PackedDataset | SyntheticDataset | HeldOutWindows) -> str:
-    """How many windows have no token to train on, in words behind others; "" for none."""
-    return f", left out {base.counted(windows.left_out, 'window')} without a trained token" if windows.left_out else ""
+def describe_left_out(sequences: PackedDataset | SyntheticDataset | EvalSequences) -> str:
+    """How many sequences have no token to train on, in words behind others; "" for none."""
+    return (
+        f", left out {base.counted(sequences.left_out, 'sequence')} without a trained token"
+        if sequences.left_out
+        else ""
+    )
 
 
 def describe_ends(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -559,7 +569,7 @@ def describe(
         place = ", ".join(filter(None, [corpus.source.dataset, settings.dataset_config, corpus.split]))
         files = corpus.listing.describe(parse_split(corpus.split)[0])
         of_source = [f"{place}: {size}", files, describe_tokenizer(train)]
-        for texts, text in zip(found.values(), [*of_source, describe_held_out(source.held_out)], strict=True):
+        for texts, text in zip(found.values(), [*of_source, describe_eval_data(source.eval_data)], strict=True):
             if text:
                 texts.append(text if alone else f"{corpus.name}: {text}")
     lines = {word: "; ".join(texts) for word, texts in found.items() if texts}
@@ -571,30 +581,30 @@ def describe(
         shares += [f"from step {data.record.step_of_sample(segment.first):,} {segment.describe()}" for segment in later]
         lines["mixture"] = "; ".join(shares)
     if data.has_streams:
-        streams = base.counted(data.record.lanes, "logical stream")
+        streams = base.counted(data.record.num_shards, "logical stream")
         lines["streams"] = f"{streams} of each source, divided among ranks and workers"
-        of_rank = lanes_of_rank(data.record.lanes, settings.batch_size, dist.get_world_size())
+        of_rank = shards_per_rank(data.record.num_shards, settings.batch_size, dist.get_world_size())
         if settings.num_steps and of_rank < settings.num_workers:
             idle = f"{settings.num_workers - of_rank:,} of its {settings.num_workers:,} workers have none"
             lines["streams"] += f"; a rank reads {of_rank:,}, so {idle} (a new run with more --streams has more)"
     return lines
 
 
-def lanes_of_rank(lanes: int, batch_size: int, ranks: int) -> int:
-    """How many lanes a rank meets, each `ranks x batch_size` samples so many in a row."""
-    apart = math.gcd(lanes, ranks * batch_size)  # of the lanes at which its microbatches begin
-    return lanes // apart * min(batch_size, apart)
+def shards_per_rank(num_shards: int, batch_size: int, ranks: int) -> int:
+    """How many shards a rank meets, each `ranks x batch_size` samples so many in a row."""
+    step = math.gcd(num_shards, ranks * batch_size)  # of the shards at which its microbatches begin
+    return num_shards // step * min(batch_size, step)
 
 
-def describe_held_out(held_out: HeldOut | None) -> str:
-    """For the header: what is held out, of a source or apart; "" where nothing is."""
-    if held_out is None:
+def describe_eval_data(eval_data: EvalData | None) -> str:
+    """For the header: what is held out, of a source or an eval dataset of its own; "" where nothing is."""
+    if eval_data is None:
         return ""
-    windows = held_out.windows
-    line = f"{held_out.name}: {windows.total_tokens():,} tokens"
-    if windows.has_mask:
-        line += f", {windows.total_trained():,} of them in the loss"
-    return line + describe_left_out(windows)
+    sequences = eval_data.sequences
+    line = f"{eval_data.name}: {sequences.total_tokens():,} tokens"
+    if sequences.has_mask:
+        line += f", {sequences.total_trained():,} of them in the loss"
+    return line + describe_left_out(sequences)
 
 
 def describe_tokenizer(train: PackedDataset | Stream) -> str:
@@ -634,12 +644,12 @@ def end_tokens(
 
 def are_chats(corpora: list[Corpus], record: DataRecord | None) -> bool:
     """True if the corpora that a run reads are conversations; if it reads none, those that `record` is of."""
-    sources = [corpus for corpus in corpora if not corpus.is_apart] or corpora
+    sources = [corpus for corpus in corpora if not corpus.is_eval_only] or corpora
     return any(corpus.is_chat for corpus in sources) if sources else is_chat(record)
 
 
 def is_chat(record: DataRecord | None) -> bool:
-    return record is not None and any(rules.get("chat") for rules in record.sources.values())
+    return record is not None and any(spec.get("chat") for spec in record.sources.values())
 
 
 def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:
@@ -651,7 +661,7 @@ def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreT
     dataset = next(iter(sources.values()))
     if tokenizer is None or isinstance(dataset, Stream | SyntheticDataset):
         return ""
-    text = tokenizer.decode(tokens_of(dataset[0])[:12], skip_special_tokens=True)
+    text = tokenizer.decode(sequence_tokens(dataset[0])[:12], skip_special_tokens=True)
     assert isinstance(text, str)  # of one list of ids
     words = text.replace("\ufffd", "").lstrip(" \n.,;:!?)").split()
     return " ".join(words[:-1] or words)  # the last one may be cut
@@ -695,9 +705,9 @@ def evaluates_own_data(settings: flag_rules.Args, manifest: dict) -> bool:
     )
     if flag_rules.is_place(settings.eval_split):
         trained = files_of_training(run) if dataset != "synthetic" else {}
-        for held_out in find_apart(settings).files:
-            if held_out.version()[0] in trained:
-                problem = f"the run trained on {held_out}"
+        for eval_file in find_eval_dataset(settings).files:
+            if eval_file.version()[0] in trained:
+                problem = f"the run trained on {eval_file}"
                 raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give what it did not train on")
         return False
     trained, read = files_of_training(run), files_of_training(settings)

@@ -1,10 +1,10 @@
-"""Streams: a corpus that is read and tokenized while training. It is cut into chunks, which are dealt to lanes; a rank
-opens the lanes of its own samples.
+"""Streams: a corpus that is read and tokenized while training. It is cut into chunks, which are dealt to shards; a rank
+opens the shards of its own samples.
 
-A chunk is a part of files that can be cut, or a packed file. Each epoch a lane takes its chunks in an order of its own
-and reads each in pieces, whose documents it shuffles. Its windows are cut from their tokens end to end. A position from
-which a window can be read again is (its number in the lane, the chunk counted over epochs, the piece of the chunk, the
-tokens of the piece before the window): of a chunk what is before it is read again but not tokenized.
+A chunk is a part of files that can be cut, or a packed file. Each epoch a shard takes its chunks in an order of its own
+and reads each in pieces, whose documents it shuffles. Its sequences are cut from their tokens end to end. A position
+from which a sequence can be read again is (its number in the shard, the chunk counted over epochs, the piece of the
+chunk, the tokens of the piece before the sequence): of a chunk what is before it is read again but not tokenized.
 """
 
 import bisect
@@ -28,12 +28,12 @@ from harness.data.encode import Encoded, TextFormat, take
 from harness.data.files import DataFile
 from harness.data.readers import reader_of
 from harness.data.records import Field, read_documents
-from harness.data.windows import EVERY, Window, end_labels
+from harness.data.windows import EVERY, PackedSequence, end_labels
 
-LEAST_CHUNK = 2**12  # bytes: a corpus has no more lanes than chunks
-MOST_CHUNK = 2**18  # bytes, and characters of a piece: about what an open lane holds in memory
-ALL_LANES = 2**26  # bytes that the chunks of all lanes together are to have at most
-BATCH = 16  # documents per call of the tokenizer: training waits for the first of each lane
+LEAST_CHUNK = 2**12  # bytes: a corpus has no more shards than chunks
+MOST_CHUNK = 2**18  # bytes, and characters of a piece: about what an open shard holds in memory
+ALL_SHARDS = 2**26  # bytes that the chunks of all shards together are to have at most
+BATCH = 16  # documents per call of the tokenizer: training waits for the first of each shard
 
 Position = tuple[int, int, int, int]
 BEGINNING: Position = (0, 0, 0, 0)
@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 
 class Stream:
-    """The documents of files in lanes."""
+    """The documents of files in shards."""
 
     has_mask = False
 
@@ -60,15 +60,15 @@ class Stream:
         seq_len: int,
         seed: int,
         skip_bad: bool = False,
-        lanes: int = 1,
+        num_shards: int = 1,
         document_mask: bool = False,
     ):
         self.files, self.encoder, self.text_field = files, encoder, text_field
         self.seq_len, self.seed, self.skip_bad, self.document_mask = seq_len, seed, skip_bad, document_mask
-        self.is_uniform = not document_mask  # whether all labels of each window count
-        self.held_out: bool | None = None  # whether it reads the held-out documents, or all but these; None: all
-        self.lanes = lanes
-        self.chunks = cut_into_chunks(files, lanes)
+        self.is_uniform = not document_mask  # whether all labels of each sequence count
+        self.eval_only: bool | None = None  # True: the eval documents alone; False: all but these; None: all
+        self.num_shards = num_shards
+        self.chunks = cut_into_chunks(files, num_shards)
 
     def documents(self, chunk: list[Part], counts: Counter | None = None) -> Iterator:
         """The documents of a chunk; `counts` gets how many are left out."""
@@ -78,31 +78,31 @@ class Stream:
             # texts and token ids only: a stream of conversations is refused
             documents: Iterator[Any] = read_documents(records, self.encoder.vocab_size, self.skip_bad, counts)
             for document in documents:
-                if self.held_out is None or is_held_out(document) == self.held_out:
+                if self.eval_only is None or is_eval_document(document) == self.eval_only:
                     yield document
 
-    def chunks_of(self, lane: int) -> list[list[Part]]:
-        """The chunks that are dealt to a lane; where these hold no document, those of the next lane that has some."""
-        for owner in range(lane, lane + self.lanes):
-            chunks = self.chunks[owner % self.lanes :: self.lanes]
+    def shard_chunks(self, shard: int) -> list[list[Part]]:
+        """The chunks that are dealt to a shard; where these hold no document, those of the next shard that has some."""
+        for owner in range(shard, shard + self.num_shards):
+            chunks = self.chunks[owner % self.num_shards :: self.num_shards]
             if any(True for chunk in chunks for _ in self.documents(chunk)):
                 return chunks
         raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
 
-    def pieces(self, lane: int, chunk: int, piece: int, counts: Counter) -> Iterator[tuple[int, int, list]]:
-        """Endless (chunk, piece, its documents) of a lane, from a piece of a chunk on; `counts` gets how many documents
-        of the first epoch are left out."""
-        chunks = self.chunks_of(lane)
+    def pieces(self, shard: int, chunk: int, piece: int, counts: Counter) -> Iterator[tuple[int, int, list]]:
+        """Endless (chunk, piece, its documents) of a shard, from a piece of a chunk on; `counts` gets how many
+        documents of the first epoch are left out."""
+        chunks = self.shard_chunks(shard)
         while True:
             epoch, place = divmod(chunk, len(chunks))
-            order = np.random.default_rng([self.seed, lane, epoch]).permutation(len(chunks))
+            order = np.random.default_rng([self.seed, shard, epoch]).permutation(len(chunks))
             documents = self.documents(chunks[order[place]], counts if epoch == 0 else None)
             for number in itertools.count():
                 of_piece = list(take(documents, MOST_CHUNK, MOST_CHUNK))
                 if not of_piece:
                     break
                 if number >= piece:
-                    generator = np.random.default_rng([self.seed, lane, chunk, number])
+                    generator = np.random.default_rng([self.seed, shard, chunk, number])
                     yield chunk, number, [of_piece[index] for index in generator.permutation(len(of_piece))]
             chunk, piece = chunk + 1, 0
 
@@ -129,15 +129,15 @@ class Stream:
             "dataset": f"{hashlib.sha256(beginning.tobytes()).hexdigest()[:20]}, then streamed",
         }
 
-    def held_out_windows(self, count: int, batch_size: int) -> "HeldOutWindows":
-        """The first windows in the order of the chunks, which is that of the files but that those which cannot be cut
-        come last; all windows for 0. No more chunks are read than it takes. Ranks read them in turn; each sees the
-        tokens of all and keeps the windows that it evaluates. A UserError where there is not one; every rank calls
+    def eval_sequences(self, count: int, batch_size: int) -> "EvalSequences":
+        """The first sequences in the order of the chunks, which is that of the files but that those which cannot be cut
+        come last; all sequences for 0. No more chunks are read than it takes. Ranks read them in turn; each sees the
+        tokens of all and keeps the sequences that it evaluates. A UserError where there is not one; every rank calls
         this."""
         rank, world = dist.get_rank(), dist.get_world_size()
         most = count or sys.maxsize
-        found = HeldOutWindows(self.seq_len)
-        tokens, ends = np.empty(0, self.encoder.dtype), np.empty(0, np.int64)  # what is in no window yet
+        found = EvalSequences(self.seq_len)
+        tokens, ends = np.empty(0, self.encoder.dtype), np.empty(0, np.int64)  # what is in no sequence yet
         for first in range(0, len(self.chunks), world):
             chunk = self.chunks[first + rank : first + rank + 1]
             wanted = (most - len(found)) * self.seq_len + 1 - len(tokens)
@@ -147,47 +147,47 @@ class Stream:
                 tokens = np.concatenate([tokens, encoded.tokens])
                 while len(tokens) > self.seq_len and len(found) < most:
                     is_mine = len(found) // batch_size % world == rank
-                    found.add(self.first_window(tokens, ends), is_mine)
+                    found.add(self.first_sequence(tokens, ends), is_mine)
                     tokens, ends = tokens[self.seq_len :], ends - self.seq_len
             if len(found) == most:
                 break
         if not len(found):
             problem = (
-                f"{base.counted(len(tokens), 'token')}, too few for one window of --sequence-length {self.seq_len}"
+                f"{base.counted(len(tokens), 'token')}, too few for one sequence of --sequence-length {self.seq_len}"
             )
             raise base.UserError(
                 f"--dataset {self.files[0]}: {problem}; use a shorter sequence, more text or an --eval-split"
             )
         return found
 
-    def first_window(self, tokens: np.ndarray, ends: np.ndarray) -> np.ndarray | Window:
-        """The window that tokens begin with, whose documents end at `ends`, counted from its first token."""
-        window = tokens[: self.seq_len + 1].copy()  # without what comes after it
+    def first_sequence(self, tokens: np.ndarray, ends: np.ndarray) -> np.ndarray | PackedSequence:
+        """The sequence that tokens begin with, whose documents end at `ends`, counted from its first token."""
+        sequence = tokens[: self.seq_len + 1].copy()  # without what comes after it
         if not self.document_mask:
-            return window
+            return sequence
         inside = ends[(ends > 0) & (ends <= self.seq_len)]
-        return Window(window, *end_labels(np.concatenate([[0], inside]), self.seq_len))
+        return PackedSequence(sequence, *end_labels(np.concatenate([[0], inside]), self.seq_len))
 
 
-class HeldOutWindows:
-    """Windows of a stream that are evaluated, of which a rank holds its own, see `batches.eval_batches`."""
+class EvalSequences:
+    """Sequences of a stream that are evaluated, of which a rank holds its own, see `batches.eval_batches`."""
 
     has_mask, left_out = False, 0
 
     def __init__(self, seq_len: int):
         self.seq_len, self.count = seq_len, 0
-        self.held: dict[int, np.ndarray | Window] = {}
+        self.held: dict[int, np.ndarray | PackedSequence] = {}
 
-    def add(self, window: np.ndarray | Window, is_mine: bool) -> None:
+    def add(self, sequence: np.ndarray | PackedSequence, is_mine: bool) -> None:
         if is_mine or self.count == 0:  # every rank has the first one, to fill its last batch with
-            self.held[self.count] = window
+            self.held[self.count] = sequence
         self.count += 1
 
     def __len__(self) -> int:
         """How many all ranks hold."""
         return self.count
 
-    def __getitem__(self, index: int) -> np.ndarray | Window:
+    def __getitem__(self, index: int) -> np.ndarray | PackedSequence:
         return self.held[index]
 
     def total_tokens(self) -> int:
@@ -199,17 +199,17 @@ def joined(parts: list[Encoded]) -> Encoded:
     return Encoded(np.concatenate([part.tokens for part in parts]), np.concatenate([part.lengths for part in parts]))
 
 
-def is_held_out(document: str | np.ndarray) -> bool:
+def is_eval_document(document: str | np.ndarray) -> bool:
     """Whether a document of a stream is held out: by the checksum of its UTF-8, or of its ids as little-endian uint32,
     so that the corpus need not be read before. The same document twice is held out twice."""
     content = document.encode() if isinstance(document, str) else np.asarray(document).astype("<u4").tobytes()
     return zlib.crc32(content) % EVERY == 0
 
 
-def cut_into_chunks(files: list[DataFile], lanes: int) -> list[list[Part]]:
-    """The chunks of a corpus, in the order of its files: a pure function of their sizes and of the number of lanes.
+def cut_into_chunks(files: list[DataFile], num_shards: int) -> list[list[Part]]:
+    """The chunks of a corpus, in the order of its files: a pure function of their sizes and of the number of shards.
 
-    Files that can be cut are cut, end to end, into so many parts of equal size that each lane has as many of them; a
+    Files that can be cut are cut, end to end, into so many parts of equal size that each shard has as many of them; a
     large file is in several chunks, and a chunk may have several small files. Another file is a chunk of its own.
     """
     whole = [[Part(file)] for file in files if not can_be_cut(file)]
@@ -217,9 +217,9 @@ def cut_into_chunks(files: list[DataFile], lanes: int) -> list[list[Part]]:
     ends = list(itertools.accumulate(file.size for file in cut))
     if not cut:
         return whole or [[Part(file)] for file in files]
-    most = max(min(MOST_CHUNK, ALL_LANES // lanes), LEAST_CHUNK)
+    most = max(min(MOST_CHUNK, ALL_SHARDS // num_shards), LEAST_CHUNK)
     most = max(most, *(getattr(reader_of(file.name), "PART_BYTES", 0) for file in cut))
-    count = lanes * -(-ends[-1] // (lanes * most))
+    count = num_shards * -(-ends[-1] // (num_shards * most))
     chunks = []
     for number in range(count):
         first, last = ends[-1] * number // count, ends[-1] * (number + 1) // count
@@ -238,23 +238,23 @@ def can_be_cut(file: DataFile) -> bool:
     return file.packing is None and getattr(reader_of(file.name), "CAN_BE_CUT", False)
 
 
-def most_lanes(files: list[DataFile]) -> int:
-    """How many lanes a corpus may have: no more than chunks."""
+def max_shards(files: list[DataFile]) -> int:
+    """How many shards a corpus may have: no more than chunks."""
     size = sum(file.size for file in files if can_be_cut(file))
     return max(1, size // LEAST_CHUNK + sum(not can_be_cut(file) for file in files))
 
 
-class LaneReader:
-    """The windows of one lane from a position on."""
+class ShardReader:
+    """The sequences of one shard from a position on."""
 
-    def __init__(self, stream: Stream, lane: int, position: Position, counts: Counter):
-        windows, chunk, piece, offset = position
+    def __init__(self, stream: Stream, shard: int, position: Position, counts: Counter):
+        sequences, chunk, piece, offset = position
         self.stream, self.counts = stream, counts
-        self.start = windows * stream.seq_len - offset  # number of the first token in the buffer, in the lane
+        self.start = sequences * stream.seq_len - offset  # number of the first token in the buffer, in the shard
         self.tokens, self.ends = np.empty(0, stream.encoder.dtype), np.empty(0, np.int64)  # the buffer, documents' ends
         self.marks: collections.deque[tuple[int, int, int]] = collections.deque()  # (first token, chunk, piece) in it
-        self.batches = self._read(stream.pieces(lane, chunk, piece, counts))
-        self.last_window = windows
+        self.batches = self._read(stream.pieces(shard, chunk, piece, counts))
+        self.last_sequence = sequences
 
     def _read(self, pieces: Iterator[tuple[int, int, list]]) -> Iterator[None]:
         """Appends to the buffer, batch by batch."""
@@ -267,9 +267,9 @@ class LaneReader:
                 self.ends = np.concatenate([self.ends, end + np.cumsum(encoded.lengths)])
                 yield
 
-    def window(self, number: int) -> np.ndarray | Window:
-        """A window of the lane; those between this one and the last are passed over."""
-        self.last_window = number
+    def sequence(self, number: int) -> np.ndarray | PackedSequence:
+        """A sequence of the shard; those between this one and the last are passed over."""
+        self.last_sequence = number
         first = number * self.stream.seq_len
         last = first + self.stream.seq_len
         while self.start + len(self.tokens) <= last:  # one token more: the last label
@@ -277,8 +277,8 @@ class LaneReader:
             self._drop(first)
         self._drop(first)
         if first < self.start:
-            raise ValueError(f"window {number:,} is wanted, the lane was read from token {self.start:,} on")
-        return self.stream.first_window(self.tokens, self.ends - first)
+            raise ValueError(f"sequence {number:,} is wanted, the shard was read from token {self.start:,} on")
+        return self.stream.first_sequence(self.tokens, self.ends - first)
 
     def _drop(self, first: int) -> None:
         """Drops what is before a token, which may lie beyond all that was read."""
@@ -289,6 +289,6 @@ class LaneReader:
             self.marks.popleft()
 
     def position(self) -> Position:
-        """Where to begin again to get the window that was given last, and those after it."""
+        """Where to begin again to get the sequence that was given last, and those after it."""
         begin, chunk, piece = self.marks[0]
-        return self.last_window, chunk, piece, self.last_window * self.stream.seq_len - begin
+        return self.last_sequence, chunk, piece, self.last_sequence * self.stream.seq_len - begin

@@ -1,4 +1,4 @@
-"""Windows: the tokens of a corpus end to end, and the samples that are cut from them: `seq_len + 1` tokens each, cut
+"""Sequences: the tokens of a corpus end to end, and the samples that are cut from them: `seq_len + 1` tokens each, cut
 anywhere or of whole documents with padding at their end."""
 
 import dataclasses
@@ -33,7 +33,7 @@ class Tokens:
     vocab_size: int | None = None
     end_of_text: int | None = None  # ends a document where no file says where its documents end
     stretches: tuple[np.ndarray, np.ndarray] | None = None  # (starts, stops) of each in the files' tokens; None: all
-    found_ends: np.ndarray | None = None  # `whole_ends`, where they are known
+    known_doc_ends: np.ndarray | None = None  # `file_doc_ends`, where they are known
 
     @functools.cached_property
     def before_files(self) -> np.ndarray:
@@ -61,7 +61,7 @@ class Tokens:
         """The stretches from each of `starts` to before that of `stops`, counted in these tokens, which are one."""
         assert len(self.starts) == 1
         first = self.starts[0]
-        return dataclasses.replace(self, stretches=(starts + first, stops + first), found_ends=self.whole_ends)
+        return dataclasses.replace(self, stretches=(starts + first, stops + first), known_doc_ends=self.file_doc_ends)
 
     def between(self, first: int, last: int) -> "Tokens":
         return self.cut(np.array([first]), np.array([last]))
@@ -69,10 +69,10 @@ class Tokens:
     def __len__(self) -> int:
         return int(self.before[-1])
 
-    def __getitem__(self, window: slice) -> np.ndarray:
+    def __getitem__(self, sequence: slice) -> np.ndarray:
         """These tokens, unsigned integers: a view where one file of that type holds them in one stretch. A UserError
         where one has no embedding."""
-        first, last, _ = window.indices(len(self))
+        first, last, _ = sequence.indices(len(self))
         return self._read(first, last, self._of_file)
 
     def trained(self, first: int, last: int) -> np.ndarray:
@@ -123,23 +123,23 @@ class Tokens:
         return bool(self.files[0].name)
 
     @property
-    def knows_ends(self) -> bool:
+    def has_doc_ends(self) -> bool:
         """Whether the files say where documents end."""
         return all(file.find_ends for file in self.files)
 
     @functools.cached_property
-    def whole_ends(self) -> np.ndarray:
+    def file_doc_ends(self) -> np.ndarray:
         """Where each document of the files ends, int64, ascending, the last one at the end. Where a file does not say
         it, all tokens are read for it."""
-        if self.found_ends is not None:
-            return self.found_ends
+        if self.known_doc_ends is not None:
+            return self.known_doc_ends
         ends = np.concatenate(
-            [self._ends_of(file) + first for file, first in zip(self.files, self.before_files[:-1], strict=True)]
+            [self._find_doc_ends(file) + first for file, first in zip(self.files, self.before_files[:-1], strict=True)]
         )
         is_empty = np.diff(ends, prepend=0) == 0
         return ends[~is_empty] if is_empty.any() else ends
 
-    def _ends_of(self, file: TokenFile) -> np.ndarray:
+    def _find_doc_ends(self, file: TokenFile) -> np.ndarray:
         """Where each document of a file ends, counted in its tokens, empty ones too."""
         if file.find_ends:
             return file.find_ends()
@@ -150,9 +150,9 @@ class Tokens:
         return np.concatenate([*found, [len(file.tokens)]]).astype(np.int64)  # the last one may be empty
 
     @functools.cached_property
-    def ends(self) -> np.ndarray:
+    def doc_ends(self) -> np.ndarray:
         """Where each document of the stretches ends, counted in their tokens; each stretch ends one."""
-        whole = self.whole_ends
+        whole = self.file_doc_ends
         first = np.searchsorted(whole, self.starts, "right")  # the first end inside a stretch
         counts = np.maximum(np.searchsorted(whole, self.stops, "left") - first, 0) + (self.stops > self.starts)
         stretch = np.repeat(np.arange(len(counts)), counts)
@@ -163,8 +163,8 @@ class Tokens:
     def starts_between(self, first: int, last: int) -> np.ndarray:
         """Where documents begin among the tokens from `first` to before `last`, counted from `first`; 0 always, also
         where a document goes on there."""
-        if self.knows_ends:
-            ends = self.ends
+        if self.has_doc_ends:
+            ends = self.doc_ends
             inside = ends[np.searchsorted(ends, first, "right") : np.searchsorted(ends, last, "left")] - first
         else:
             inside = np.flatnonzero(self[first : last - 1] == self.end_of_text) + 1
@@ -174,11 +174,11 @@ class Tokens:
         """(those to train on, those that are held out): one document of every 20 in a row, drawn by a checksum of their
         number, as a corpus may repeat itself every few documents. Of fewer than 20 documents the last 5 % of the
         tokens."""
-        ends = self.ends
+        ends = self.doc_ends
         if len(ends) < EVERY:
             cut = len(self) * (EVERY - 1) // EVERY
             return self.between(0, cut), self.between(cut, len(self))
-        held_out = held_out_numbers(len(ends))
+        held_out = eval_document_numbers(len(ends))
         starts = np.concatenate([[0], ends[:-1]])
         held_starts, held_stops = starts[held_out], ends[held_out]
         kept_starts, kept_stops = np.concatenate([[0], held_stops]), np.concatenate([held_starts, [len(self)]])
@@ -195,7 +195,7 @@ class Tokens:
         return f"{digest.hexdigest()[:20]}, {len(self):,} tokens"
 
 
-def held_out_numbers(documents: int) -> np.ndarray:
+def eval_document_numbers(documents: int) -> np.ndarray:
     """The numbers, from 0 on, of those of so many documents that are held out."""
     groups = range(-(-documents // EVERY))
     numbers = np.array([EVERY * group + zlib.crc32(str(group).encode()) % EVERY for group in groups], np.int64)
@@ -203,11 +203,11 @@ def held_out_numbers(documents: int) -> np.ndarray:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Windows
+# Sequences
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class PackedSequence:
     """A sample that is more than tokens: labels that are not trained on, or documents that do not see each other."""
 
     tokens: np.ndarray  # unsigned integers, shape (seq_len + 1,); there may be padding at its end
@@ -216,28 +216,28 @@ class Window:
     real: int | None = None  # inputs before the padding; None for all
 
 
-def tokens_of(window: np.ndarray | Window) -> np.ndarray:
-    """The tokens of a window, shape (seq_len + 1,)."""
-    return window.tokens if isinstance(window, Window) else window
+def sequence_tokens(sequence: np.ndarray | PackedSequence) -> np.ndarray:
+    """The tokens of a sequence, shape (seq_len + 1,)."""
+    return sequence.tokens if isinstance(sequence, PackedSequence) else sequence
 
 
-def document_lengths(window: np.ndarray | Window) -> np.ndarray:
-    """Inputs of each document, or piece of one, in a window, without padding, int64; their sum alone where documents
+def document_lengths(sequence: np.ndarray | PackedSequence) -> np.ndarray:
+    """Inputs of each document, or piece of one, in a sequence, without padding, int64; their sum alone where documents
     see those before them."""
-    if not isinstance(window, Window):
-        return np.array([len(window) - 1])
-    real = len(window.tokens) - 1 if window.real is None else window.real
-    starts = np.array([0]) if window.starts is None else window.starts
+    if not isinstance(sequence, PackedSequence):
+        return np.array([len(sequence) - 1])
+    real = len(sequence.tokens) - 1 if sequence.real is None else sequence.real
+    starts = np.array([0]) if sequence.starts is None else sequence.starts
     return np.diff(np.append(starts[starts < real], real))
 
 
 class PackedDataset(Dataset):
-    """Windows of `seq_len + 1` tokens; consecutive windows share one token.
+    """Sequences of `seq_len + 1` tokens; consecutive sequences share one token.
 
-    Window i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly once and
-    nothing is lost but the last partial window, and windows without a label that is trained on. A window is a plain
-    array, or a `Window` where not all is trained on or documents are not to see each other: then the last token of one
-    does not predict the first of the next either.
+    PackedSequence i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly
+    once and nothing is lost but the last partial sequence, and sequences without a label that is trained on. A sequence
+    is a plain array, or a `PackedSequence` where not all is trained on or documents are not to see each other: then the
+    last token of one does not predict the first of the next either.
     """
 
     def __init__(
@@ -247,13 +247,13 @@ class PackedDataset(Dataset):
         self.tokens = tokens if isinstance(tokens, Tokens) else Tokens([TokenFile(tokens)], end_of_text=end_of_text)
         self.seq_len, self.document_mask = seq_len, document_mask
         self.has_mask = self.tokens.has_mask
-        # whether each window has `seq_len` inputs and labels that count
+        # whether each sequence has `seq_len` inputs and labels that count
         self.is_uniform = not (self.has_mask or document_mask)
-        self.cut = max(0, (len(self.tokens) - 1) // seq_len)  # windows, those that are left out too
+        self.cut = max(0, (len(self.tokens) - 1) // seq_len)  # sequences, those that are left out too
 
     @functools.cached_property
     def trained_in_cut(self) -> np.ndarray:
-        """Labels that count in each window that is cut, of data with a mask, which is read once."""
+        """Labels that count in each sequence that is cut, of data with a mask, which is read once."""
         last = self.cut * self.seq_len + 1
         mask = self.tokens.trained(1, last)
         counts = mask.reshape(-1, self.seq_len).sum(1, dtype=np.int32)
@@ -264,24 +264,24 @@ class PackedDataset(Dataset):
 
     @functools.cached_property
     def numbers(self) -> np.ndarray | range:
-        """Which of the windows that are cut have a label that counts: these are the windows of the data set. Without a
-        mask all are: a window of documents of one token each has not been met."""
+        """Which of the sequences that are cut have a label that counts: these are the sequences of the data set.
+        Without a mask all are: a sequence of documents of one token each has not been met."""
         return np.flatnonzero(self.trained_in_cut) if self.has_mask else range(self.cut)
 
     @functools.cached_property
     def trained_counts(self) -> np.ndarray:
-        """Labels that count in each window, of data with a mask."""
+        """Labels that count in each sequence, of data with a mask."""
         return self.trained_in_cut[self.numbers]
 
     @functools.cached_property
     def left_out(self) -> int:
-        """How many windows were left out as none of their labels counts."""
+        """How many sequences were left out as none of their labels counts."""
         return self.cut - len(self.numbers)
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, index: int) -> np.ndarray | Window:
+    def __getitem__(self, index: int) -> np.ndarray | PackedSequence:
         """Tokens of shape (seq_len + 1,), unsigned integers."""
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -293,19 +293,19 @@ class PackedDataset(Dataset):
             trained, starts = end_labels(self.tokens.starts_between(first, last + 1), self.seq_len, trained)
         if starts is None and trained is None:
             return tokens
-        return Window(tokens, trained, starts)
+        return PackedSequence(tokens, trained, starts)
 
     def inputs_of(self, index: int) -> tuple[int, int]:
-        """(the first input of a window, the one after its last) among the tokens."""
+        """(the first input of a sequence, the one after its last) among the tokens."""
         first = int(self.numbers[index]) * self.seq_len
         return first, first + self.seq_len
 
     def real_tokens(self, index: int) -> int:
-        """Inputs of a window that are not padding."""
+        """Inputs of a sequence that are not padding."""
         return self.seq_len
 
     def trained_tokens(self, index: int) -> int:
-        """Labels of a window that count."""
+        """Labels of a sequence that count."""
         if self.is_uniform:
             return self.seq_len
         if self.has_mask:
@@ -314,40 +314,40 @@ class PackedDataset(Dataset):
         return self.seq_len - (len(self.tokens.starts_between(first, last + 1)) - 1)
 
     def total_trained(self) -> int:
-        """Labels of all windows that count, of data with a mask."""
+        """Labels of all sequences that count, of data with a mask."""
         return int(self.trained_counts.sum())
 
     def total_tokens(self) -> int:
-        """Inputs of all windows that are not padding."""
+        """Inputs of all sequences that are not padding."""
         return len(self) * self.seq_len
 
     def starts_in(self, index: int) -> list[int]:
-        """Where documents begin among the inputs of a window, 0 first."""
+        """Where documents begin among the inputs of a sequence, 0 first."""
         return self.tokens.starts_between(*self.inputs_of(index)).tolist()
 
 
 def end_labels(begins: np.ndarray, seq_len: int, trained: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(which labels of a window count, where its documents begin among its inputs): of those labels that are `trained`,
-    by default all, not the ones that begin a document. `begins` are the positions from 0 to `seq_len`, 0 first, of the
-    tokens that begin one."""
+    """(which labels of a sequence count, where its documents begin among its inputs): of those labels that are
+    `trained`, by default all, not the ones that begin a document. `begins` are the positions from 0 to `seq_len`, 0
+    first, of the tokens that begin one."""
     trained = np.ones(seq_len, bool) if trained is None else trained
     trained[begins[1:] - 1] = False  # the label of a position is the token behind it
     return trained, begins[begins < seq_len]
 
 
 class PaddedDataset(PackedDataset):
-    """Windows of `seq_len + 1` tokens that hold whole documents, or one, and then padding.
+    """Sequences of `seq_len + 1` tokens that hold whole documents, or one, and then padding.
 
     A document's labels end with it: its last token does not predict the first of the next. Padding is not trained on
-    and counts as no token. A document longer than a window is cut into pieces, see `cut_long`.
+    and counts as no token. A document longer than a sequence is cut into pieces, see `cut_long`.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, packing: str, padding: int, seed: int, document_mask: bool):
-        """`packing` is best-fit, or none for one document, or a piece of one, in each window; `padding` is a token id;
-        without `document_mask` the documents of a window see those before them."""
+        """`packing` is best-fit, or none for one document, or a piece of one, in each sequence; `padding` is a token
+        id; without `document_mask` the documents of a sequence see those before them."""
         super().__init__(tokens, seq_len, document_mask)
         self.is_uniform, self.packing, self.padding = False, packing, padding
-        self.starts, self.lengths = cut_long(tokens.ends, seq_len)  # of the pieces, in tokens
+        self.starts, self.lengths = cut_long(tokens.doc_ends, seq_len)  # of the pieces, in tokens
         if packing == "none":
             self.items, self.begins = np.arange(len(self.lengths)), np.arange(len(self.lengths) + 1)
         else:
@@ -366,19 +366,19 @@ class PaddedDataset(PackedDataset):
         self.real = np.minimum(self.sums(self.lengths), seq_len)
 
     def sums(self, of_pieces: np.ndarray) -> np.ndarray:
-        """The sum of a number of each piece over each window."""
+        """The sum of a number of each piece over each sequence."""
         if not len(self.items):
             return np.zeros(0, np.int64)
         return np.add.reduceat(of_pieces[self.items], self.begins[:-1], dtype=np.int64)
 
     def pieces_of(self, index: int) -> np.ndarray:
-        """The numbers of the pieces in a window."""
+        """The numbers of the pieces in a sequence."""
         return self.items[self.begins[index] : self.begins[index + 1]]
 
     def __len__(self) -> int:
         return len(self.begins) - 1
 
-    def __getitem__(self, index: int) -> Window:
+    def __getitem__(self, index: int) -> PackedSequence:
         """The documents of a bin, the longest first."""
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -394,7 +394,7 @@ class PaddedDataset(PackedDataset):
             filled += length
         starts.append(filled)  # of the padding
         begins = np.array([start for start in starts if start < self.seq_len], np.int64)
-        return Window(tokens, trained[1:], begins if self.document_mask else None, min(filled, self.seq_len))
+        return PackedSequence(tokens, trained[1:], begins if self.document_mask else None, min(filled, self.seq_len))
 
     def real_tokens(self, index: int) -> int:
         return int(self.real[index])
@@ -410,22 +410,22 @@ class PaddedDataset(PackedDataset):
         return (np.cumsum(lengths) - lengths).tolist()
 
     def count_cut(self) -> int:
-        """How many documents are longer than a window, and are cut."""
-        return int((np.diff(self.tokens.ends, prepend=0) > self.seq_len + 1).sum())
+        """How many documents are longer than a sequence, and are cut."""
+        return int((np.diff(self.tokens.doc_ends, prepend=0) > self.seq_len + 1).sum())
 
     def describe(self) -> str:
         """The packing in words."""
-        documents, windows = base.counted(len(self.tokens.ends), "document"), base.counted(len(self), "window")
+        documents, sequences = base.counted(len(self.tokens.doc_ends), "document"), base.counted(len(self), "sequence")
         cut = self.count_cut()
-        longer = f", {cut:,} longer than a window cut" if cut else ""
+        longer = f", {cut:,} longer than a sequence cut" if cut else ""
         padding = 1 - self.total_tokens() / (len(self) * self.seq_len)
-        return f"{self.packing}, {documents} in {windows}{longer}, padding {100 * padding:.1f} %"
+        return f"{self.packing}, {documents} in {sequences}{longer}, padding {100 * padding:.1f} %"
 
 
 def cut_long(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """(where each piece begins, its tokens): documents as pieces of at most `seq_len + 1` tokens, what a window has.
-    Consecutive pieces of a document share one token, as consecutive windows do: each token but a document's first is a
-    label exactly once."""
+    """(where each piece begins, its tokens): documents as pieces of at most `seq_len + 1` tokens, what a sequence has.
+    Consecutive pieces of a document share one token, as consecutive sequences do: each token but a document's first is
+    a label exactly once."""
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     lengths = ends - starts
     counts = np.where(lengths > seq_len + 1, -(-(lengths - 1) // seq_len), 1)
@@ -469,56 +469,56 @@ def best_fit(lengths: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.
 
 
 class SyntheticDataset(Dataset):
-    """Random tokens for throughput runs: window i is a pure function of (seed, i) and is stored nowhere."""
+    """Random tokens for throughput runs: sequence i is a pure function of (seed, i) and is stored nowhere."""
 
     is_uniform = True
     has_mask = False
     left_out = 0
 
-    def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, windows: int = 2**20):
-        self.vocab_size, self.seq_len, self.seed, self.windows = vocab_size, seq_len, seed, windows
+    def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, sequences: int = 2**20):
+        self.vocab_size, self.seq_len, self.seed, self.sequences = vocab_size, seq_len, seed, sequences
 
     def __len__(self) -> int:
-        return self.windows
+        return self.sequences
 
     def __getitem__(self, index: int) -> np.ndarray:
         generator = np.random.Generator(np.random.Philox(key=(self.seed << 32) + index))
         return generator.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.uint32)
 
     def total_tokens(self) -> int:
-        return self.windows * self.seq_len
+        return self.sequences * self.seq_len
 
 
 def create_collate_fn(
     end_of_text: int | None = None, shift_labels: bool = True
-) -> Callable[[list[np.ndarray | Window]], dict[str, torch.Tensor]]:
-    """Makes a batch of windows: `input_ids`, `labels` and `shift_labels`, int64 of shape (batch, seq_len).
+) -> Callable[[list[np.ndarray | PackedSequence]], dict[str, torch.Tensor]]:
+    """Makes a batch of sequences: `input_ids`, `labels` and `shift_labels`, int64 of shape (batch, seq_len).
 
     The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`, or IGNORE_INDEX where
-    the window does not train on it. A plain transformers model would shift `labels` once more; it takes `shift_labels`
-    as they are, but for families that ignore them: prophetnet. Where a window has `starts`, there are `position_ids`
-    too, which begin again at 0 there. With `end_of_text` they do so after each such token of a plain array, whose own
-    label is IGNORE_INDEX: it is the first token of the next document.
+    the sequence does not train on it. A plain transformers model would shift `labels` once more; it takes
+    `shift_labels` as they are, but for families that ignore them: prophetnet. Where a sequence has `starts`, there are
+    `position_ids` too, which begin again at 0 there. With `end_of_text` they do so after each such token of a plain
+    array, whose own label is IGNORE_INDEX: it is the first token of the next document.
     """
 
-    def collate(windows: list[np.ndarray | Window]) -> dict[str, torch.Tensor]:
-        tokens = np.stack([tokens_of(window) for window in windows])
+    def collate(sequences: list[np.ndarray | PackedSequence]) -> dict[str, torch.Tensor]:
+        tokens = np.stack([sequence_tokens(sequence) for sequence in sequences])
         batch = {"input_ids": tokens[:, :-1].astype(np.int64), "labels": tokens[:, 1:].astype(np.int64)}
-        richer = [(row, window) for row, window in enumerate(windows) if isinstance(window, Window)]
-        if end_of_text is not None or any(window.starts is not None for _, window in richer):
+        richer = [(row, sequence) for row, sequence in enumerate(sequences) if isinstance(sequence, PackedSequence)]
+        if end_of_text is not None or any(sequence.starts is not None for _, sequence in richer):
             starts = np.zeros_like(batch["labels"])  # at each token where a document begins, its position
             if end_of_text is not None:
                 is_end = tokens[:, :-1] == end_of_text
-                is_end[[row for row, window in richer if window.starts is not None]] = False
+                is_end[[row for row, sequence in richer if sequence.starts is not None]] = False
                 starts[:, 1:] = np.where(is_end[:, :-1], np.arange(1, starts.shape[1]), 0)
                 batch["labels"][is_end] = IGNORE_INDEX
-            for row, window in richer:
-                if window.starts is not None:
-                    starts[row, window.starts] = window.starts
+            for row, sequence in richer:
+                if sequence.starts is not None:
+                    starts[row, sequence.starts] = sequence.starts
             batch["position_ids"] = np.arange(starts.shape[1]) - np.maximum.accumulate(starts, axis=1)
-        for row, window in richer:
-            if window.trained is not None:
-                batch["labels"][row, ~window.trained] = IGNORE_INDEX
+        for row, sequence in richer:
+            if sequence.trained is not None:
+                batch["labels"][row, ~sequence.trained] = IGNORE_INDEX
         if shift_labels:
             batch["shift_labels"] = batch["labels"].copy()
         return {name: torch.from_numpy(array) for name, array in batch.items()}

@@ -43,7 +43,7 @@ def describe_identity(
         "base": digest_of_base(settings, config),
         "tokenizer": vocabulary,
         "data": as_json(data.record.record()),
-        "held_out": data.held_out_identity,
+        "held_out": data.eval_identity,
     }
 
 
@@ -89,7 +89,7 @@ def check_resume(
         refuse_changed(settings, manifest, ("tokenizer", "model", "dataset"))
         raise base.UserError(f"--tokenizer: its vocabulary is not what it was at the checkpoint; {ADVICE}")
     changed = check_data(settings, data.record, manifest)
-    evaluated_before, evaluated = manifest.get("held_out"), data.held_out_identity
+    evaluated_before, evaluated = manifest.get("held_out"), data.eval_identity
     if evaluated_before and evaluated and list(evaluated_before.values()) != list(evaluated.values()):
         changed.append("other held-out data, whose losses do not compare with those before")
     world_before, world = manifest["world_size"], dist.get_world_size()

@@ -100,7 +100,7 @@ def load(tokenizer, tmp_path, source, **options):
     """The tokens of a source with their mask, as flat lists."""
     options = {"cache_dir": tmp_path / "cache", "shuffle": False} | options
     tokens = utils.get_dataset(tokenizer, 40, dataset=str(source), **options).tokens
-    return tokens[:].tolist(), tokens.trained(0, len(tokens)).tolist(), tokens.ends.tolist()
+    return tokens[:].tolist(), tokens.trained(0, len(tokens)).tolist(), tokens.doc_ends.tolist()
 
 
 def write_lines(path: pathlib.Path, records: list) -> pathlib.Path:

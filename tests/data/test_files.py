@@ -84,7 +84,7 @@ def test_a_name_with_the_words_of_two_splits_is_refused(tmp_path, name):
 def test_an_eval_dataset_of_its_own_is_its_test_split_if_it_has_no_validation(tmp_path, name):
     make(tmp_path, name)
     settings = parse(["--eval-split", tmp_path / "stories", "--eval-interval", "1"])
-    (file,) = corpora.find_apart(settings).files
+    (file,) = corpora.find_eval_dataset(settings).files
     assert file.path == str(tmp_path / name)
 
 

@@ -21,33 +21,33 @@ def segment(first: int, **weights) -> Segment:
     return Segment(first, fractions, dict.fromkeys(weights, Fraction(1)))
 
 
-def record(dataset: str, stages: str = "", *before, lanes: int = 1, samples_per_step: int = 8):
+def record(dataset: str, stages: str = "", *before, num_shards: int = 1, samples_per_step: int = 8):
     """What a run of these flags records, that begins or goes on from (record, steps, samples)."""
     settings = parse_args(["--dataset", *dataset.split(), "--num-steps", "100", *stages.split()])
     weights = {source.name: source.weight for source in settings.sources()}
     ones, rules = dict.fromkeys("abcde", Fraction(1)), {name: {} for name in weights}
-    return record_of_run(settings, rules, weights, ones, samples_per_step, lanes, *before)
+    return record_of_run(settings, rules, weights, ones, samples_per_step, num_shards, *before)
 
 
 @pytest.mark.parametrize("lanes", [1, 4, 7, 24])
 def test_a_mixture_that_changes_at_resumes_reads_each_source_on_from_where_it_was(lanes):
     """Also one that was left out for a while, in a stage as well; and any sample is found by its number alone."""
-    run = record("x/a:3 x/b:2 x/c:1", lanes=lanes, samples_per_step=40)
-    run = record("x/a:1 x/c:5", "--mixture-stage 0.5:a=1", run, 13, 520, lanes=lanes, samples_per_step=40)
+    run = record("x/a:3 x/b:2 x/c:1", num_shards=lanes, samples_per_step=40)
+    run = record("x/a:1 x/c:5", "--mixture-stage 0.5:a=1", run, 13, 520, num_shards=lanes, samples_per_step=40)
     run = record("x/c:1 x/b:1 x/e:0.001", "--mixture-stage 0.75:e=2,b=1", run, 60, 2400, samples_per_step=40)
     run = read_record({"data": json.loads(json.dumps(run.record()))})
     assert [segment.first for segment in run.segments] == [0, 520, 2000, 2400, 3000]
     mixture, taken, in_lane = Mixture(run.segments, 42, lanes), Counter(), Counter()
     for sample in range(6000):
         name, number = mixture.locate(sample)
-        assert (number, mixture.number_in_lane(sample)) == (taken[name], in_lane[name, sample % lanes])
+        assert (number, mixture.number_in_shard(sample)) == (taken[name], in_lane[name, sample % lanes])
         taken[name] += 1
         in_lane[name, sample % lanes] += 1
     assert mixture.counts(6000) == taken and set(taken) == set("abce")
     for sample in random.Random(0).sample(range(6000), 40):
         anew = Mixture(run.segments, 42, lanes)
         assert anew.locate(sample) == mixture.locate(sample)
-        assert anew.number_in_lane(sample) == mixture.number_in_lane(sample)
+        assert anew.number_in_shard(sample) == mixture.number_in_shard(sample)
 
 
 @pytest.mark.parametrize(

@@ -363,7 +363,7 @@ def test_labels_and_masks_beside_ids_are_those_of_the_row(tmp_path, load, name, 
     assert data.tokens.has_mask == (trained is not None)
     if trained:
         assert data.tokens.trained(0, len(data.tokens)).tolist() == trained * 3
-        assert data.document_mask and data.tokens.ends.tolist() == [len(ids), 2 * len(ids), 3 * len(ids)]
+        assert data.document_mask and data.tokens.doc_ends.tolist() == [len(ids), 2 * len(ids), 3 * len(ids)]
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
@@ -376,7 +376,7 @@ def test_labels_and_masks_that_no_window_can_have_are_named(tmp_path, load, line
         load(file, vocab_size=16)
     both = write_jsonl(tmp_path / "both.jsonl", [good, {"input_ids": IDS} | beside, good])
     options = {"vocab_size": 16, "skip_bad_records": True}
-    assert len(load(both, **options).tokens.ends) == 2
+    assert len(load(both, **options).tokens.doc_ends) == 2
     assert line_of(both, **options).endswith(", left out: bad records 1")
 
 
@@ -404,7 +404,7 @@ def test_rows_without_a_trained_token_are_left_out_and_a_corpus_of_such_rows_is_
     with pytest.raises(UserError, match=r"none of its 1 rows has a token to train on by its labels and masks"):
         load(write_jsonl(tmp_path / "none.jsonl", [untrained]), vocab_size=16)
     file = write_jsonl(tmp_path / "a.jsonl", [untrained, {"input_ids": IDS, "labels": IDS}])
-    assert len(load(file, vocab_size=16).tokens.ends) == 1
+    assert len(load(file, vocab_size=16).tokens.doc_ends) == 1
     assert line_of(file, vocab_size=16).endswith(", left out: rows without a trained token 1")
 
 
@@ -446,7 +446,7 @@ def test_each_window_has_a_token_to_train_on_and_the_header_counts_those_left_ou
     assert train([*arguments, *flags], device) == 0  # 60 windows: a whole epoch
     out = capfd.readouterr().out
     data, held_out = re.search(r"^data .*an epoch.*$", out, re.M)[0], re.search(r"^held out .*$", out, re.M)[0]
-    left_out = re.search(r"left out (\d+) windows? without a trained token$", data)
+    left_out = re.search(r"left out (\d+) sequences? without a trained token$", data)
     assert left_out and int(left_out[1]) > 5
     assert "of them in the loss" in held_out
     windows = float(re.search(r"([\d.]+) steps an epoch", data)[1])
@@ -479,7 +479,7 @@ def test_where_no_window_is_left_the_run_is_refused_before_its_first_step(tmp_pa
     folder.mkdir()
     write_jsonl(folder / "train.jsonl", [row])
     flags = ["--dataset", str(folder), *words("--packing concatenate --sequence-length 64 --batch-size 1")]
-    said = "none of its 1 window has a token to train on; use a longer --sequence-length, or other data"
+    said = "none of its 1 sequence has a token to train on; use a longer --sequence-length, or other data"
     assert said in mistake(*flags)
     write_jsonl(folder / "train.jsonl", [{"input_ids": [5] * 100, "labels": [5] * 100}] * 9)
     write_jsonl(folder / "validation.jsonl", [row])

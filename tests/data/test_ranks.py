@@ -39,7 +39,7 @@ def test_of_a_stream_no_more_is_held_out_than_evaluations_take(device, flags, tm
         heads.clear()
         run = [*flags, "--dataset", STORIES / "train.jsonl", "--output-dir", tmp_path / name, *words(more)]
         train(run, device)
-        assert f"by content, the first {windows} windows: {16 * windows:,} tokens" in capfd.readouterr().out
+        assert f"by content, the first {windows} sequences: {16 * windows:,} tokens" in capfd.readouterr().out
         chunks = len([chunks for _, *chunks in heads if chunks])
         assert 1 <= chunks <= 3  # of 12
 
@@ -50,7 +50,7 @@ def keeping_rank(*argv: str) -> None:
 
     def open_and_tell(*args):
         opened = open_stream(*args)
-        windows = opened.held_out.windows
+        windows = opened.eval_data.sequences
         print(f"holds {len(windows.held)} of {len(windows)}", flush=True)
         return opened
 
@@ -148,7 +148,7 @@ def finding_rank(*argv: str) -> None:
     for rank_with_it in (1, 0):
         found = rank_with_it == dist.get_rank()
         os.path.exists = lambda path, found=found: found if path == "held" else exists(path)
-        report_of_ranks(lambda: sources.choose_held_out(settings, corpus, None, sources.HELD_OUT, False))
+        report_of_ranks(lambda: sources.choose_eval_split(settings, corpus, None, sources.HELD_OUT, False))
     stop_processes()
 
 

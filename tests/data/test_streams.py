@@ -22,8 +22,8 @@ from harness.data.encode import TextFormat
 from harness.data.files import find_files
 from harness.data.mixture import DataRecord, Segment, StepSize
 from harness.data.records import DOCUMENT_MARK
-from harness.data.sources import lanes_of_rank
-from harness.data.stream import LaneReader, Stream
+from harness.data.sources import shards_per_rank
+from harness.data.stream import ShardReader, Stream
 
 SEQ_LEN = 16
 END = 0
@@ -57,14 +57,14 @@ def open_stream(tokenizer, monkeypatch):
 
     def open_stream(place, lanes: int = 1, split: str = "train", **options) -> Stream:
         files = find_files(str(place)).files_in_split(split)
-        return Stream(files, TextFormat(tokenizer, 1536), "text", SEQ_LEN, 7, lanes=lanes, **options)
+        return Stream(files, TextFormat(tokenizer, 1536), "text", SEQ_LEN, 7, num_shards=lanes, **options)
 
     return open_stream
 
 
 def documents_of(stream: Stream, lane: int, epoch: int) -> list[str]:
     """The documents of one epoch of a lane in their order."""
-    chunks = len(stream.chunks_of(lane))
+    chunks = len(stream.shard_chunks(lane))
     found = []
     for chunk, _, documents in stream.pieces(lane, epoch * chunks, 0, Counter()):
         if chunk >= (epoch + 1) * chunks:
@@ -89,9 +89,9 @@ def test_the_memory_of_a_lane_is_bounded_whatever_the_size_of_its_file(tmp_path,
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "large.jsonl.gz").write_bytes(gzip.compress((lines * 40).encode()))
     stream = open_stream(tmp_path / "large.jsonl.gz")
-    reader, most = LaneReader(stream, 0, streams.BEGINNING, Counter()), 0
+    reader, most = ShardReader(stream, 0, streams.BEGINNING, Counter()), 0
     for number in range(0, 3000, 10):
-        reader.window(number)
+        reader.sequence(number)
         most = max(most, len(reader.tokens))
     assert most < 2000  # tokens, of some 400,000
 
@@ -102,7 +102,7 @@ def test_the_memory_of_a_lane_is_bounded_whatever_the_size_of_its_file(tmp_path,
 
 def batches_of(stream: Stream, batch_size: int, rank: int = 0, ranks: int = 1, first: int = 0) -> RankBatches:
     one = {"a": Fraction(1)}
-    record = DataRecord({"a": {}}, "a", stream.lanes, {}, [Segment(0, one, one)], [StepSize(0, 0, 1)])
+    record = DataRecord({"a": {}}, "a", stream.num_shards, {}, [Segment(0, one, one)], [StepSize(0, 0, 1)])
     settings = SimpleNamespace(batch_size=batch_size)
     return RankBatches(settings, TrainingData({"a": stream}, record, SEQ_LEN, 7), first, {}, rank, ranks)
 
@@ -116,8 +116,8 @@ def read_by(workers: int, stream: Stream, ranks: int, batch_size: int) -> tuple[
         for worker in range(workers):
             parts = batches_of(stream, batch_size, rank, ranks).rows_of(worker, workers)
             for microbatch, part in enumerate(itertools.islice(parts, 96 // ranks // batch_size)):
-                for row, window in part["windows"].items():
-                    tokens[(microbatch * ranks + rank) * batch_size + row] = window
+                for row, sequence in part["sequences"].items():
+                    tokens[(microbatch * ranks + rank) * batch_size + row] = sequence
     return tokens, sum(tokenized)
 
 
@@ -138,7 +138,7 @@ def test_several_workers_read_the_samples_of_one_and_tokenize_no_document_twice(
 def test_workers_have_the_same_share_of_each_microbatch_wherever_a_run_goes_on(open_stream, corpus, workers):
     for worker in range(workers):
         parts = batches_of(open_stream(corpus, 8), batch_size=8, first=19).rows_of(worker, workers)
-        assert [len(part["windows"]) for part in itertools.islice(parts, 3)] == [8 // workers] * 3
+        assert [len(part["sequences"]) for part in itertools.islice(parts, 3)] == [8 // workers] * 3
 
 
 def test_a_rank_knows_how_many_lanes_it_meets():
@@ -146,7 +146,7 @@ def test_a_rank_knows_how_many_lanes_it_meets():
     for lanes, batch_size, ranks in itertools.product((1, 2, 6, 8, 24, 35), (1, 2, 3, 8, 40), (1, 2, 3, 4)):
         firsts = (microbatch * ranks * batch_size for microbatch in range(lanes))
         met = {(first + row) % lanes for first in firsts for row in range(batch_size)}
-        assert lanes_of_rank(lanes, batch_size, ranks) == len(met), (lanes, batch_size, ranks)
+        assert shards_per_rank(lanes, batch_size, ranks) == len(met), (lanes, batch_size, ranks)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -216,7 +216,7 @@ def test_a_cache_folder_that_cannot_be_made_is_named(load, write_jsonl, tmp_path
 GOOD = b'{"text": "Once upon a time there was a fox who had a red ball and liked it."}\n'
 UNUSABLE = [  # file, content, what the error says after the file's name
     ("data.jsonl", b'{"text": ""}\n', ": it holds no text"),
-    ("data.jsonl", b'{"text": "A"}\n', "too few for one window of --sequence-length"),
+    ("data.jsonl", b'{"text": "A"}\n', "too few for one sequence of --sequence-length"),
     ("data.parquet", b"no parquet", ": cannot be read (Parquet"),
     ("data.jsonl.gz", gzip.compress(b'{"text": "A fox."}\n' * 99, mtime=0)[:-9], ": cannot be read ("),
     ("data.jsonl.gz", gzip.compress(GOOD)[:12] + b"\xff" * 99, ": cannot be read ("),

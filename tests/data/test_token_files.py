@@ -22,7 +22,7 @@ from harness.base.errors import UserError
 from harness.data.contents import open_token_file
 from harness.data.files import find_files
 from harness.data.token_files import TokenFile
-from harness.data.windows import Tokens, Window, held_out_numbers
+from harness.data.windows import PackedSequence, Tokens, eval_document_numbers
 
 VOCAB = 1536  # of the demo model
 END = 0  # end-of-text of its tokenizer
@@ -80,7 +80,7 @@ def test_a_document_of_megatron_may_be_several_sequences_or_none(tmp_path):
     flat(tmp_path / "a.bin", range(10))
     formats.write_index(tmp_path / "a.idx", [2, 3, 1, 4], [0, 4, 10, 12], [0, 0, 2, 2, 4])
     tokens = open_tokens(tmp_path / "a.bin")
-    assert tokens.ends.tolist() == [5, 10]
+    assert tokens.doc_ends.tolist() == [5, 10]
 
 
 def test_a_slice_is_cut_at_the_ends_of_documents(tmp_path, load):
@@ -91,7 +91,7 @@ def test_a_slice_is_cut_at_the_ends_of_documents(tmp_path, load):
 
 
 def test_held_out_are_the_same_documents_by_an_index_and_by_end_of_text_tokens(tmp_path):
-    numbers = held_out_numbers(len(DOCUMENTS))
+    numbers = eval_document_numbers(len(DOCUMENTS))
     expected = np.concatenate([DOCUMENTS[number] for number in numbers]).tolist()
     for file in (datatrove(tmp_path), flat(tmp_path / "a.bin")):
         kept, held = open_tokens(file).divide()
@@ -251,7 +251,7 @@ def test_windows_are_pickled_without_the_tokens_of_their_files(tmp_path, load, n
 
 
 def parts_of(window) -> tuple:
-    return (window.tokens, window.trained, window.starts) if isinstance(window, Window) else (window,)
+    return (window.tokens, window.trained, window.starts) if isinstance(window, PackedSequence) else (window,)
 
 
 @pytest.fixture
