@@ -46,10 +46,10 @@ Positions = dict[str, dict[int, Position]]  # by source and shard
 
 @dataclass(eq=False)
 class TrainingData:
-    """What a run trains on.
+    """The training data of a run.
 
-    Sample i of the run comes from the source that the mixture says. Of a data set the m-th sample that is taken is the
-    one of number m in the order of `SequenceOrder`; of a stream it is the next sequence of the shard i % N.
+    Sample i is in shard i % N (N is 1 without streams) and comes from the source that the mixture says. The m-th sample
+    of a data set in shard s is number m * N + s in its `SequenceOrder`; that of a stream is the shard's m-th sequence.
     """
 
     sources: dict[str, Any]  # data sets of sequences, and streams
@@ -88,12 +88,6 @@ class TrainingData:
     def has_streams(self) -> bool:
         return any(isinstance(source, Stream) for source in self.sources.values())
 
-    @property
-    def knows_trained(self) -> bool:
-        """Whether it is known how many tokens of a sample are trained on before it is read: not of a stream that keeps
-        documents apart."""
-        return self.is_uniform or not self.has_streams
-
     @functools.cached_property
     def has_padding(self) -> bool:
         padded = [source for source in self.sources.values() if isinstance(source, PaddedDataset)]
@@ -108,7 +102,8 @@ class TrainingData:
     def locate(self, sample: int) -> tuple[Any, int]:
         """(the data set that a global sample comes from, its sequence there); not of streams."""
         name, number = self.mixture.locate(sample)
-        return self.sources[name], self.orders[name].sequence_at(number)
+        shards = self.record.num_shards
+        return self.sources[name], self.orders[name].sequence_at(number * shards + sample % shards)
 
     def count_tokens(self, samples: range) -> int:
         """Tokens of global samples that are not padding."""
@@ -116,13 +111,9 @@ class TrainingData:
             return len(samples) * self.seq_len
         return sum(source.real_tokens(sequence) for source, sequence in map(self.locate, samples))
 
-    def count_trained(self, samples: range) -> int:
-        """Tokens of global samples that are trained on; not of streams."""
-        return sum(source.trained_tokens(sequence) for source, sequence in map(self.locate, samples))
-
     def epochs(self, samples: int) -> dict[str, float]:
         """How often each source is read by the first `samples` of the run; without streams, whose size is not known."""
-        counts = self.mixture.counts(samples)
+        counts = self.mixture.counts(samples) if self.orders else {}
         return {name: counts.get(name, 0) / order.sequences for name, order in self.orders.items()}
 
     def ends_epoch(self, step: int) -> bool:
@@ -174,11 +165,11 @@ class SampleReader:
         sequences = []
         positions: Positions = {}
         for sample in samples:
-            name, _ = self.data.mixture.locate(sample)
+            name, number = self.data.mixture.locate(sample)
             if isinstance(self.data.sources[name], Stream):
                 shard = sample % self.data.record.num_shards
                 reader = self.shard(name, shard)
-                sequences.append(reader.sequence(self.data.mixture.number_in_shard(sample)))
+                sequences.append(reader.sequence(number))
                 positions.setdefault(name, {}).setdefault(shard, reader.position())
             else:
                 sequences.append(self.data[sample])
@@ -239,7 +230,7 @@ def training_batches(
     each time they are ten times as many.
     """
     batches = read_batches(settings, data, state, device)
-    return batches if data.knows_trained else count_labels(batches, settings.gradient_accumulation_steps)
+    return batches if data.is_uniform else count_labels(batches, settings.gradient_accumulation_steps)
 
 
 def count_labels(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[dict[str, Any]]:
@@ -256,7 +247,7 @@ def count_labels(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[d
 def read_batches(
     settings: flags.Settings, data: TrainingData, state: DataPosition, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """The microbatches of `training_batches`, with the `loss_divisor` of those whose data say it."""
+    """The microbatches of `training_batches`, without a `loss_divisor`."""
     loader = DataLoader(
         RankBatches(settings, data, state.samples, state.positions, dist.get_rank(), dist.get_world_size()),
         batch_size=None,
@@ -342,11 +333,7 @@ class RankBatches(IterableDataset):
         for microbatch in itertools.count(worker, workers):
             samples = self.samples_of(microbatch)
             sequences, _ = reader.read(samples)
-            batch: dict[str, Any] = {**collate(sequences), "document_lengths": lengths_in(sequences)}
-            if not self.data.is_uniform:
-                step = microbatch // self.settings.gradient_accumulation_steps
-                batch["loss_divisor"] = self.loss_divisor(step, samples)
-            yield batch
+            yield {**collate(sequences), "document_lengths": lengths_in(sequences)}
 
     def rows_of(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Of every microbatch the sequences of the worker's own shards, by row, and the positions of these shards. The
@@ -366,19 +353,6 @@ class RankBatches(IterableDataset):
     def samples_of(self, microbatch: int) -> range:
         first = self.first_sample + (microbatch * self.world_size + self.rank) * self.settings.batch_size
         return range(first, first + self.settings.batch_size)
-
-    def loss_divisor(self, step: int, samples: range) -> float:
-        """What the mean loss of a microbatch of a step, from 0 on, is divided by, see `training_batches`."""
-        per_step = self.world_size * self.settings.batch_size * self.settings.gradient_accumulation_steps
-        first = self.first_sample + step * per_step
-        in_step = self.data.count_trained(range(first, first + per_step))
-        if not in_step:
-            number = self.data.record.step_of_sample(first)
-            problem = f"step {number:,} has no trained token in its samples {first:,} to {first + per_step - 1:,}"
-            advice = f"--show-samples {number} shows them; use a longer --sequence-length, larger batches or other data"
-            raise base.UserError(f"--dataset: {problem}; {advice}")
-        trained = self.data.count_trained(samples)
-        return in_step / (trained * self.world_size) if trained else math.inf
 
 
 def eval_batches(

@@ -245,10 +245,16 @@ def load_eval_dataset(
 
 
 def recorded_data(settings: flag_rules.Args, manifest: dict | None) -> DataRecord | None:
-    """What a checkpoint's manifest records of the data; the only source has the name that it has now."""
+    """What a checkpoint's manifest records of the data; the only source has the name that it has now. A UserError for a
+    mixture of streams from an earlier version, which had another order."""
     if not manifest:
         return None
-    return renamed(read_record(manifest), [source.name for source in settings.sources()])
+    record = read_record(manifest)
+    is_mixture = len({name for segment in record.segments for name in segment.weights}) > 1
+    if settings.num_steps and record.num_shards > 1 and is_mixture and "cursors" in manifest["data"]["segments"][0]:
+        problem = "its mixture of streams was recorded by an earlier version, which had another order"
+        raise base.UserError(f"--resume {settings.resume}: {problem}; start a new run from an --export of it")
+    return renamed(record, [source.name for source in settings.sources()])
 
 
 def open_synthetic(settings: flag_rules.Settings, vocab_size: int) -> OpenedSource:

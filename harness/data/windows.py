@@ -304,15 +304,6 @@ class PackedDataset(Dataset):
         """Inputs of a sequence that are not padding."""
         return self.seq_len
 
-    def trained_tokens(self, index: int) -> int:
-        """Labels of a sequence that count."""
-        if self.is_uniform:
-            return self.seq_len
-        if self.has_mask:
-            return int(self.trained_counts[index])
-        first, last = self.inputs_of(index)
-        return self.seq_len - (len(self.tokens.starts_between(first, last + 1)) - 1)
-
     def total_trained(self) -> int:
         """Labels of all sequences that count, of data with a mask."""
         return int(self.trained_counts.sum())
@@ -398,9 +389,6 @@ class PaddedDataset(PackedDataset):
 
     def real_tokens(self, index: int) -> int:
         return int(self.real[index])
-
-    def trained_tokens(self, index: int) -> int:
-        return int(self.trained_counts[index])
 
     def total_tokens(self) -> int:
         return int(self.real.sum())

@@ -29,25 +29,23 @@ def record(dataset: str, stages: str = "", *before, num_shards: int = 1, samples
     return record_of_run(settings, rules, weights, ones, samples_per_step, num_shards, *before)
 
 
-@pytest.mark.parametrize("lanes", [1, 4, 7, 24])
-def test_a_mixture_that_changes_at_resumes_reads_each_source_on_from_where_it_was(lanes):
+@pytest.mark.parametrize("shards", [1, 4, 7, 24])
+def test_a_mixture_that_changes_at_resumes_reads_each_source_on_from_where_it_was(shards):
     """Also one that was left out for a while, in a stage as well; and any sample is found by its number alone."""
-    run = record("x/a:3 x/b:2 x/c:1", num_shards=lanes, samples_per_step=40)
-    run = record("x/a:1 x/c:5", "--mixture-stage 0.5:a=1", run, 13, 520, num_shards=lanes, samples_per_step=40)
+    run = record("x/a:3 x/b:2 x/c:1", num_shards=shards, samples_per_step=40)
+    run = record("x/a:1 x/c:5", "--mixture-stage 0.5:a=1", run, 13, 520, num_shards=shards, samples_per_step=40)
     run = record("x/c:1 x/b:1 x/e:0.001", "--mixture-stage 0.75:e=2,b=1", run, 60, 2400, samples_per_step=40)
     run = read_record({"data": json.loads(json.dumps(run.record()))})
     assert [segment.first for segment in run.segments] == [0, 520, 2000, 2400, 3000]
-    mixture, taken, in_lane = Mixture(run.segments, 42, lanes), Counter(), Counter()
+    mixture, taken, in_shard = Mixture(run.segments, 42, shards), Counter(), Counter()
     for sample in range(6000):
         name, number = mixture.locate(sample)
-        assert (number, mixture.number_in_shard(sample)) == (taken[name], in_lane[name, sample % lanes])
+        assert number == in_shard[name, sample % shards]
         taken[name] += 1
-        in_lane[name, sample % lanes] += 1
+        in_shard[name, sample % shards] += 1
     assert mixture.counts(6000) == taken and set(taken) == set("abce")
     for sample in random.Random(0).sample(range(6000), 40):
-        anew = Mixture(run.segments, 42, lanes)
-        assert anew.locate(sample) == mixture.locate(sample)
-        assert anew.number_in_shard(sample) == mixture.number_in_shard(sample)
+        assert Mixture(run.segments, 42, shards).locate(sample) == mixture.locate(sample)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +69,17 @@ def test_each_source_has_its_share_at_the_end_of_a_block_and_nearly_so_inside(we
     assert (apart <= within + 2 + 2 * shares * (len(weights) - 2)).all() and apart.max() < within + 3
 
 
-@pytest.mark.parametrize("weights, lanes", [({"a": 1, "b": 1}, 8), ({"a": 7, "b": 3}, 10), (WEIGHTS, 1024)])
-def test_each_lane_has_about_its_share_of_each_source(weights, lanes):
-    """Also where a regular order would give all samples of a source to every second lane."""
-    samples, total = 1000 * lanes, sum(weights.values())
-    mixture = Mixture([segment(0, **weights)], 3, lanes)
-    for name, of_lanes in mixture.cursors(samples).items():
+@pytest.mark.parametrize("weights, shards", [({"a": 1, "b": 1}, 8), ({"a": 7, "b": 3}, 10), (WEIGHTS, 1024)])
+def test_each_shard_has_about_its_share_of_each_source(weights, shards):
+    """Also where a regular order would give all samples of a source to every second shard."""
+    samples, total = 1000 * shards, sum(weights.values())
+    mixture = Mixture([segment(0, **weights)], 3, shards)
+    found = np.array([mixture.count_in_shard(1000, shard) for shard in range(shards)])
+    for name, by_shard in zip(mixture.names, found.T, strict=True):
         share = weights[name] / total
         spread = math.sqrt(1000 * share * (1 - share))  # of independent draws
-        assert np.abs(np.array(of_lanes) - 1000 * share).max() < 6 * spread + 2, name
+        assert np.abs(by_shard - 1000 * share).max() < 6 * spread + 2, name
+    assert mixture.counts(samples) == dict(zip(mixture.names, found.sum(0).tolist(), strict=True))
 
 
 def test_the_order_of_sources_is_the_one_that_checkpoints_go_on_in():
