@@ -25,11 +25,19 @@ import numpy as np
 import tokenizers
 
 from harness import base
-from harness.data import cache
-from harness.data.conversations import LAYOUTS, ROLES, calls_of, find_document, is_objects, layout_of
-from harness.data.encode import Encoded, TextFormat, backend_of, encode_texts, own_tokens_around, take
 from harness.data.omissions import Omission, changed_contents, shape_of, texts_in, with_marks
-from harness.data.records import BadRecord, Conversation, refuse_or_count
+from harness.data.schema import (
+    LAYOUTS,
+    ROLES,
+    BadRecord,
+    Conversation,
+    calls_of,
+    find_document,
+    is_objects,
+    layout_of,
+    refuse_or_count,
+)
+from harness.data.tokenize import WARNING, Encoded, TextFormat, backend_of, encode_texts, own_tokens_around, take
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -267,7 +275,7 @@ class ChatFormat(TextFormat):
             if omission.is_fault:
                 raise BadConversationError(omission.text)
             place = self.first_places.setdefault(omission.text, conversation.place)
-            counts[f"{cache.WARNING}{place}: {omission.text}"] += 1
+            counts[f"{WARNING}{place}: {omission.text}"] += 1
 
     def find_omissions(self, conversation: Conversation, template: str) -> list[Omission]:
         """What a template leaves out of conversations of this shape."""

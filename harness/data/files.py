@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from harness import base, flags
-from harness.data import readers, stores
-from harness.data.records import COMPRESSIONS
+from harness.data import formats, stores
+from harness.data.formats import COMPRESSIONS
 
 # The words of names and the patterns are those of `datasets.data_files`.
 SPLIT_KEYWORDS = {
@@ -105,7 +105,7 @@ def find_files(place: str, subset: str | None = None) -> Listing:
         candidates = [DataFile(url, *stores.size_and_mark(url, info)) for url, info in stores.list_url(path)]
     elif os.path.exists(path) or glob.has_magic(path):
         is_pattern, (candidates, left_out) = not os.path.exists(path), list_paths(path)
-    elif readers.reader_of(place) or not flags.may_be_on_the_hub(place):
+    elif formats.find_format(place) or not flags.may_be_on_the_hub(place):
         beside = f"; there is {place}.bin" if os.path.exists(f"{path}.bin") else ""  # which Megatron names without
         raise base.UserError(f"--dataset {place}: no such file or folder{beside}")
     else:
@@ -118,9 +118,9 @@ def find_files(place: str, subset: str | None = None) -> Listing:
         name = names[file]
         if not is_one_file and any(part.startswith(".") for part in name.split("/")):
             continue
-        if is_data(file.name) or (is_one_file and readers.reader_of(file.name)):
+        if is_data(file.name) or (is_one_file and formats.find_format(file.name)):
             files.append(file)
-        elif not file.name.endswith(readers.companions()):
+        elif not file.name.endswith(formats.companions()):
             left_out.append(name if name.isprintable() else ascii(name))
     if not all(needs_exclusive_format(file) for file in files):
         left_out += [names[file] for file in files if needs_exclusive_format(file)]
@@ -142,12 +142,12 @@ def find_files(place: str, subset: str | None = None) -> Listing:
 
 def is_data(name: str) -> bool:
     """True for a file of a folder that is read, by its name."""
-    return readers.reader_of(name) is not None and not NO_DATA.fullmatch(name.lower())
+    return formats.find_format(name) is not None and not NO_DATA.fullmatch(name.lower())
 
 
 def needs_exclusive_format(file: DataFile) -> bool:
     """Whether a file is data only where no other data files lie beside it."""
-    return getattr(readers.reader_of(file.name), "ONLY_ALONE", False)
+    return getattr(formats.find_format(file.name), "ONLY_ALONE", False)
 
 
 def find_splits(place: str, names: list[str]) -> list[str]:
@@ -171,7 +171,7 @@ def split_in(place: str, name: str, parts: list[str]) -> str:
 
 
 def describe_nothing(left_out: list[str]) -> str:
-    suffixes, packed = "/".join(readers.suffixes()), "/".join(COMPRESSIONS)
+    suffixes, packed = "/".join(formats.suffixes()), "/".join(COMPRESSIONS)
     seen = f"there is only {base.shortened(left_out)}; convert it" if left_out else "there are no files"
     return f"needs {suffixes} files, which may be packed as {packed}; {seen}"
 
@@ -227,7 +227,7 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
     except Exception as error:
         cause = base.first_line(stores.root_of(error))
         problem = f"not a local file or folder, and not to be had from the hub ({cause})"
-        hint = f"without a network use a local {'/'.join(readers.suffixes())} file or folder, 'synthetic' or 'demo'"
+        hint = f"without a network use a local {'/'.join(formats.suffixes())} file or folder, 'synthetic' or 'demo'"
         raise base.UserError(f"--dataset {dataset}: {problem}; {hint}") from error
     splits, left_out = {}, []
     roots = {re.match(r"(hf://(?:[^/]+/){2}[^/]+)?", path)[0] for paths in found.values() for path in paths}

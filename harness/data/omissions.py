@@ -11,8 +11,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from harness.data.conversations import NAMES_AND_WEIGHTS, calls_of, parts_of
-from harness.data.records import Conversation
+from harness.data.schema import NAMES_AND_WEIGHTS, Conversation, calls_of, parts_of
 
 
 class Omission(NamedTuple):

@@ -21,7 +21,6 @@ from harness import flags as flag_rules
 from harness.data import stream, token_files
 from harness.data.batches import TrainingData, describe_step, mix
 from harness.data.chat import describe_examples, ends_of_answers, render_user_message
-from harness.data.contents import read_records
 from harness.data.corpora import (
     DEFAULT_EVAL_SPLIT,
     Corpus,
@@ -32,11 +31,12 @@ from harness.data.corpora import (
     named_by_eval_split,
     parse_split,
 )
-from harness.data.encode import own_tokens_around
 from harness.data.files import DataFile
+from harness.data.formats import read_records
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
-from harness.data.records import Conversation, Field, read_documents
+from harness.data.schema import Conversation, Field, read_documents
 from harness.data.stream import HeldOutWindows, Stream
+from harness.data.tokenize import own_tokens_around
 from harness.data.windows import EVERY, PackedDataset, PaddedDataset, SyntheticDataset, Tokens, tokens_of
 
 if TYPE_CHECKING:

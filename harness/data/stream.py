@@ -23,11 +23,10 @@ import numpy as np
 import torch.distributed as dist
 
 from harness import base
-from harness.data.contents import read_records
-from harness.data.encode import Encoded, TextFormat, take
 from harness.data.files import DataFile
-from harness.data.readers import reader_of
-from harness.data.records import Field, read_documents
+from harness.data.formats import find_format, read_records
+from harness.data.schema import Field, read_documents
+from harness.data.tokenize import Encoded, TextFormat, take
 from harness.data.windows import EVERY, Window, end_labels
 
 LEAST_CHUNK = 2**12  # bytes: a corpus has no more lanes than chunks
@@ -218,7 +217,7 @@ def cut_into_chunks(files: list[DataFile], lanes: int) -> list[list[Part]]:
     if not cut:
         return whole or [[Part(file)] for file in files]
     most = max(min(MOST_CHUNK, ALL_LANES // lanes), LEAST_CHUNK)
-    most = max(most, *(getattr(reader_of(file.name), "PART_BYTES", 0) for file in cut))
+    most = max(most, *(getattr(find_format(file.name), "PART_BYTES", 0) for file in cut))
     count = lanes * -(-ends[-1] // (lanes * most))
     chunks = []
     for number in range(count):
@@ -235,7 +234,7 @@ def cut_into_chunks(files: list[DataFile], lanes: int) -> list[list[Part]]:
 
 
 def can_be_cut(file: DataFile) -> bool:
-    return file.packing is None and getattr(reader_of(file.name), "CAN_BE_CUT", False)
+    return file.packing is None and getattr(find_format(file.name), "CAN_BE_CUT", False)
 
 
 def most_lanes(files: list[DataFile]) -> int:

@@ -15,7 +15,7 @@ import utils
 from harness import base
 from harness.base.errors import UserError
 from harness.data.chat import ChatFormat, describe_examples, read_prompt
-from harness.data.records import Conversation
+from harness.data.schema import Conversation
 
 TEMPLATES = {
     "chatml": """{%- for m in messages %}

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from harness.base.errors import UserError
 from harness.data.chat import ChatFormat
-from harness.data.records import Conversation
+from harness.data.schema import Conversation
 
 MARKS = re.compile(r"{%-? (end)?generation -?%}")
 

@@ -17,10 +17,10 @@ from conftest import ROOT
 from transformers import AutoTokenizer
 
 from harness.base.errors import UserError
-from harness.data.contents import read_records
 from harness.data.files import find_files
-from harness.data.readers import json as json_reader
-from harness.data.records import DOCUMENT_MARK, read_documents
+from harness.data.formats import json as json_reader
+from harness.data.formats import read_records
+from harness.data.schema import DOCUMENT_MARK, read_documents
 
 END = 0  # end-of-text of the demo tokenizer
 TEXTS = ["Once upon a time there was a fox.", "The end.", "Tom had a red ball.\nHe liked it.", "A", "Ünïcödé 狐狸"]
@@ -125,8 +125,8 @@ CUTTABLE = {
 
 @pytest.mark.parametrize("name", [*CUTTABLE, "rows.parquet"])
 def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("harness.data.records.BLOCK", 7)
-    monkeypatch.setattr("harness.data.records.FIRST_TAIL", 5)
+    monkeypatch.setattr("harness.data.formats.text.BLOCK", 7)
+    monkeypatch.setattr("harness.data.formats.text.FIRST_TAIL", 5)
     if name == "rows.parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": LONG * 9}), tmp_path / name, row_group_size=7)
     else:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from harness.data.conversations import find_document
-from harness.data.records import BLOCK, Field, Record, field_names
+from harness.data.formats import BLOCK
+from harness.data.schema import Field, Record, field_names, find_document
 
 SUFFIXES = (".json",)
 PLACE = "record"

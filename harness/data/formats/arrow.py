@@ -5,8 +5,8 @@ import io
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from harness.data.readers.parquet import BATCH_ROWS, READ_AHEAD, choose_columns, read_batch
-from harness.data.records import Field, Record
+from harness.data.formats.parquet import BATCH_ROWS, READ_AHEAD, choose_columns, read_batch
+from harness.data.schema import Field, Record
 
 SUFFIXES = (".arrow",)
 PLACE = "row"

@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.data.conversations import choose_field, columns_beside, layout_of, read_fields
-from harness.data.records import BESIDE_IDS, BLOCK, MAX_TOKEN_ID, Field, Record, check_ids
+from harness.data.formats import BLOCK
+from harness.data.schema import (
+    BESIDE_IDS,
+    MAX_TOKEN_ID,
+    Field,
+    Record,
+    check_ids,
+    choose_field,
+    columns_beside,
+    layout_of,
+    read_fields,
+)
 
 if TYPE_CHECKING:
     import pyarrow
