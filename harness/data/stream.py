@@ -217,7 +217,6 @@ def cut_into_chunks(files: list[DataFile], lanes: int) -> list[list[Part]]:
     if not cut:
         return whole or [[Part(file)] for file in files]
     most = max(min(MOST_CHUNK, ALL_LANES // lanes), LEAST_CHUNK)
-    most = max(most, *(getattr(find_format(file.name), "PART_BYTES", 0) for file in cut))
     count = lanes * -(-ends[-1] // (lanes * most))
     chunks = []
     for number in range(count):

@@ -53,7 +53,6 @@ def open_stream(tokenizer, monkeypatch):
     """`open_stream(place, lanes)`: a stream in small chunks."""
     monkeypatch.setattr(streams, "MOST_CHUNK", 1500)
     monkeypatch.setattr(streams, "LEAST_CHUNK", 100)
-    monkeypatch.setattr("harness.data.formats.parquet.PART_BYTES", 1500)
 
     def open_stream(place, lanes: int = 1, split: str = "train", **options) -> Stream:
         files = find_files(str(place)).files_in_split(split)

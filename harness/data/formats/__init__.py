@@ -1,23 +1,21 @@
-"""Readers: one module for each format of corpus files, found here by the suffixes of its files.
+"""Formats: one module for each format of corpus files, found here by the suffixes of its files.
 
-A reader has `SUFFIXES`, the ends of its files' names, and one of these:
+A format has `SUFFIXES`, the ends of its files' names, and one of these:
 
-- `read(stream, text_field)`, a generator that gives for each record in order its text, its token ids, a conversation, a
-  `records.BadRecord` that says what is wrong, or None for nothing. `stream` has the file's bytes, unpacked. `PLACE` is
-  what its records are called ("line", "row"). `records` and `conversations` have what readers share:
-  `read_fields` decides whether a record is good, `choose_field` and `find_document` find what is read of it.
-  `text_field` may be several names, the best first.
-- `open_tokens(file, vocab_size)`, which maps a file of token ids and returns a `token_files.TokenFile`. Tokens are
-  neither copied nor read. What can be checked of the file cheaply is checked here; a fault is `token_files.damaged`.
+- `read(stream, text_field)`, a generator: for each record its text, its token ids, a conversation, a `schema.BadRecord`
+  that says what is wrong, or None for nothing. `stream` has the file's bytes, decompressed. `RECORD_NAME` is what its
+  records are called ("line", "row"). In `schema`, `find_document` (for objects) or `choose_field` and `read_fields`
+  (for columns) find what is read of a record and check it. `text_field` may be several names, the best first.
+- `open_tokens(file, vocab_size)`: maps a file of token ids as a `token_files.TokenFile`. Tokens are neither copied nor
+  read. What is cheap to check is checked here; a fault is `token_files.damaged`.
 
-A reader of records whose files can be cut into parts has `CAN_BE_CUT = True` and `read(stream, text_field, start, end)`
-gives the records that begin within these bytes. Parts end to end must hold each record once. Other files, and packed
-ones, are read as a whole.
+`CAN_BE_CUT = True`: `read(stream, text_field, start, end)` gives the records that begin within these bytes, so parts
+end to end hold each record once. With `row_group_parts(file)` too, a file is cut at these positions only; a record
+begins where its row group does. Other files, and compressed ones, are read as a whole.
 
-What cannot be read at all is an OSError or a ValueError. `HAS_FIELDS = False` is for records without fields that
---text-field could name. `ONLY_ALONE = True` is for files that are data only where no other data files lie beside them.
-`COMPANIONS` has the suffixes of files that belong to a data file.
-`harness/flags/choices.py` has the suffixes too.
+Files that cannot be read raise an OSError or a ValueError. `HAS_FIELDS = False`: records have no fields that
+--text-field could name. `ONLY_ALONE = True`: files are data only if no other data files are in their folder.
+`COMPANIONS`: suffixes of files that belong to a data file. `harness/flags/choices.py` has the suffixes too.
 """
 
 import bz2
@@ -79,6 +77,21 @@ def is_token_file(name: str) -> bool:
 
 
 @contextlib.contextmanager
+def report_read_errors(file: "DataFile") -> Iterator[None]:
+    """Raise a UserError that names the file for what the reading of one raises."""
+    try:
+        yield
+    except (
+        OSError,
+        ValueError,
+        NotImplementedError,
+        EOFError,
+        zlib.error,
+    ) as error:  # the second and third are Arrow's
+        raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
+
+
+@contextlib.contextmanager
 def unpacked(file: "DataFile", raw: io.RawIOBase) -> Iterator[BinaryIO]:
     """The bytes of an open file, unpacked where its name says that it is packed."""
     if file.packing is None:
@@ -101,37 +114,35 @@ def unpacked(file: "DataFile", raw: io.RawIOBase) -> Iterator[BinaryIO]:
 def read_records(
     file: "DataFile", text_field: Field, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """(place in words, record) of a file, or of the part of a file that can be cut; a UserError where it cannot be
-    read."""
-    reader = find_format(file.name)
-    of_file, after = f"{file}, {reader.PLACE}", f" after byte {start:,}" if start else ""
+    """Yield (position in words, record) of a file, or of the part [start, end) of one that can be cut; a UserError if
+    it cannot be read."""
+    file_format = find_format(file.name)
+    after = f" after byte {start:,}" if start else ""
+    part = (start, end) if (start, end) != (0, None) else ()
     try:
-        with file.open() as raw, unpacked(file, raw) as stream:
-            part = (start, end) if (start, end) != (0, None) else ()
-            for number, record in enumerate(reader.read(stream, text_field, *part), 1):
-                yield f"{of_file} {number:,}{after}", record
+        with report_read_errors(file), file.open() as raw, unpacked(file, raw) as stream:
+            for number, record in enumerate(file_format.read(stream, text_field, *part), 1):
+                yield f"{file}, {file_format.RECORD_NAME} {number:,}{after}", record
     except NoFieldError as error:
-        wanted, fields = field_names(text_field)[-1], ", ".join(error.args[0])
-        if wanted in LAYOUTS:
-            needs = " and ".join(LAYOUTS[wanted].needs)
-            problem = f"no {needs}, which the first file has (fields: {fields})"
-            advice = "give files of another format a source of their own: --dataset FILE FILE"
-            raise base.UserError(f"--dataset {file}: {problem}; {advice}") from error
-        problem = f"no such field in {file} (fields: {fields})"
-        advice = f"conversations are {describe_layouts()}"
-        if {"chosen", "rejected"} <= set(error.args[0]):
-            advice = OF_PREFERENCES
-        raise base.UserError(f"--text-field {wanted}: {problem}; {advice}") from error
-    except (OSError, ValueError, NotImplementedError, EOFError, zlib.error) as error:  # ValueError is Arrow's too
-        raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
+        raise no_such_field(file, text_field, error.args[0]) from error
+
+
+def no_such_field(file: "DataFile", text_field: Field, fields: list[str]) -> base.UserError:
+    """The error for a file of columns that has none of `text_field`."""
+    wanted, found = field_names(text_field)[-1], ", ".join(fields)
+    if wanted in LAYOUTS:
+        problem = f"no {' and '.join(LAYOUTS[wanted].needs)}, which the first file has (fields: {found})"
+        advice = "give files of another format a source of their own: --dataset FILE FILE"
+        return base.UserError(f"--dataset {file}: {problem}; {advice}")
+    advice = OF_PREFERENCES if {"chosen", "rejected"} <= set(fields) else f"conversations are {describe_layouts()}"
+    return base.UserError(f"--text-field {wanted}: no such field in {file} (fields: {found}); {advice}")
 
 
 def open_token_file(file: "DataFile", vocab_size: int) -> TokenFile:
+    """Map a token file; a UserError if it is damaged or packed."""
     if file.packing:
         raise damaged(file, "it is packed, and token files are mapped", "unpack it")
-    try:
+    with report_read_errors(file):
         opened = find_format(file.name).open_tokens(file.path, vocab_size)
-    except (OSError, ValueError) as error:
-        raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
     opened.reopen = functools.partial(open_token_file, file, vocab_size)
     return opened

@@ -9,7 +9,7 @@ from harness.data.formats.parquet import BATCH_ROWS, READ_AHEAD, choose_columns,
 from harness.data.schema import Field, Record
 
 SUFFIXES = (".arrow",)
-PLACE = "row"
+RECORD_NAME = "row"
 
 FILE_MAGIC = b"ARROW1"  # what the file format begins with, and a stream does not
 

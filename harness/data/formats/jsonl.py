@@ -8,7 +8,7 @@ from harness.data.formats.text import split_records
 from harness.data.schema import BadRecord, Field, Record, field_names, find_document
 
 SUFFIXES = (".jsonl",)
-PLACE = "line"
+RECORD_NAME = "line"
 CAN_BE_CUT = True
 
 

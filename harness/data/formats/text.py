@@ -8,7 +8,7 @@ from harness.data.formats import BLOCK
 from harness.data.schema import DOCUMENT_MARK, BadRecord, Field, Record
 
 SUFFIXES = (".txt", ".md")
-PLACE = "document"
+RECORD_NAME = "document"
 HAS_FIELDS = False
 CAN_BE_CUT = True
 
