@@ -49,7 +49,7 @@ class Conversation:
     layout: str = "messages"  # in which its record has it, one of `conversations.LAYOUTS` or a column
     first_trained: int = 0  # of the messages: those before it are a prompt
     is_text: bool = False  # whether it was a prompt and a completion that are text
-    place: str = ""  # of the record, as messages name it
+    position: str = ""  # of the record, as messages name it
 
     def __len__(self) -> int:
         """About how many characters; never 0."""
@@ -174,9 +174,9 @@ def read_documents(
     a UserError, and so is a token id that is not below `vocab_size`. `kind` is what all are to be, as `kind_of` says.
     """
     checked, fits = None, False
-    for place, record in records:
+    for position, record in records:
         if isinstance(record, BadRecord):
-            refuse_or_count(place, record.fault, skip_bad, counts)
+            refuse_or_count(position, record.fault, skip_bad, counts)
             continue
         if isinstance(record, np.ndarray | LabelledIds):
             ids = record.ids if isinstance(record, LabelledIds) else record
@@ -187,15 +187,19 @@ def read_documents(
             if not fits and ids.max(initial=0) >= vocab_size:
                 wrong = int(ids[(ids >= vocab_size).argmax()])
                 problem = f"token id {wrong}, the model has {vocab_size:,}"
-                raise base.UserError(f"--dataset {place}: {problem}; it was made with another tokenizer, or is damaged")
+                raise base.UserError(
+                    f"--dataset {position}: {problem}; it was made with another tokenizer, or is damaged"
+                )
         if record is None or (len(record) == 0 and not isinstance(record, str)):
             continue
         of_record = kind_of(record)
         if MASKED_KINDS & {kind, of_record} and of_record != kind:
             wanted = KINDS[kind]
-            refuse_or_count(place, f"{KINDS[of_record]} instead of {wanted}, as the first record has", skip_bad, counts)
+            refuse_or_count(
+                position, f"{KINDS[of_record]} instead of {wanted}, as the first record has", skip_bad, counts
+            )
         elif isinstance(record, Conversation):
-            yield replace(record, place=place)
+            yield replace(record, position=position)
         elif not isinstance(record, str):
             yield record
         else:
@@ -205,11 +209,11 @@ def read_documents(
             yield from filter(None, texts)
 
 
-def refuse_or_count(place: str, fault: str, skip_bad: bool, counts: Counter) -> None:
+def refuse_or_count(position: str, fault: str, skip_bad: bool, counts: Counter) -> None:
     """Counts a bad record that is left out, or raises a UserError for it."""
     if not skip_bad:
         advice = "mend it, or leave bad records out with --skip-bad-records"
-        raise base.UserError(f"--dataset {place}: {fault}; {advice}")
+        raise base.UserError(f"--dataset {position}: {fault}; {advice}")
     counts["bad records"] += 1
 
 
@@ -389,25 +393,25 @@ def messages_in(value: Any, name: str) -> list[dict]:
         raise ValueError(f"{excerpt(value)} instead of a list of messages")
     messages = []
     for number, message in enumerate(value):
-        place = f"{name}[{number}]"
+        position = f"{name}[{number}]"
         if isinstance(message, dict) and "role" not in message and isinstance(message.get("from"), str):
-            message = from_sharegpt(message, place)
+            message = from_sharegpt(message, position)
         if not is_message(message):
             wanted = "an object with role and content"
             if name == "conversations":
                 wanted += ", or with from and value"
-            raise ValueError(f"{place} is {excerpt(message)} instead of {wanted}")
+            raise ValueError(f"{position} is {excerpt(message)} instead of {wanted}")
         if message["role"] == "assistant":
             for field, values in TRAINED.items():
                 if field in message and message[field] not in values:
-                    problem = f"{place} has {field} {excerpt(message[field])}, and turns of the assistant are all"
+                    problem = f"{position} has {field} {excerpt(message[field])}, and turns of the assistant are all"
                     raise ValueError(f"{problem} trained on alike; drop that field, or the turn")
         for part in parts_of(message):
             if not isinstance(part, dict) or not any(isinstance(part.get(name), str) for name in ("text", "thinking")):
-                raise ValueError(f"{place} has a part that is not text, {excerpt(part)}")
+                raise ValueError(f"{position} has a part that is not text, {excerpt(part)}")
         if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls_of(message)):
             called = excerpt(message.get("tool_calls") or message.get("function_call"))
-            raise ValueError(f"{place} calls {called} instead of functions with a name and arguments")
+            raise ValueError(f"{position} calls {called} instead of functions with a name and arguments")
         messages.append({field: of_field for field, of_field in message.items() if of_field is not None})
     return messages
 
@@ -426,7 +430,7 @@ def calls_of(message: dict) -> list:
     return [*functions, older] if older else functions
 
 
-def from_sharegpt(message: dict, place: str) -> dict:
+def from_sharegpt(message: dict, position: str) -> dict:
     """A message of ShareGPT's with the names that templates know."""
     speaker, value = message["from"].lower(), message.get("value")
     others = {name: of_name for name, of_name in message.items() if name not in ("from", "value")}
@@ -434,14 +438,14 @@ def from_sharegpt(message: dict, place: str) -> dict:
         return {"role": ROLES[speaker], "content": value, **others}
     if speaker not in CALLS:
         known = ", ".join([*ROLES, *CALLS])
-        raise ValueError(f"{place} is from {excerpt(message['from'])}, where {known} are known")
+        raise ValueError(f"{position} is from {excerpt(message['from'])}, where {known} are known")
     calls = None
     with contextlib.suppress(ValueError, TypeError):
         calls = json.loads(value)
     calls = [calls] if isinstance(calls, dict) else calls
     if not is_objects(calls) or not all(isinstance(call.get("name"), str) for call in calls):
         wanted = 'JSON such as {"name": "add", "arguments": {"a": 1}}'
-        raise ValueError(f"{place} is a {speaker} of {excerpt(value)} instead of {wanted}")
+        raise ValueError(f"{position} is a {speaker} of {excerpt(value)} instead of {wanted}")
     called = [{"type": "function", "function": call} for call in calls]
     return {"role": "assistant", "content": "", "tool_calls": called, **others}
 

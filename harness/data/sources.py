@@ -613,7 +613,7 @@ def render_prompt(
     has_template = bool(tokenizer.chat_template)  # without one a prompt and its completion are text
     if isinstance(prompt, Conversation) and not has_template and settings.chat_template is None:
         problem = "it holds messages, and the tokenizer has no chat template"
-        raise base.UserError(f"--sample-prompt {prompt.place}: {problem}; give one with --chat-template FILE")
+        raise base.UserError(f"--sample-prompt {prompt.position}: {problem}; give one with --chat-template FILE")
     if isinstance(prompt, str) and not (answers and has_template) and settings.chat_template is None:
         return prompt
     return render_user_message(tokenizer, base.read_template(settings.chat_template), prompt)

@@ -233,7 +233,7 @@ def cut_into_chunks(files: list[DataFile], lanes: int) -> list[list[Part]]:
 
 
 def can_be_cut(file: DataFile) -> bool:
-    return file.packing is None and getattr(find_format(file.name), "CAN_BE_CUT", False)
+    return file.compression is None and getattr(find_format(file.name), "CAN_BE_CUT", False)
 
 
 def most_lanes(files: list[DataFile]) -> int:

@@ -31,7 +31,9 @@ LEFT_OUT = (
     *("empty documents", "bad records"),
     *("conversations without a trained token", "rows without a trained token"),
 )
-WARNING = "warning: "  # begins what is counted of records that were read with a warning, the first one's place in it
+WARNING = (
+    "warning: "  # begins what is counted of records that were read with a warning, the position of the first one in it
+)
 FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # of tokenizing, after which a line says how far it is, and between two
 
 

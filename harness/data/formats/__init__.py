@@ -94,19 +94,19 @@ def report_read_errors(file: "DataFile") -> Iterator[None]:
 @contextlib.contextmanager
 def unpacked(file: "DataFile", raw: io.RawIOBase) -> Iterator[BinaryIO]:
     """The bytes of an open file, unpacked where its name says that it is packed."""
-    if file.packing is None:
+    if file.compression is None:
         yield cast(BinaryIO, raw)  # typing has no common name for both
         return
     packed: Any = io.BufferedReader(raw, BLOCK)
     stream: Any
-    if file.packing == "gzip":  # Arrow refuses zeros behind the end, as tapes and block devices leave them
+    if file.compression == "gzip":  # Arrow refuses zeros behind the end, as tapes and block devices leave them
         stream = gzip.GzipFile(fileobj=packed)
-    elif file.packing == "bz2":  # the same
+    elif file.compression == "bz2":  # the same
         stream = bz2.BZ2File(packed)
     else:
         import pyarrow
 
-        stream = pyarrow.input_stream(packed, compression=file.packing)
+        stream = pyarrow.input_stream(packed, compression=file.compression)
     with stream:
         yield stream
 
@@ -140,7 +140,7 @@ def no_such_field(file: "DataFile", text_field: Field, fields: list[str]) -> bas
 
 def open_token_file(file: "DataFile", vocab_size: int) -> TokenFile:
     """Map a token file; a UserError if it is damaged or packed."""
-    if file.packing:
+    if file.compression:
         raise damaged(file, "it is packed, and token files are mapped", "unpack it")
     with report_read_errors(file):
         opened = find_format(file.name).open_tokens(file.path, vocab_size)

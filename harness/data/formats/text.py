@@ -35,16 +35,16 @@ def split_records(stream: BinaryIO, mark: bytes, start: int, end: int | None) ->
     A record begins at the file's beginning and after each mark, so that parts end to end hold each record once.
     """
     end = sys.maxsize if end is None else end
-    place = max(0, start - len(mark))  # of the next byte; a mark that ends at `start` counts
-    if place:
-        stream.seek(place)
-    is_begun, record_start, rest = start == 0, place, b""
+    position = max(0, start - len(mark))  # of the next byte; a mark that ends at `start` counts
+    if position:
+        stream.seek(position)
+    is_begun, record_start, rest = start == 0, position, b""
     while True:
-        size = min(BLOCK, end - place) if place < end else FIRST_TAIL
+        size = min(BLOCK, end - position) if position < end else FIRST_TAIL
         block = stream.read(max(size, len(rest)))  # a long record is not joined block by block
         if not block:
             break
-        place += len(block)
+        position += len(block)
         *whole, rest = (rest + block).split(mark)
         for record in whole:
             if is_begun:
