@@ -161,15 +161,7 @@ class ChatFormat(TextFormat):
             except Exception as error:  # a template may raise anything
                 fault = f"the chat template fails, {base.first_line(error)}"
                 refuse_or_count(conversation.position, fault, self.skip_bad, counts)
-        tokens, masks = [], [np.empty(0, np.uint8)]
-        for ids, trained in self.encode_rendered(rendered):
-            trained[:1] = 0  # nothing precedes it
-            if trained.any():
-                tokens.append(ids)
-                masks.append(trained)
-            else:
-                counts["conversations without a trained token"] += 1
-        return self.joined(tokens, counts, masks)
+        return self.join_trained(self.encode_rendered(rendered), counts, "conversations")
 
     def render(self, conversation: Conversation, counts: Counter | None = None) -> Rendered:
         """The text of a conversation, as `apply_chat_template` renders it, and what is trained on of it; `counts` gets

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,16 +25,15 @@ if TYPE_CHECKING:
     import tokenizers
     from transformers import PreTrainedTokenizerBase
 
-BATCH_CHARACTERS = 2**21  # per call of the tokenizer, which takes a hundred times their memory
-VERSION = 7  # of the files; another one makes them anew
+BATCH_CHARACTERS = 2**21  # per call of the tokenizer, which takes a hundred times this in memory
+VERSION = 7  # of the files; another version is not read
 LEFT_OUT = (
-    *("empty documents", "bad records"),
-    *("conversations without a trained token", "rows without a trained token"),
+    "empty documents",
+    "bad records",
+    *(f"{name} without a trained token" for name in ("conversations", "rows")),
 )
-WARNING = (
-    "warning: "  # begins what is counted of records that were read with a warning, the position of the first one in it
-)
-FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # of tokenizing, after which a line says how far it is, and between two
+WARNING = "warning: "  # prefix of the counts of warnings; then the position of the first conversation and the warning
+FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # until the first line of progress, and between lines
 
 
 class Encoded(NamedTuple):
@@ -42,11 +41,11 @@ class Encoded(NamedTuple):
 
     tokens: np.ndarray  # flat
     lengths: np.ndarray  # of each document, int64
-    trained: np.ndarray | None = None  # where there is a mask, uint8: 1 for each token that is trained on
+    trained: np.ndarray | None = None  # loss mask, uint8: 1 for each token that is trained on; None: all are
 
 
 def take(documents: Iterator, count: int, characters: int = BATCH_CHARACTERS) -> Iterator:
-    """The next documents, up to `count` of them; fewer when these have more than so many characters."""
+    """Yield the next documents: up to `count`, fewer if these have more than `characters`."""
     for document in itertools.islice(documents, count):
         yield document
         characters -= len(document)
@@ -55,23 +54,23 @@ def take(documents: Iterator, count: int, characters: int = BATCH_CHARACTERS) ->
 
 
 class TextFormat:
-    """Texts as the tokenizer encodes them, with an end-of-text token after each; token ids as they are."""
+    """Encoder of texts, with an end-of-text token after each, and of token ids, which are kept."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
-        """A UserError, when a text is encoded, for a tokenizer that gives an id not below `vocab_size`."""
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
 
     def identity(self) -> list:
-        """All that decides which tokens come out, beside the documents."""
+        """Return all that decides the tokens of a document, as JSON takes it: part of the key of the token cache."""
         tokenizer = self.tokenizer
         return [vocabulary_of(tokenizer), tokenizer.eos_token_id, self.vocab_size] if tokenizer else [self.vocab_size]
 
     def encode(self, documents: list, counts: Counter) -> Encoded:
-        """Documents that are texts or token ids; `counts` gets how many documents and tokens."""
+        """Encode texts and token ids; `counts` gets the numbers of documents and tokens. A UserError if the tokenizer has
+        no end-of-text token, or gives an id that the model does not have."""
         texts = [document for document in documents if isinstance(document, str)]
         if not texts:
-            return self.joined(documents, counts)
+            return self.join(documents, counts)
         if self.tokenizer is None or self.tokenizer.eos_token_id is None:
             name = getattr(self.tokenizer, "name_or_path", "there is none")
             raise base.UserError(f"--tokenizer {name}: it has no end-of-text token (eos_token), which text needs")
@@ -82,9 +81,24 @@ class TextFormat:
                 arrays.append(np.array([*next(encoded), self.tokenizer.eos_token_id], np.uint32))
             else:
                 arrays.append(document)
-        return self.joined(arrays, counts)
+        return self.join(arrays, counts)
 
-    def joined(self, arrays: list[np.ndarray], counts: Counter, trained: list[np.ndarray] | None = None) -> Encoded:
+    def join_trained(self, documents: Iterable[tuple[np.ndarray, np.ndarray]], counts: Counter, name: str) -> Encoded:
+        """Join (token ids, mask) of documents. Documents without a token to train on are left out and counted as `name`
+        without a trained token."""
+        arrays, masks = [], [np.empty(0, np.uint8)]
+        for ids, trained in documents:
+            trained = trained.astype(np.uint8)
+            trained[:1] = 0  # no token precedes it
+            if trained.any():
+                arrays.append(ids)
+                masks.append(trained)
+            else:
+                counts[f"{name} without a trained token"] += 1
+        return self.join(arrays, counts, np.concatenate(masks))
+
+    def join(self, arrays: list[np.ndarray], counts: Counter, trained: np.ndarray | None = None) -> Encoded:
+        """Lay token ids end to end, in the cache's dtype."""
         lengths = np.array([len(array) for array in arrays], np.int64)
         tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
         largest = int(tokens.max(initial=0))
@@ -93,28 +107,18 @@ class TextFormat:
                 f"--tokenizer: it gave token id {largest}, the model has {self.vocab_size}; use the model's own"
             )
         counts.update(documents=len(arrays), tokens=len(tokens))
-        return Encoded(tokens.astype(self.dtype), lengths, None if trained is None else np.concatenate(trained))
+        return Encoded(tokens.astype(self.dtype), lengths, trained)
 
 
 class RowFormat(TextFormat):
-    """Token ids with labels as their rows give them."""
+    """Encoder of token ids with labels, which are kept."""
 
     def encode(self, documents: list[LabelledIds], counts: Counter) -> Encoded:
-        """Rows as tokens and masks. Those without a token to train on are left out, and counted."""
-        tokens, masks = [], [np.empty(0, np.uint8)]
-        for row in documents:
-            trained = row.trained.astype(np.uint8)
-            trained[:1] = 0  # nothing precedes it
-            if trained.any():
-                tokens.append(row.ids)
-                masks.append(trained)
-            else:
-                counts["rows without a trained token"] += 1
-        return self.joined(tokens, counts, masks)
+        return self.join_trained([(row.ids, row.trained) for row in documents], counts, "rows")
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> Iterator[list[int]]:
-    """The tokens of each text, those of `tokenizer(text, add_special_tokens=False)`."""
+    """Return the tokens of each text, as `tokenizer(text, add_special_tokens=False)` gives them."""
     if not tokenizer.is_fast:
         return iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
     encodings = backend_of(tokenizer).encode_batch_fast(texts, add_special_tokens=False)
@@ -122,9 +126,8 @@ def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> Iter
 
 
 def backend_of(tokenizer: "PreTrainedTokenizerBase") -> "tokenizers.Tokenizer":
-    """The tokenizer of `tokenizers` behind one of transformers, as `tokenizer(...)` itself sets it: without what it
-    remembers of an earlier call (truncation and padding lie in tokenizer.json too), which a call to the backend would
-    apply. Its calls run on all cores."""
+    """Return the Rust tokenizer of a fast tokenizer, set as `tokenizer(...)` sets it: without truncation and padding of
+    an earlier call or of tokenizer.json. Its calls run on all cores."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
@@ -134,13 +137,13 @@ def backend_of(tokenizer: "PreTrainedTokenizerBase") -> "tokenizers.Tokenizer":
 
 
 def vocabulary_of(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Everything that decides how a tokenizer splits text."""
+    """Return all that decides how a tokenizer splits text, as one string."""
     vocabulary = backend_of(tokenizer).to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     return f"{vocabulary}, special tokens as text" if tokenizer.split_special_tokens else vocabulary
 
 
 def own_tokens_around(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
-    """The tokens that a tokenizer's own rule puts (before, after) each text."""
+    """Return the special tokens that a tokenizer adds (before, after) each text, such as BOS and EOS."""
     alone = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     for first in range(len(whole) - len(alone) + 1):
@@ -166,10 +169,10 @@ def tokenize_once(
     cache_dir: str | os.PathLike | None,
     skip_bad: bool,
 ) -> tuple[pathlib.Path, dict]:
-    """(the file of a corpus' tokens, made now where there is none that is whole; what was counted).
+    """Tokenize a corpus, unless a complete cache of it exists; return (the file of its tokens, counts).
 
-    `identity` decides which tokens come out of `tokenize`, which gets what it is to count in. `counts["seconds"]` is
-    there where the file was made now. A UserError where the folder cannot be written.
+    `identity` is the key of the cache: all that decides what `tokenize` yields, which counts into its argument. Counts
+    have `seconds` only if the corpus was tokenized now. A UserError if the folder cannot be written.
     """
     from filelock import FileLock
 
@@ -177,12 +180,12 @@ def tokenize_once(
     path = cache_folder(cache_dir) / f"tokens-{name}.bin"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):  # two runs that start together, or nodes with a common disk
+        with FileLock(f"{path}.lock"):  # against runs that start together, and nodes with a shared disk
             counts = counts_of(path)
             if counts is not None and (skip_bad or not counts.get("bad records")):
                 return path, counts
             start, counts = time.perf_counter(), Counter()
-            for leftover in path.parent.glob(f"{path.name}?*/"):  # of a killed run: the lock was free
+            for leftover in path.parent.glob(f"{path.name}?*/"):  # of killed runs: the lock was free
                 shutil.rmtree(leftover)
             write_cache(with_progress(tokenize(counts), counts), path, counts)
             return path, dict(counts, seconds=time.perf_counter() - start)
@@ -191,7 +194,7 @@ def tokenize_once(
 
 
 def write_cache(batches: Iterator[Encoded], path: pathlib.Path, counts: Counter) -> None:
-    """Lays documents end to end into `path`, their ends and their mask into the files beside it."""
+    """Write the tokens of documents end to end to `path`, their ends and their loss mask to files next to it."""
     total = 0
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
         names = ["bin", "ends", "mask"]
@@ -209,12 +212,12 @@ def write_cache(batches: Iterator[Encoded], path: pathlib.Path, counts: Counter)
         record = {"counts": counts, "bytes": {name: os.path.getsize(f"{folder}/{name}") for name in names}}
         pathlib.Path(folder, "json").write_text(json.dumps(record))
         if total:
-            for name in [*names, "json"]:  # the record last: where it is, all are
+            for name in [*names, "json"]:  # the record last: if it exists, all files do
                 os.replace(f"{folder}/{name}", path.with_suffix(f".{name}"))
 
 
 def counts_of(path: pathlib.Path) -> dict | None:
-    """What was counted when a cache was made; None where it is not whole by the sizes of its files."""
+    """Return the counts of a cache; None if it is incomplete by the sizes of its files."""
     try:
         record = json.loads(path.with_suffix(".json").read_text())
         sizes = {name: path.with_suffix(f".{name}").stat().st_size for name in record["bytes"]}
@@ -224,7 +227,7 @@ def counts_of(path: pathlib.Path) -> dict | None:
 
 
 def open_cache(path: pathlib.Path, vocab_size: int) -> TokenFile:
-    """The tokens of a cache, mapped."""
+    """Map the tokens of a cache."""
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     mask = path.with_suffix(".mask")
     return TokenFile(
@@ -237,7 +240,7 @@ def open_cache(path: pathlib.Path, vocab_size: int) -> TokenFile:
 
 
 def describe_cache(path: pathlib.Path, counts: dict) -> str:
-    """Where a cache is, and what was counted when it was made, in words; both as `tokenize_once` returns them."""
+    """Describe a cache in one line, from what `tokenize_once` returns."""
     line = f"cached in {path}"
     if "seconds" in counts:
         tokenized = f"tokenized {base.counted(counts['documents'], 'document')}"
@@ -249,13 +252,13 @@ def describe_cache(path: pathlib.Path, counts: dict) -> str:
 
 
 def warnings_in(counts: dict) -> list[str]:
-    """The warnings that were counted when a cache was made."""
+    """Return the warnings in the counts of a cache, each with its number of conversations."""
     found = {key.removeprefix(WARNING): count for key, count in counts.items() if key.startswith(WARNING)}
     return [f"{text} ({base.counted(count, 'conversation')})" for text, count in found.items()]
 
 
 def with_progress(batches: Iterator[Encoded], counts: Counter) -> Iterator[Encoded]:
-    """The arrays of `batches`. Rank 0 prints how far the tokenizing is: after some seconds, then each half minute."""
+    """Yield `batches`; rank 0 prints the progress after FIRST_LINE_SECONDS and then every LOG_SECONDS."""
     start, next_line = time.monotonic(), float(FIRST_LINE_SECONDS)
     for encoded in batches:
         yield encoded
