@@ -10,9 +10,8 @@ Each name of the list has a docstring in its file.
 from harness.data.batches import Batches, TrainingData, eval_batches, mean_losses, mix, training_batches
 from harness.data.chat import read_prompt
 from harness.data.corpora import Corpus, Reading, find, masks_documents, needs_tokenizer, open_sequences
-from harness.data.encode import vocabulary_of
 from harness.data.mixture import DataRecord, SequenceOrder, describe_changes, read_record, renamed
-from harness.data.records import Conversation
+from harness.data.schema import Conversation
 from harness.data.sources import (
     are_chats,
     count_epoch,
@@ -22,6 +21,7 @@ from harness.data.sources import (
     render_prompt,
     show_samples,
 )
+from harness.data.tokenize import vocabulary_of
 from harness.data.windows import PackedDataset, SyntheticDataset, create_collate_fn
 
 __all__ = [

@@ -25,11 +25,19 @@ import numpy as np
 import tokenizers
 
 from harness import base
-from harness.data import cache
-from harness.data.conversations import LAYOUTS, ROLES, calls_of, find_document, is_objects, layout_of
-from harness.data.encode import Encoded, TextFormat, backend_of, encode_texts, own_tokens_around, take
 from harness.data.omissions import Omission, changed_contents, shape_of, texts_in, with_marks
-from harness.data.records import BadRecord, Conversation, refuse_or_count
+from harness.data.schema import (
+    LAYOUTS,
+    ROLES,
+    BadRecord,
+    Conversation,
+    calls_of,
+    find_document,
+    is_objects,
+    layout_of,
+    refuse_or_count,
+)
+from harness.data.tokenize import WARNING, Encoded, TextFormat, backend_of, encode_texts, own_tokens_around, take
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +46,7 @@ TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: the date tha
 DATE_CODES = ["%a", "%A", "%b", "%B", "%c", "%d", "%-d", "%F", "%H"]
 DATE_CODES += ["%I", "%j", "%m", "%-m", "%M", "%p", "%S", "%y", "%Y"]
 COMPLETIONS = "prompt+completion"  # the layout that needs no template where it is text
-SHOWN = 30  # characters of a text in a message, on each side of a place
+SHOWN = 30  # characters of a text in a message, on each side of a position
 EXAMPLES, EXAMPLE_TOKENS = 4, 200  # that are printed, and tokens of each
 THOUGHTS = {"reasoning_content", "reasoning", "thinking"}  # fields of messages
 
@@ -72,7 +80,7 @@ class ChatFormat(TextFormat):
         self.template, self.loss, self.skip_bad, self.layout = template, loss, skip_bad, layout
         self.has_template = bool(template or tokenizer.chat_template)
         self.omissions: dict[Hashable, list[Omission]] = {}  # by the shape of a conversation
-        self.first_places: dict[str, str] = {}  # where each warning is first of
+        self.first_positions: dict[str, str] = {}  # where each warning is first of
 
     def identity(self) -> list:
         special_tokens = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
@@ -149,19 +157,11 @@ class ChatFormat(TextFormat):
             except base.UserError:
                 raise
             except BadConversationError as error:
-                refuse_or_count(conversation.place, str(error), self.skip_bad, counts)
+                refuse_or_count(conversation.position, str(error), self.skip_bad, counts)
             except Exception as error:  # a template may raise anything
                 fault = f"the chat template fails, {base.first_line(error)}"
-                refuse_or_count(conversation.place, fault, self.skip_bad, counts)
-        tokens, masks = [], [np.empty(0, np.uint8)]
-        for ids, trained in self.encode_rendered(rendered):
-            trained[:1] = 0  # nothing precedes it
-            if trained.any():
-                tokens.append(ids)
-                masks.append(trained)
-            else:
-                counts["conversations without a trained token"] += 1
-        return self.joined(tokens, counts, masks)
+                refuse_or_count(conversation.position, fault, self.skip_bad, counts)
+        return self.join_trained(self.encode_rendered(rendered), counts, "conversations")
 
     def render(self, conversation: Conversation, counts: Counter | None = None) -> Rendered:
         """The text of a conversation, as `apply_chat_template` renders it, and what is trained on of it; `counts` gets
@@ -245,7 +245,7 @@ class ChatFormat(TextFormat):
         """A prompt and its completion as they are, with the end-of-text token and what the tokenizer's own rule puts
         before a text."""
         if not conversation.is_text or len(conversation.messages) != 2 or conversation.tools:
-            raise self.no_template(f"--dataset {conversation.place}: holds messages, a system prompt or tools")
+            raise self.no_template(f"--dataset {conversation.position}: holds messages, a system prompt or tools")
         prompt, completion = (message["content"] for message in conversation.messages)
         before = self.text_before + prompt
         text = before + completion.removesuffix(self.tokenizer.eos_token) + self.tokenizer.eos_token
@@ -266,8 +266,8 @@ class ChatFormat(TextFormat):
         for omission in (*self.omissions[shape], *changed_contents(conversation, text), *rendered):
             if omission.is_fault:
                 raise BadConversationError(omission.text)
-            place = self.first_places.setdefault(omission.text, conversation.place)
-            counts[f"{cache.WARNING}{place}: {omission.text}"] += 1
+            position = self.first_positions.setdefault(omission.text, conversation.position)
+            counts[f"{WARNING}{position}: {omission.text}"] += 1
 
     def find_omissions(self, conversation: Conversation, template: str) -> list[Omission]:
         """What a template leaves out of conversations of this shape."""
@@ -371,11 +371,11 @@ def length_of_prefix(conversation: Conversation, beginning: str, text: str) -> i
 def changed_before(conversation: Conversation, beginning: str, text: str) -> base.UserError:
     """What is wrong where a template renders the beginning of a conversation otherwise once more follows."""
     pairs = enumerate(itertools.zip_longest(beginning, text))
-    at = next(place for place, (one, other) in pairs if one != other)
+    at = next(at for at, (one, other) in pairs if one != other)
     alone, followed = (repr(part[max(0, at - SHOWN) : at + SHOWN]) for part in (beginning, text))
     problem = f"its chat template changes what came before as a conversation goes on ({alone} becomes {followed})"
     why = "such as one that moves a system prompt or drops thoughts"
-    return no_assistant_mask(f"--dataset {conversation.place}: {problem}, {why}")
+    return no_assistant_mask(f"--dataset {conversation.position}: {problem}, {why}")
 
 
 def nothing_trained(dataset: str, conversations: int, chat: TextFormat) -> base.UserError:
@@ -423,7 +423,7 @@ def read_prompt(prompt: str) -> list[str | Conversation]:
         last = found.first_trained or len(found.messages)
         while last > 1 and found.messages[last - 1]["role"] == "assistant":
             last -= 1
-        prompts.append(replace(found, messages=found.messages[:last], place=prompt))
+        prompts.append(replace(found, messages=found.messages[:last], position=prompt))
     return prompts
 
 
@@ -464,14 +464,14 @@ def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None =
 
 
 def describe_examples(documents: Iterator, encoder: TextFormat) -> str:
-    """The first conversation of each kind, or the first rows, up to EXAMPLES: a line with its place and kind, and its
-    text with [[ ]] around what is trained on, of at most EXAMPLE_TOKENS tokens."""
+    """Return the first conversation of each kind, or the first rows, up to EXAMPLES: for each a line with its position
+    and kind, and its text, at most EXAMPLE_TOKENS tokens, with [[ ]] around what is trained on."""
     found: dict[str, str] = {}
     for number, document in enumerate(documents, 1):
         kind, title = f"row {number}", f"row {number}"
         if isinstance(document, Conversation):
             kind = describe_kind(document)
-            title = f"{document.place}: {kind}"
+            title = f"{document.position}: {kind}"
         if kind not in found:
             encoded = encoder.encode([document], Counter())
             if len(encoded.tokens):

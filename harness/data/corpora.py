@@ -16,16 +16,24 @@ import numpy as np
 from torch.utils.data import Subset
 
 from harness import base, flags, job
-from harness.data import cache, contents, files, token_files
+from harness.data import files, formats, token_files
 from harness.data.batches import TrainingData, mix
 from harness.data.chat import ChatFormat, nothing_trained
-from harness.data.contents import read_records
-from harness.data.conversations import LAYOUTS, describe_layouts
-from harness.data.encode import RowFormat, TextFormat, take
 from harness.data.files import DataFile, Listing
+from harness.data.formats import find_format, is_token_file, read_records
 from harness.data.mixture import SequenceOrder
-from harness.data.readers import is_token_file, reader_of
-from harness.data.records import KINDS, MASKED_KINDS, BadRecord, Conversation, Field, kind_of, read_documents
+from harness.data.schema import (
+    KINDS,
+    LAYOUTS,
+    MASKED_KINDS,
+    BadRecord,
+    Conversation,
+    Field,
+    describe_layouts,
+    kind_of,
+    read_documents,
+)
+from harness.data.tokenize import RowFormat, TextFormat, describe_cache, open_cache, take, tokenize_once, warnings_in
 from harness.data.windows import PackedDataset, PaddedDataset, Tokens
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
@@ -163,7 +171,7 @@ def are_token_files(of_split: list[DataFile]) -> bool:
         if file.is_remote:
             problem = "its tokens are mapped into memory, which a store cannot give"
             raise base.UserError(f"--dataset {one}: {problem}; copy it to a local disk")
-        if reader_of(file.name) is not reader_of(one.name):
+        if find_format(file.name) is not find_format(one.name):
             pattern = f"{os.path.dirname(one.path)}/*{os.path.splitext(one.name)[1]}"
             raise base.UserError(
                 f"--dataset: {one} has tokens that are read in place, {file} is of another format; "
@@ -176,7 +184,7 @@ def look_at_records(file: DataFile, text_field: Field) -> tuple[str, Field] | No
     """(what the records of a file are, the field or layout that is read of them), as the first good one is; None where
     there is none. Where a record has a conversation and a field of `text_field`, the conversation counts, but for a
     single field, which somebody has named. What cannot be read is found later."""
-    if not getattr(reader_of(file.name), "HAS_FIELDS", True):
+    if not getattr(find_format(file.name), "HAS_FIELDS", True):
         return "text", text_field
     names = (text_field, *LAYOUTS) if isinstance(text_field, str) else (*LAYOUTS, *text_field)
     try:
@@ -262,7 +270,7 @@ class Reading:
         of_split = corpus.listing.files_in_split(name)
         if corpus.is_mapped and are_token_files(of_split):
             opened = base.call_on_all_ranks(  # on one node alone a file may be missing
-                lambda: [contents.open_token_file(file, self.vocab_size) for file in of_split]
+                lambda: [formats.open_token_file(file, self.vocab_size) for file in of_split]
             )
             line = token_files.describe(opened)
         else:
@@ -274,8 +282,8 @@ class Reading:
             found = base.broadcast_from_node_main(
                 functools.partial(self._tokenize, corpus, of_split, rows), self.is_main
             )
-            opened, line = [cache.open_cache(found[0], self.vocab_size)], cache.describe(*found)
-            for warning in cache.warnings_in(found[1]) if warn else ():
+            opened, line = [open_cache(found[0], self.vocab_size)], describe_cache(*found)
+            for warning in warnings_in(found[1]) if warn else ():
                 job.warn(warning)
         tokens = Tokens(opened, self.vocab_size, self.end_of_text)
         if bounds:
@@ -284,7 +292,7 @@ class Reading:
         return tokens, line
 
     def _tokenize(self, corpus: Corpus, of_split: list[DataFile], rows: tuple[int, int] | None) -> tuple:
-        """What `cache.tokenize_once` returns, of these files, or of some of their rows."""
+        """What `tokenize_once` returns, of these files, or of some of their rows."""
         encoder = self.encoder(corpus)
         content = [file.version() for file in of_split]
         identity = [content, rows, corpus.text_field, corpus.has_mask, *encoder.identity()]
@@ -307,7 +315,7 @@ class Reading:
                 without = f", {base.counted(bad, 'bad record')} left out" if bad else ""
                 raise base.UserError(f"--dataset {corpus.source.dataset}: it holds no text{without}")
 
-        return cache.tokenize_once(identity, tokenize, self.cache_dir, self.skip_bad_records)
+        return tokenize_once(identity, tokenize, self.cache_dir, self.skip_bad_records)
 
     def with_doc_ends(self, tokens: Tokens) -> Tokens:
         """The tokens, and where their documents end: one process of a node reads all tokens for it where the files do
@@ -391,8 +399,8 @@ def cut_positions(bounds: list[str], ends: np.ndarray, length: int) -> list[int]
 def rows_of_slice(of_split: list[DataFile], bounds: list[str]) -> tuple[int, int] | None:
     """The rows that a slice of a hub data set takes, which are all that is read of it; None where its files do not say
     how many they have."""
-    count = getattr(reader_of(of_split[0].name), "count", None)
-    if count is None or any(reader_of(file.name) is not reader_of(of_split[0].name) for file in of_split):
+    count = getattr(find_format(of_split[0].name), "count", None)
+    if count is None or any(find_format(file.name) is not find_format(of_split[0].name) for file in of_split):
         return None
     rows = 0
     for file in of_split:

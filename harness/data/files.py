@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from harness import base, flags
-from harness.data import readers, stores
-from harness.data.records import COMPRESSIONS
+from harness.data import formats, stores
+from harness.data.formats import COMPRESSIONS
 
 # The words of names and the patterns are those of `datasets.data_files`.
 SPLIT_KEYWORDS = {
@@ -42,7 +42,7 @@ class DataFile:
         return str(self).rpartition("/")[2]
 
     @property
-    def packing(self) -> str | None:
+    def compression(self) -> str | None:
         """What Arrow calls the compression that its suffix says; None where it is not packed."""
         return COMPRESSIONS.get(os.path.splitext(self.name)[1].lower())
 
@@ -75,7 +75,7 @@ def mark_of(status: os.stat_result) -> tuple[int, str]:
 class Listing:
     """The files of a corpus."""
 
-    place: str  # as --dataset names it
+    dataset: str  # as --dataset names it
     splits: dict[str, list[DataFile]]  # by split, each in order
     left_out: list[str]  # what lies there and is not read, in words
     is_hub: bool = False
@@ -84,7 +84,7 @@ class Listing:
         """The files of a split; a NoSplitError where there are none."""
         if split not in self.splits:
             names = ", ".join(self.splits)
-            raise base.NoSplitError(f"--dataset {self.place}, split {split!r}: there is none; there is {names}")
+            raise base.NoSplitError(f"--dataset {self.dataset}, split {split!r}: there is none; there is {names}")
         return self.splits[split]
 
     def describe(self, trained: str) -> str:
@@ -96,20 +96,20 @@ class Listing:
         return f"{len(names[trained]):,} of {total:,} ({'; '.join(others)})" if others else ""
 
 
-def find_files(place: str, subset: str | None = None) -> Listing:
+def find_files(dataset: str, subset: str | None = None) -> Listing:
     """The data files of a file, folder, pattern, URL or data set of the hub; a UserError where there are none."""
-    path = os.path.expanduser(place)
+    path = os.path.expanduser(dataset)
     left_out: list[str] = []
     if base.is_url(path):
         is_pattern = stores.has_pattern(path)
         candidates = [DataFile(url, *stores.size_and_mark(url, info)) for url, info in stores.list_url(path)]
     elif os.path.exists(path) or glob.has_magic(path):
         is_pattern, (candidates, left_out) = not os.path.exists(path), list_paths(path)
-    elif readers.reader_of(place) or not flags.may_be_on_the_hub(place):
-        beside = f"; there is {place}.bin" if os.path.exists(f"{path}.bin") else ""  # which Megatron names without
-        raise base.UserError(f"--dataset {place}: no such file or folder{beside}")
+    elif formats.find_format(dataset) or not flags.may_be_on_the_hub(dataset):
+        beside = f"; there is {dataset}.bin" if os.path.exists(f"{path}.bin") else ""  # which Megatron names without
+        raise base.UserError(f"--dataset {dataset}: no such file or folder{beside}")
     else:
-        return find_on_hub(place, subset)
+        return find_on_hub(dataset, subset)
     is_one_file = path in (file.path for file in candidates)
     top = stores.before_pattern(path) if is_pattern else path.rstrip("/")  # below it names say their splits
     names = {file: str(file).removeprefix(top).lstrip("/") or file.name for file in candidates}
@@ -118,60 +118,62 @@ def find_files(place: str, subset: str | None = None) -> Listing:
         name = names[file]
         if not is_one_file and any(part.startswith(".") for part in name.split("/")):
             continue
-        if is_data(file.name) or (is_one_file and readers.reader_of(file.name)):
+        if is_data(file.name) or (is_one_file and formats.find_format(file.name)):
             files.append(file)
-        elif not file.name.endswith(readers.companions()):
+        elif not file.name.endswith(formats.companions()):
             left_out.append(name if name.isprintable() else ascii(name))
     if not all(needs_exclusive_format(file) for file in files):
         left_out += [names[file] for file in files if needs_exclusive_format(file)]
         files = [file for file in files if not needs_exclusive_format(file)]
     if not files:
-        raise base.UserError(f"--dataset {place}: {describe_nothing(left_out)}")
+        raise base.UserError(f"--dataset {dataset}: {describe_nothing(left_out)}")
     if is_one_file:
-        return Listing(place, {"train": files}, [])
+        return Listing(dataset, {"train": files}, [])
     splits: dict[str, list[DataFile]] = {}
-    for file, split in zip(files, find_splits(place, [names[file] for file in files]), strict=True):
+    for file, split in zip(files, find_splits(dataset, [names[file] for file in files]), strict=True):
         splits.setdefault(split, []).append(file)
     unnamed = splits.pop("", [])
     if "train" in splits:  # such as the text beside nanoGPT's train.bin and val.bin
         left_out += [f"{names[file]} (not in a split)" for file in unnamed]
     elif unnamed:
         splits = {"train": unnamed} | splits
-    return Listing(place, splits, sorted(left_out))
+    return Listing(dataset, splits, sorted(left_out))
 
 
 def is_data(name: str) -> bool:
     """True for a file of a folder that is read, by its name."""
-    return readers.reader_of(name) is not None and not NO_DATA.fullmatch(name.lower())
+    return formats.find_format(name) is not None and not NO_DATA.fullmatch(name.lower())
 
 
 def needs_exclusive_format(file: DataFile) -> bool:
     """Whether a file is data only where no other data files lie beside it."""
-    return getattr(readers.reader_of(file.name), "ONLY_ALONE", False)
+    return getattr(formats.find_format(file.name), "ONLY_ALONE", False)
 
 
-def find_splits(place: str, names: list[str]) -> list[str]:
+def find_splits(dataset: str, names: list[str]) -> list[str]:
     """The split of each file of a corpus by its path there, "" for none, as `datasets` finds it: by shards in `data`,
     else by the names of folders, else by those of files. A UserError for a name with the words of two splits."""
     if any(map(SHARD.fullmatch, names)):
         return [shard[1] if (shard := SHARD.fullmatch(name)) else "" for name in names]
-    folder_splits = [split_in(place, name, name.split("/")[:-1]) for name in names]
+    folder_splits = [split_in(dataset, name, name.split("/")[:-1]) for name in names]
     # a file's keyword has a separator behind it, which its suffix begins with
-    return folder_splits if any(folder_splits) else [split_in(place, name, [name.rpartition("/")[2]]) for name in names]
+    return (
+        folder_splits if any(folder_splits) else [split_in(dataset, name, [name.rpartition("/")[2]]) for name in names]
+    )
 
 
-def split_in(place: str, name: str, parts: list[str]) -> str:
+def split_in(dataset: str, name: str, parts: list[str]) -> str:
     """The split whose keyword stands between separators in one of the `parts` of a path; "" for none."""
     words = {word for part in parts for word in re.split(f"{SEPARATOR}+", part)}
     found = [split for split, keywords in SPLIT_KEYWORDS.items() if words.intersection(keywords)]
     if len(found) > 1:
         problem = f"{name} is of two splits by its name, {' and '.join(found)}"
-        raise base.UserError(f"--dataset {place}: {problem}; rename it, or give the files of one split")
+        raise base.UserError(f"--dataset {dataset}: {problem}; rename it, or give the files of one split")
     return found[0] if found else ""
 
 
 def describe_nothing(left_out: list[str]) -> str:
-    suffixes, packed = "/".join(readers.suffixes()), "/".join(COMPRESSIONS)
+    suffixes, packed = "/".join(formats.suffixes()), "/".join(COMPRESSIONS)
     seen = f"there is only {base.shortened(left_out)}; convert it" if left_out else "there are no files"
     return f"needs {suffixes} files, which may be packed as {packed}; {seen}"
 
@@ -219,15 +221,15 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
     from huggingface_hub import constants, snapshot_download
 
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # the error below alone reports what goes wrong
-    place = dataset
+    source = dataset
     try:
         if constants.HF_HUB_OFFLINE:
-            place = snapshot_download(dataset, repo_type="dataset", local_files_only=True)
-        found = datasets.load_dataset_builder(place, subset).config.data_files or {}
+            source = snapshot_download(dataset, repo_type="dataset", local_files_only=True)
+        found = datasets.load_dataset_builder(source, subset).config.data_files or {}
     except Exception as error:
         cause = base.first_line(stores.root_of(error))
         problem = f"not a local file or folder, and not to be had from the hub ({cause})"
-        hint = f"without a network use a local {'/'.join(readers.suffixes())} file or folder, 'synthetic' or 'demo'"
+        hint = f"without a network use a local {'/'.join(formats.suffixes())} file or folder, 'synthetic' or 'demo'"
         raise base.UserError(f"--dataset {dataset}: {problem}; {hint}") from error
     splits, left_out = {}, []
     roots = {re.match(r"(hf://(?:[^/]+/){2}[^/]+)?", path)[0] for paths in found.values() for path in paths}

@@ -11,8 +11,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from harness.data.conversations import NAMES_AND_WEIGHTS, calls_of, parts_of
-from harness.data.records import Conversation
+from harness.data.schema import NAMES_AND_WEIGHTS, Conversation, calls_of, parts_of
 
 
 class Omission(NamedTuple):
@@ -23,7 +22,7 @@ class Omission(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A word that no text has, in a place of a conversation."""
+    """A word that no text has, in a text of a conversation."""
 
     word: str
     is_wanted: bool  # in the rendered text
@@ -31,7 +30,7 @@ class Mark(NamedTuple):
 
 
 def shape_of(conversation: Conversation) -> Hashable:
-    """What decides which places of a conversation a template writes: which kinds of messages it has, and where."""
+    """What decides which texts of a conversation a template writes: which kinds of messages it has, and where."""
     messages, after = conversation.messages, after_last_question(conversation)
     kinds = {
         (

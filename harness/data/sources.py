@@ -21,7 +21,6 @@ from harness import flags as flag_rules
 from harness.data import stream, token_files
 from harness.data.batches import TrainingData, describe_step, mix
 from harness.data.chat import describe_examples, ends_of_answers, render_user_message
-from harness.data.contents import read_records
 from harness.data.corpora import (
     DEFAULT_EVAL_SPLIT,
     Corpus,
@@ -32,11 +31,12 @@ from harness.data.corpora import (
     named_by_eval_split,
     parse_split,
 )
-from harness.data.encode import own_tokens_around
 from harness.data.files import DataFile
+from harness.data.formats import read_records
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
-from harness.data.records import Conversation, Field, read_documents
+from harness.data.schema import Conversation, Field, read_documents
 from harness.data.stream import EvalSequences, Stream
+from harness.data.tokenize import own_tokens_around
 from harness.data.windows import EVERY, PackedDataset, PaddedDataset, SyntheticDataset, Tokens, sequence_tokens
 
 if TYPE_CHECKING:
@@ -589,6 +589,8 @@ def describe(
     if data.has_streams:
         streams = base.counted(data.record.num_shards, "logical stream")
         lines["streams"] = f"{streams} of each source, divided among ranks and workers"
+        if data.record.num_shards < dist.get_world_size():
+            lines["streams"] += ", some of which read the same ones"
         of_rank = shards_per_rank(data.record.num_shards, settings.batch_size, dist.get_world_size())
         if settings.num_steps and of_rank < settings.num_workers:
             idle = f"{settings.num_workers - of_rank:,} of its {settings.num_workers:,} workers have none"
@@ -629,7 +631,7 @@ def render_prompt(
     has_template = bool(tokenizer.chat_template)  # without one a prompt and its completion are text
     if isinstance(prompt, Conversation) and not has_template and settings.chat_template is None:
         problem = "it holds messages, and the tokenizer has no chat template"
-        raise base.UserError(f"--sample-prompt {prompt.place}: {problem}; give one with --chat-template FILE")
+        raise base.UserError(f"--sample-prompt {prompt.position}: {problem}; give one with --chat-template FILE")
     if isinstance(prompt, str) and not (answers and has_template) and settings.chat_template is None:
         return prompt
     return render_user_message(tokenizer, base.read_template(settings.chat_template), prompt)

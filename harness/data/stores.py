@@ -143,7 +143,7 @@ class RangeReader(io.RawIOBase):
     that was listed, and where the store gives no bytes after some tries."""
 
     def __init__(self, url: str, size: int, mark: str):
-        self.url, self.size, self.place = url, size, 0
+        self.url, self.size, self.position = url, size, 0
         name = mark.partition(" ")[0]
         now = self._ask("info")
         if now.get("size") != size or (mark and f"{name} {now.get(name)}" != mark):
@@ -156,22 +156,22 @@ class RangeReader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
-        return self.place
+        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
+        return self.position
 
     def readinto(self, buffer: "Buffer") -> int:
         view = memoryview(buffer)
-        end = min(self.place + len(view), self.size)
-        if self.place >= end:
+        end = min(self.position + len(view), self.size)
+        if self.position >= end:
             return 0
-        content = self._ask("cat_file", start=self.place, end=end)
-        if len(content) > end - self.place:
+        content = self._ask("cat_file", start=self.position, end=end)
+        if len(content) > end - self.position:
             problem = "the server sends no ranges of a file"
             raise base.UserError(f"--dataset {without_query(self.url)}: {problem}; copy it to a local disk")
         if not content:
             raise changed(without_query(self.url))
         view[: len(content)] = content
-        self.place += len(content)
+        self.position += len(content)
         return len(content)
 
     def _ask(self, operation: str, **options: Any) -> Any:

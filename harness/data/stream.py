@@ -1,10 +1,11 @@
 """Streams: a corpus that is read and tokenized while training. It is cut into chunks, which are dealt to shards; a rank
 opens the shards of its own samples.
 
-A chunk is a part of files that can be cut, or a packed file. Each epoch a shard takes its chunks in an order of its own
-and reads each in pieces, whose documents it shuffles. Its sequences are cut from their tokens end to end. A position
-from which a sequence can be read again is (its number in the shard, the chunk counted over epochs, the piece of the
-chunk, the tokens of the piece before the sequence): of a chunk what is before it is read again but not tokenized.
+A chunk is a part of files that can be cut, a row group of Parquet, or a compressed file. Each epoch a shard takes its
+chunks in an order of its own and reads each in pieces, whose documents it shuffles. Its sequences are cut from their
+tokens end to end. A position from which a sequence can be read again is (its number in the shard, the chunk counted
+over epochs, the piece of the chunk, the tokens of the piece before the sequence): of a chunk what is before it is read
+again but not tokenized.
 """
 
 import bisect
@@ -17,17 +18,17 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 
 from harness import base
-from harness.data.contents import read_records
-from harness.data.encode import Encoded, TextFormat, take
 from harness.data.files import DataFile
-from harness.data.readers import reader_of
-from harness.data.records import Field, read_documents
+from harness.data.formats import find_format, read_records
+from harness.data.schema import Field, read_documents
+from harness.data.tokenize import Encoded, TextFormat, take
 from harness.data.windows import EVERY, PackedSequence, end_labels
 
 LEAST_CHUNK = 2**12  # bytes: a corpus has no more shards than chunks
@@ -68,6 +69,7 @@ class Stream:
         self.is_uniform = not document_mask  # whether all labels of each sequence count
         self.eval_only: bool | None = None  # True: the eval documents alone; False: all but these; None: all
         self.num_shards = num_shards
+        self.row_groups = row_groups(tuple(files))
         self.chunks = cut_into_chunks(files, num_shards)
 
     def documents(self, chunk: list[Part], counts: Counter | None = None) -> Iterator:
@@ -118,9 +120,11 @@ class Stream:
         return joined(found)
 
     def fingerprint(self) -> dict[str, str]:
-        """What tells it from other corpora, wherever they are stored: the names and sizes of its files, and its first
-        document's tokens. A UserError where it holds no text."""
-        names = [[file.name, file.size] for file in self.files]
+        """What tells it from other corpora, wherever they are stored: the names and sizes of its files, with their row
+        groups, and its first document's tokens. A UserError if it holds no text."""
+        names: list[Any] = [[file.name, file.size] for file in self.files]
+        if self.row_groups:
+            names.append([(part.start, part.end) for part in self.row_groups])
         beginning = self.head(1).tokens
         if not len(beginning):
             raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
@@ -207,18 +211,20 @@ def is_eval_document(document: str | np.ndarray) -> bool:
 
 
 def cut_into_chunks(files: list[DataFile], num_shards: int) -> list[list[Part]]:
-    """The chunks of a corpus, in the order of its files: a pure function of their sizes and of the number of shards.
+    """The chunks of a corpus, in the order of its files: a pure function of these and of the number of shards. Every
+    rank calls this.
 
-    Files that can be cut are cut, end to end, into so many parts of equal size that each shard has as many of them; a
-    large file is in several chunks, and a chunk may have several small files. Another file is a chunk of its own.
+    Files that can be cut anywhere are cut, end to end, into so many parts of equal size that each shard has as many of
+    them; a large file is in several chunks, and a chunk may have several small files. A row group is a chunk of its
+    own, and so is any other file.
     """
-    whole = [[Part(file)] for file in files if not can_be_cut(file)]
-    cut = [file for file in files if can_be_cut(file) and file.size]
+    whole = [[part] for part in row_groups(tuple(files))]
+    whole += [[Part(file)] for file in files if not can_be_cut(file)]
+    cut = [file for file in files if can_be_cut(file) and not has_row_groups(file) and file.size]
     ends = list(itertools.accumulate(file.size for file in cut))
     if not cut:
         return whole or [[Part(file)] for file in files]
     most = max(min(MOST_CHUNK, ALL_SHARDS // num_shards), LEAST_CHUNK)
-    most = max(most, *(getattr(reader_of(file.name), "PART_BYTES", 0) for file in cut))
     count = num_shards * -(-ends[-1] // (num_shards * most))
     chunks = []
     for number in range(count):
@@ -235,13 +241,31 @@ def cut_into_chunks(files: list[DataFile], num_shards: int) -> list[list[Part]]:
 
 
 def can_be_cut(file: DataFile) -> bool:
-    return file.packing is None and getattr(reader_of(file.name), "CAN_BE_CUT", False)
+    return file.compression is None and getattr(find_format(file.name), "CAN_BE_CUT", False)
+
+
+def has_row_groups(file: DataFile) -> bool:
+    return can_be_cut(file) and hasattr(find_format(file.name), "row_group_parts")
+
+
+@functools.cache
+def row_groups(files: tuple[DataFile, ...]) -> list[Part]:
+    """The row groups of the files that have some, by their footers, which rank 0 reads. Every rank calls this."""
+    grouped = [file for file in files if has_row_groups(file)]
+
+    def read_footers() -> list[list[tuple[int, int]]]:
+        with ThreadPoolExecutor() as threads:  # one request for each file in a store
+            return list(threads.map(lambda file: find_format(file.name).row_group_parts(file), grouped))
+
+    parts = base.broadcast_from_rank_0(read_footers) if grouped else []
+    return [Part(file, *part) for file, found in zip(grouped, parts, strict=True) for part in found]
 
 
 def max_shards(files: list[DataFile]) -> int:
-    """How many shards a corpus may have: no more than chunks."""
-    size = sum(file.size for file in files if can_be_cut(file))
-    return max(1, size // LEAST_CHUNK + sum(not can_be_cut(file) for file in files))
+    """How many shards a corpus may have: no more than chunks. Every rank calls this."""
+    size = sum(file.size for file in files if can_be_cut(file) and not has_row_groups(file))
+    whole = len(row_groups(tuple(files))) + sum(not can_be_cut(file) for file in files)
+    return max(1, size // LEAST_CHUNK + whole)
 
 
 class ShardReader:

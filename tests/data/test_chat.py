@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 import utils
 from harness.base.errors import UserError
 from harness.data.chat import TODAY, ChatFormat
-from harness.data.records import Conversation
+from harness.data.schema import Conversation
 from harness.data.windows import PaddedDataset
 
 TEMPLATE = """{%- for message in messages %}

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from harness.base.errors import UserError
 from harness.data.chat import ChatFormat
-from harness.data.records import Conversation
+from harness.data.schema import Conversation
 
 MARKS = re.compile(r"{%-? (end)?generation -?%}")
 
@@ -90,7 +90,7 @@ def chat_format(tokenizer, template: str, loss: str = "assistant") -> ChatFormat
 def test_without_marks_the_same_characters_and_tokens_are_trained_on_as_with_them(tokenizer, name, conversation):
     marked, plain = TEMPLATES[name], MARKS.sub("", TEMPLATES[name])
     assert "generation %}" in marked and "generation %}" not in plain
-    documents = [Conversation(CONVERSATIONS[conversation], place="chat.jsonl, line 1")]
+    documents = [Conversation(CONVERSATIONS[conversation], position="chat.jsonl, line 1")]
     if (name, conversation) in REFUSED:
         with pytest.raises(UserError, match=r"chat.jsonl, line 1: the chat template fails, roles must alternate"):
             chat_format(tokenizer, plain).encode(documents, Counter())
@@ -152,7 +152,7 @@ CHANGING = {
 @pytest.mark.parametrize("name", CHANGING)
 def test_a_template_that_changes_what_came_before_is_refused_and_all_tokens_can_be_trained_on(tokenizer, name):
     template = MARKS.sub("", CHANGING[name].template)
-    documents = [Conversation(CHANGING[name].conversation, place="chat.jsonl, line 7")]
+    documents = [Conversation(CHANGING[name].conversation, position="chat.jsonl, line 7")]
     with pytest.raises(UserError) as raised:
         chat_format(tokenizer, template).encode(documents, Counter())
     message = str(raised.value)
@@ -170,7 +170,7 @@ def test_what_a_template_drops_is_found_where_nothing_came_before_it(tokenizer):
 
 
 def test_a_conversation_that_the_assistant_begins_is_trained_on_where_the_template_has_a_prompt_for_it(tokenizer):
-    begun = Conversation([HELLO, HI, HELLO], place="chat.jsonl, line 2")
+    begun = Conversation([HELLO, HI, HELLO], position="chat.jsonl, line 2")
     text, spans = chat_format(tokenizer, MARKS.sub("", CHATML)).render(begun)
     assert [text[first:last] for first, last in spans] == ["Hello! <|im_end|>\n"] * 2
     with pytest.raises(UserError, match=r"line 2: it begins with the assistant.*--skip-bad-records"):
@@ -244,7 +244,7 @@ MISREAD = {  # what stands in the place of the content in CHATML, messages, the 
 def test_what_the_template_does_not_read_is_refused_and_named(tokenizer, name, marks, loss):
     """Also where a list of tools, which it reads, or the user names the function."""
     content, messages, problem = MISREAD[name]
-    misread = Conversation(messages, tools=[CALL], place="chat.jsonl, line 3")
+    misread = Conversation(messages, tools=[CALL], position="chat.jsonl, line 3")
     template = "{{- tools | tojson }}" + CHATML.replace("message.content", content)
     template = template if marks else MARKS.sub("", template)
     with pytest.raises(UserError, match=f"line 3: .*{problem}"):

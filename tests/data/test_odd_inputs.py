@@ -17,9 +17,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from harness.base.errors import UserError
-from harness.data.encode import TextFormat, own_tokens_around
 from harness.data.files import find_files
 from harness.data.stream import Stream
+from harness.data.tokenize import TextFormat, own_tokens_around
 
 DEMO = ROOT / "assets" / "demo"
 TEXTS = ["A fox saw a red ball and ran.", "Two", "The end? <|endoftext|>", "Zażółć 日本語 \n\n in lines, " * 9]

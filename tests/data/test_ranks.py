@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from harness import base
 from harness.base import UserError, all_gather_objects
-from harness.data import contents, corpora, sources
+from harness.data import corpora, formats, sources
 from harness.data.files import DataFile, find_files
 from harness.data.stream import Stream
 from harness.flags import ASSETS, Source
@@ -127,13 +127,13 @@ def test_rank_0_alone_opens_the_footers_of_a_hub_slice_and_what_is_broken_is_one
 def mapping_rank(folder: str) -> None:
     """Token files on a node where rank 1 has none."""
     start_processes(timeout_minutes=1)
-    open_token_file = contents.open_token_file
+    open_token_file = formats.open_token_file
 
     def open_there(file, vocab_size):
         missing = dataclasses.replace(file, path=f"{folder}/gone/train.bin") if dist.get_rank() else file
         return open_token_file(missing, vocab_size)
 
-    contents.open_token_file = open_there
+    formats.open_token_file = open_there
     reading = corpora.Reading(None, 16, 1536)
     corpus = corpora.inspect_source(Source("a", folder, None), None, "text", None)
     report_of_ranks(lambda: len(reading.open(corpus, "train")[0]))

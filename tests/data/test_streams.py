@@ -18,12 +18,12 @@ from conftest import STORIES, losses_of, metrics_of, train, words
 from harness.base.errors import UserError
 from harness.data import stream as streams
 from harness.data.batches import RankBatches, TrainingData
-from harness.data.encode import TextFormat
 from harness.data.files import find_files
 from harness.data.mixture import DataRecord, Segment, StepSize
-from harness.data.records import DOCUMENT_MARK
+from harness.data.schema import DOCUMENT_MARK
 from harness.data.sources import shards_per_rank
 from harness.data.stream import ShardReader, Stream
+from harness.data.tokenize import TextFormat
 
 SEQ_LEN = 16
 END = 0
@@ -53,7 +53,6 @@ def open_stream(tokenizer, monkeypatch):
     """`open_stream(place, lanes)`: a stream in small chunks."""
     monkeypatch.setattr(streams, "MOST_CHUNK", 1500)
     monkeypatch.setattr(streams, "LEAST_CHUNK", 100)
-    monkeypatch.setattr("harness.data.readers.parquet.PART_BYTES", 1500)
 
     def open_stream(place, lanes: int = 1, split: str = "train", **options) -> Stream:
         files = find_files(str(place)).files_in_split(split)

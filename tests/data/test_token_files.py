@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 
 from harness import data
 from harness.base.errors import UserError
-from harness.data.contents import open_token_file
 from harness.data.files import find_files
+from harness.data.formats import open_token_file
 from harness.data.token_files import TokenFile
 from harness.data.windows import PackedSequence, Tokens, eval_document_numbers
 

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from harness.data.conversations import find_document
-from harness.data.records import BLOCK, Field, Record, field_names
+from harness.data.formats import BLOCK
+from harness.data.schema import Field, Record, field_names, find_document
 
 SUFFIXES = (".json",)
-PLACE = "record"
+RECORD_NAME = "record"
 ONLY_ALONE = True  # beside data such files are notes of tools
 
 BETWEEN = {True: re.compile(r"[\s,]*"), False: re.compile(r"\s*")}  # values, in a list and without one

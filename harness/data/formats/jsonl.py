@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from harness.data.conversations import find_document
-from harness.data.records import BadRecord, Field, Record, field_names, split_records
+from harness.data.formats.text import split_records
+from harness.data.schema import BadRecord, Field, Record, field_names, find_document
 
 SUFFIXES = (".jsonl",)
-PLACE = "line"
+RECORD_NAME = "line"
 CAN_BE_CUT = True
 
 

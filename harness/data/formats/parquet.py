@@ -7,46 +7,70 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.data.conversations import choose_field, columns_beside, layout_of, read_fields
-from harness.data.records import BESIDE_IDS, BLOCK, MAX_TOKEN_ID, Field, Record, check_ids
+from harness.data.formats import BLOCK, report_read_errors
+from harness.data.schema import (
+    BESIDE_IDS,
+    MAX_TOKEN_ID,
+    Field,
+    Record,
+    check_ids,
+    choose_field,
+    columns_beside,
+    layout_of,
+    read_fields,
+)
 
 if TYPE_CHECKING:
     import pyarrow
 
+    from harness.data.files import DataFile
+
 SUFFIXES = (".parquet",)
-PLACE = "row"
+RECORD_NAME = "row"
 CAN_BE_CUT = True
-PART_BYTES = 2**25  # of a part of a file: a row group is read from its beginning for each part of it
 BATCH_ROWS = 256
 READ_AHEAD = 2**22  # bytes of a file that is read as a whole
 
 
 def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
-    """The rows whose share of the file lies there, as if all were equally long; of row groups only those with such rows
-    are read. A file of no byte has none, as in other formats."""
+    """Yield the rows of the row groups whose first byte is within [start, end), so a group is never read in part. An
+    empty file has no rows, as in other formats."""
     import pyarrow.parquet
 
-    size = stream.seek(0, io.SEEK_END)
-    if not size:
+    if not stream.seek(0, io.SEEK_END):
         return
     buffer_size = READ_AHEAD if end is None else BLOCK
     parquet = pyarrow.parquet.ParquetFile(
         io.BufferedReader(stream, buffer_size), buffer_size=buffer_size, pre_buffer=False
     )
     field, columns = choose_columns(parquet.schema_arrow, text_field)
-    rows = parquet.metadata.num_rows
-    first, last = -(-rows * start // size), rows if end is None else -(-rows * end // size)
-    group_start = 0
-    for group in range(parquet.num_row_groups):
-        row, group_end = group_start, group_start + parquet.metadata.row_group(group).num_rows
-        if group_start < last and group_end > first:
+    for group, first in enumerate(row_group_starts(parquet.metadata)):
+        if start <= first and (end is None or first < end):
             for batch in parquet.iter_batches(BATCH_ROWS, [group], columns=columns, use_threads=end is None):
-                wanted = batch[max(0, first - row) : max(0, last - row)]
-                yield from read_batch(wanted, field)
-                row += batch.num_rows
-                if row >= last:
-                    return
-        group_start = group_end
+                yield from read_batch(batch, field)
+
+
+def row_group_parts(file: "DataFile") -> list[tuple[int, int]]:
+    """The parts that a file can be cut into: (start, end) in bytes of each row group, in order.
+
+    The parts lie end to end, from 0 to the size of the file; `read` with the start of one part and the end of the same
+    or a later one gives the rows of these groups. An empty file has no part. Only the footer is read, but through a
+    store it is a request: list the parts on one rank. A UserError if the file cannot be read.
+    """
+    import pyarrow.parquet
+
+    if not file.size:
+        return []
+    with report_read_errors(file), file.open() as stream:
+        metadata = pyarrow.parquet.ParquetFile(io.BufferedReader(stream, BLOCK)).metadata
+    starts = sorted({0, *row_group_starts(metadata)[1:]})
+    return list(itertools.pairwise([*starts, file.size]))
+
+
+def row_group_starts(metadata: "pyarrow.parquet.FileMetaData") -> list[int]:
+    """The position of the first byte of each row group; 0 for one without rows."""
+    columns = (metadata.row_group(group).column(0) for group in range(metadata.num_row_groups))
+    return [column.dictionary_page_offset or column.data_page_offset for column in columns]
 
 
 def choose_columns(schema: "pyarrow.Schema", text_field: Field) -> tuple[str, list[str]]:

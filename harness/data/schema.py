@@ -1,7 +1,7 @@
-"""Conversations: the layouts in which records hold them, and their messages as chat templates take them.
+"""Schema: from a record of a file to its document: a text, token ids, token ids with labels, or a conversation.
 
-LAYOUTS has the layouts; the first that a record has is read. A column that --text-field names and that holds messages
-is one as well. All but `messages` are brought to role and content:
+LAYOUTS has the layouts of conversations; the first that a record has is read. A column that --text-field names and that
+holds messages is one as well. All but `messages` are brought to role and content:
 
 - ShareGPT's `conversations` have `from` and `value`; the names in ROLES are known, a call of functions is JSON.
 - `prompt` and `completion` are both text or both lists of messages, as TRL has them; what is in the prompt is not
@@ -15,20 +15,210 @@ A text in one of SYSTEM beside any of them is the first message, `tools` are a l
 import contextlib
 import json
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from harness.data.records import (
-    BadRecord,
-    Conversation,
-    Field,
-    NoFieldError,
-    Record,
-    excerpt,
-    field_names,
-    has_lone_surrogate,
-    read_value,
-)
+import numpy as np
+
+from harness import base
+
+DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a text, as in the original TinyStories files
+MAX_TOKEN_ID = 2**32 - 1
+
+Field = str | tuple[str, ...]  # the column that is trained on, or several: the first one that is there
+LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")  # 1 for each trained token
+A_NUMBER_EACH = ("labels", "attention_mask", "position_ids", *LOSS_MASKS)  # fields with a number for each token id
+BESIDE_IDS = (*A_NUMBER_EACH, "seq_lengths")
+
+
+class BadRecord(NamedTuple):
+    """A record that cannot be trained on."""
+
+    fault: str  # what stands there, in words
+    layout: str = ""  # of the conversation that it should be
+
+
+@dataclass(frozen=True, eq=False)
+class Conversation:
+    """The messages of a record, and the tools that they may call."""
+
+    messages: list[dict]
+    tools: list[dict] | None = None
+    layout: str = "messages"  # in which its record has it, one of `conversations.LAYOUTS` or a column
+    first_trained: int = 0  # of the messages: those before it are a prompt
+    is_text: bool = False  # whether it was a prompt and a completion that are text
+    position: str = ""  # of the record, as messages name it
+
+    def __len__(self) -> int:
+        """About how many characters; never 0."""
+        return len(self.messages) + sum(len(message.get("content") or "") for message in self.messages)
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledIds:
+    """The token ids of a record that says which of them are trained on."""
+
+    ids: np.ndarray
+    trained: np.ndarray  # bool
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class NoFieldError(Exception):
+    """A file has none of the fields that are asked for; the argument is the names that it has."""
+
+
+Document = str | np.ndarray | LabelledIds | Conversation
+Record = Document | BadRecord | None  # None of a blank line
+
+
+KINDS = {"text": "text", "ids": "token ids", "labels": "token ids with labels", "chat": "messages"}
+MASKED_KINDS = {"labels", "chat"}  # those of which not all tokens are trained on
+
+
+def kind_of(document: Document) -> str:
+    """What a document is, one of KINDS."""
+    if isinstance(document, Conversation):
+        return "chat"
+    if isinstance(document, LabelledIds):
+        return "labels"
+    return "text" if isinstance(document, str) else "ids"
+
+
+def field_names(text_field: Field) -> tuple[str, ...]:
+    return (text_field,) if isinstance(text_field, str) else text_field
+
+
+def read_value(fields: dict[str, Any], field: str) -> Record:
+    """The document in a field of a record, no conversation: token ids in `input_ids`, in any other a text or token ids;
+    with what the fields beside it say of it."""
+    value = fields[field]
+    if field == "input_ids" or (value and isinstance(value, list)):
+        are_ints = isinstance(value, list) and set(map(type, value)) <= {int}
+        if are_ints and 0 <= min(value, default=0) <= max(value, default=0) <= MAX_TOKEN_ID:
+            return check_ids(np.array(value, np.uint32), fields)
+        wanted = "token ids" if field == "input_ids" or are_ints else "text"
+        return BadRecord(f"{excerpt(value)} instead of {wanted}")
+    if not isinstance(value, str):
+        return BadRecord(f"{excerpt(value)} instead of text")
+    if has_lone_surrogate(value):
+        return BadRecord(f"{excerpt(value)} with half a surrogate pair")
+    return value
+
+
+def check_ids(ids: np.ndarray, fields: dict[str, Any]) -> np.ndarray | LabelledIds | BadRecord:
+    """Token ids with what the fields of BESIDE_IDS say of them, as transformers reads these: padding, where
+    `attention_mask` is 0, is taken off; not trained on is what has the label -100 or a 0 in one of LOSS_MASKS. What a
+    window cannot give is a bad record."""
+    if np.size(fields.get("seq_lengths", ())) > 1:
+        return BadRecord("seq_lengths has several documents; give each document a record")
+    given = {name: fields[name] for name in A_NUMBER_EACH if fields.get(name) is not None}
+    if not given:
+        return ids
+    beside = {name: np.asarray(values) for name, values in given.items() if is_flat(values)}
+    for name, values in given.items():
+        if name not in beside or beside[name].shape != ids.shape or (len(ids) and beside[name].dtype.kind not in "bui"):
+            shown = excerpt(values.tolist() if isinstance(values, np.ndarray) else values)
+            return BadRecord(f"{name} is {shown} instead of {base.counted(len(ids), 'integer')}, one a token")
+    for name in ("attention_mask", *LOSS_MASKS):
+        if name in beside and not np.isin(beside[name], (0, 1)).all():
+            shown = excerpt(beside[name].tolist())
+            return BadRecord(f"{name} is {shown} instead of 0 and 1; give each document a record")
+    attended = np.flatnonzero(beside.get("attention_mask", np.ones(len(ids))))
+    if len(attended) and attended[-1] - attended[0] >= len(attended):
+        return BadRecord("attention_mask is 0 between tokens, where it can be 0 before and after them only")
+    kept = slice(attended[0], attended[-1] + 1) if len(attended) else slice(0)
+    ids, beside = ids[kept], {name: values[kept] for name, values in beside.items()}
+    if (beside.get("position_ids", np.arange(len(ids))) != np.arange(len(ids))).any():
+        return BadRecord("position_ids do not count from 0 on; give each document a record")
+    if beside.keys().isdisjoint(("labels", *LOSS_MASKS)):
+        return ids
+    labels = beside.get("labels", ids)
+    wrong = (labels != base.IGNORE_INDEX) & (labels != ids)
+    if wrong.any():
+        at = int(wrong.argmax())
+        problem = f"labels[{at + kept.start}] is {labels[at]}, where -100 and the token there, {ids[at]}, can be"
+        return BadRecord(f"{problem} (labels are not shifted)")
+    trained = labels != base.IGNORE_INDEX
+    for name in LOSS_MASKS:
+        trained &= beside.get(name, np.ones(len(ids))).astype(bool)
+    return LabelledIds(ids, trained)
+
+
+def is_flat(values: Any) -> bool:
+    return isinstance(values, np.ndarray) or (
+        isinstance(values, list) and not any(isinstance(value, list) for value in values)
+    )
+
+
+def has_lone_surrogate(text: str) -> bool:
+    """Whether an escape in JSON has left half a surrogate pair, which is no character."""
+    return not text.isascii() and re.search("[\ud800-\udfff]", text) is not None
+
+
+def excerpt(value: Any) -> str:
+    """The beginning of a value as JSON."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:60] + "..."
+
+
+def read_documents(
+    records: Iterator[tuple[str, Record]], vocab_size: int, skip_bad: bool, counts: Counter, kind: str = "text"
+) -> Iterator[Document]:
+    """The documents in records, those that are not empty.
+
+    `counts` gets the numbers of empty texts and of the bad records that `skip_bad` left out; else the first of these is
+    a UserError, and so is a token id that is not below `vocab_size`. `kind` is what all are to be, as `kind_of` says.
+    """
+    checked, fits = None, False
+    for position, record in records:
+        if isinstance(record, BadRecord):
+            refuse_or_count(position, record.fault, skip_bad, counts)
+            continue
+        if isinstance(record, np.ndarray | LabelledIds):
+            ids = record.ids if isinstance(record, LabelledIds) else record
+            # rows are slices of one array, which is checked once
+            whole = ids.base if isinstance(ids.base, np.ndarray) else ids
+            if whole is not checked:
+                checked, fits = whole, bool(np.max(whole, initial=0) < vocab_size)
+            if not fits and ids.max(initial=0) >= vocab_size:
+                wrong = int(ids[(ids >= vocab_size).argmax()])
+                problem = f"token id {wrong}, the model has {vocab_size:,}"
+                raise base.UserError(
+                    f"--dataset {position}: {problem}; it was made with another tokenizer, or is damaged"
+                )
+        if record is None or (len(record) == 0 and not isinstance(record, str)):
+            continue
+        of_record = kind_of(record)
+        if MASKED_KINDS & {kind, of_record} and of_record != kind:
+            wanted = KINDS[kind]
+            refuse_or_count(
+                position, f"{KINDS[of_record]} instead of {wanted}, as the first record has", skip_bad, counts
+            )
+        elif isinstance(record, Conversation):
+            yield replace(record, position=position)
+        elif not isinstance(record, str):
+            yield record
+        else:
+            texts = [part.strip("\n") for part in record.split(DOCUMENT_MARK)] if DOCUMENT_MARK in record else [record]
+            if not any(text.strip("\n") for text in texts):
+                counts["empty documents"] += 1
+            yield from filter(None, texts)
+
+
+def refuse_or_count(position: str, fault: str, skip_bad: bool, counts: Counter) -> None:
+    """Counts a bad record that is left out, or raises a UserError for it."""
+    if not skip_bad:
+        advice = "mend it, or leave bad records out with --skip-bad-records"
+        raise base.UserError(f"--dataset {position}: {fault}; {advice}")
+    counts["bad records"] += 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Conversations
 
 ROLES = {  # of a template, by who speaks in ShareGPT's layout
     **dict.fromkeys(("human", "user", "prompter"), "user"),
@@ -203,25 +393,25 @@ def messages_in(value: Any, name: str) -> list[dict]:
         raise ValueError(f"{excerpt(value)} instead of a list of messages")
     messages = []
     for number, message in enumerate(value):
-        place = f"{name}[{number}]"
+        position = f"{name}[{number}]"
         if isinstance(message, dict) and "role" not in message and isinstance(message.get("from"), str):
-            message = from_sharegpt(message, place)
+            message = from_sharegpt(message, position)
         if not is_message(message):
             wanted = "an object with role and content"
             if name == "conversations":
                 wanted += ", or with from and value"
-            raise ValueError(f"{place} is {excerpt(message)} instead of {wanted}")
+            raise ValueError(f"{position} is {excerpt(message)} instead of {wanted}")
         if message["role"] == "assistant":
             for field, values in TRAINED.items():
                 if field in message and message[field] not in values:
-                    problem = f"{place} has {field} {excerpt(message[field])}, and turns of the assistant are all"
+                    problem = f"{position} has {field} {excerpt(message[field])}, and turns of the assistant are all"
                     raise ValueError(f"{problem} trained on alike; drop that field, or the turn")
         for part in parts_of(message):
             if not isinstance(part, dict) or not any(isinstance(part.get(name), str) for name in ("text", "thinking")):
-                raise ValueError(f"{place} has a part that is not text, {excerpt(part)}")
+                raise ValueError(f"{position} has a part that is not text, {excerpt(part)}")
         if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls_of(message)):
             called = excerpt(message.get("tool_calls") or message.get("function_call"))
-            raise ValueError(f"{place} calls {called} instead of functions with a name and arguments")
+            raise ValueError(f"{position} calls {called} instead of functions with a name and arguments")
         messages.append({field: of_field for field, of_field in message.items() if of_field is not None})
     return messages
 
@@ -240,7 +430,7 @@ def calls_of(message: dict) -> list:
     return [*functions, older] if older else functions
 
 
-def from_sharegpt(message: dict, place: str) -> dict:
+def from_sharegpt(message: dict, position: str) -> dict:
     """A message of ShareGPT's with the names that templates know."""
     speaker, value = message["from"].lower(), message.get("value")
     others = {name: of_name for name, of_name in message.items() if name not in ("from", "value")}
@@ -248,14 +438,14 @@ def from_sharegpt(message: dict, place: str) -> dict:
         return {"role": ROLES[speaker], "content": value, **others}
     if speaker not in CALLS:
         known = ", ".join([*ROLES, *CALLS])
-        raise ValueError(f"{place} is from {excerpt(message['from'])}, where {known} are known")
+        raise ValueError(f"{position} is from {excerpt(message['from'])}, where {known} are known")
     calls = None
     with contextlib.suppress(ValueError, TypeError):
         calls = json.loads(value)
     calls = [calls] if isinstance(calls, dict) else calls
     if not is_objects(calls) or not all(isinstance(call.get("name"), str) for call in calls):
         wanted = 'JSON such as {"name": "add", "arguments": {"a": 1}}'
-        raise ValueError(f"{place} is a {speaker} of {excerpt(value)} instead of {wanted}")
+        raise ValueError(f"{position} is a {speaker} of {excerpt(value)} instead of {wanted}")
     called = [{"type": "function", "function": call} for call in calls]
     return {"role": "assistant", "content": "", "tool_calls": called, **others}
 

@@ -3,7 +3,7 @@ int32 (a magic number, which tells uint16 from uint32, a version, the number of 
 
 Megatron's .idx has the layout of `megatron.core.datasets.indexed_dataset`, all little-endian: the magic, the version (8
 bytes), a code of the type of a token (1), the numbers of sequences and of entries of the document index (8 each); then
-the sequences' lengths (int32), their places in the .bin in bytes (int64), and for each document the sequence that it
+the sequences' lengths (int32), their offsets in the .bin in bytes (int64), and for each document the sequence that it
 begins with (int64), with the number of sequences as the last entry.
 """
 
@@ -81,9 +81,9 @@ def check_sequences(index: str, sequences: int, file: str, tokens: np.ndarray) -
     for first in range(0, sequences, CHUNK):
         count = min(CHUNK, sequences - first)
         lengths = np.fromfile(index, "<i4", count, offset=HEADER.size + 4 * first)
-        places = np.fromfile(index, "<i8", count, offset=HEADER.size + 4 * sequences + 8 * first)
+        offsets = np.fromfile(index, "<i8", count, offset=HEADER.size + 4 * sequences + 8 * first)
         ends = end + np.cumsum(lengths, dtype=np.int64) * tokens.itemsize
-        if places[0] != end or (places[1:] != ends[:-1]).any():
+        if offsets[0] != end or (offsets[1:] != ends[:-1]).any():
             raise damaged(index, f"its sequences do not lie end to end in {file}", "write them in their order")
         end = int(ends[-1])
     if end != tokens.nbytes:

@@ -5,11 +5,11 @@ import io
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from harness.data.readers.parquet import BATCH_ROWS, READ_AHEAD, choose_columns, read_batch
-from harness.data.records import Field, Record
+from harness.data.formats.parquet import BATCH_ROWS, READ_AHEAD, choose_columns, read_batch
+from harness.data.schema import Field, Record
 
 SUFFIXES = (".arrow",)
-PLACE = "row"
+RECORD_NAME = "row"
 
 FILE_MAGIC = b"ARROW1"  # what the file format begins with, and a stream does not
 
