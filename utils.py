@@ -83,20 +83,20 @@ def get_dataset(
         UserError: no such data or split, no text in it, the hub is not reachable, less than one window, a token id
             without an embedding, a mixture that is not to be shuffled, a chat template without conversations.
     """
-    reading = data.Reading(
-        tokenizer,
-        seq_len,
-        vocab_size or len(tokenizer),
-        cache_dir,
-        skip_bad_records,
-        packing,
-        chat_template,
-        chat_loss,
-        document_mask,
-        seed,
+    reader = data.CorpusReader(
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        vocab_size=vocab_size or len(tokenizer),
+        cache_dir=cache_dir,
+        skip_bad_records=skip_bad_records,
+        packing=packing,
+        chat_template=chat_template,
+        chat_loss=chat_loss,
+        document_mask=document_mask,
+        seed=seed,
         is_main=accelerator is None or accelerator.is_local_main_process,
     )
-    return data.open_sequences(reading, dataset, split, text_field, subset, shuffle)
+    return data.open_sequences(reader, dataset, split, text_field, subset, shuffle)
 
 
 def get_gpu_peak_tflops(name: str | None = None) -> float | None:

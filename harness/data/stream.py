@@ -15,7 +15,6 @@ import hashlib
 import itertools
 import json
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,11 +24,12 @@ import numpy as np
 import torch.distributed as dist
 
 from harness import base
+from harness.data.eval_split import is_eval_document
 from harness.data.files import DataFile
 from harness.data.formats import find_format, read_records
+from harness.data.packing import PackedSequence, end_labels
 from harness.data.schema import Field, read_documents
 from harness.data.tokenize import Encoded, TextFormat, take
-from harness.data.windows import EVERY, PackedSequence, end_labels
 
 LEAST_CHUNK = 2**12  # bytes: a corpus has no more shards than chunks
 MOST_CHUNK = 2**18  # bytes, and characters of a piece: about what an open shard holds in memory
@@ -201,13 +201,6 @@ class EvalSequences:
 def joined(parts: list[Encoded]) -> Encoded:
     """Documents end to end, of which none has a mask."""
     return Encoded(np.concatenate([part.tokens for part in parts]), np.concatenate([part.lengths for part in parts]))
-
-
-def is_eval_document(document: str | np.ndarray) -> bool:
-    """Whether a document of a stream is held out: by the checksum of its UTF-8, or of its ids as little-endian uint32,
-    so that the corpus need not be read before. The same document twice is held out twice."""
-    content = document.encode() if isinstance(document, str) else np.asarray(document).astype("<u4").tobytes()
-    return zlib.crc32(content) % EVERY == 0
 
 
 def cut_into_chunks(files: list[DataFile], num_shards: int) -> list[list[Part]]:

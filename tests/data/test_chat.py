@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 import utils
 from harness.base.errors import UserError
 from harness.data.chat import TODAY, ChatFormat
+from harness.data.packing import PaddedDataset
 from harness.data.schema import Conversation
-from harness.data.windows import PaddedDataset
 
 TEMPLATE = """{%- for message in messages %}
 {%- if message['role'] == 'assistant' %}{{- 'A: ' }}

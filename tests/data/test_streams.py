@@ -17,13 +17,14 @@ from conftest import STORIES, losses_of, metrics_of, train, words
 
 from harness.base.errors import UserError
 from harness.data import stream as streams
-from harness.data.batches import RankBatches, TrainingData
 from harness.data.files import find_files
+from harness.data.header import shards_per_rank
+from harness.data.loader import RankBatches
 from harness.data.mixture import DataRecord, Segment, StepSize
 from harness.data.schema import DOCUMENT_MARK
-from harness.data.sources import shards_per_rank
 from harness.data.stream import ShardReader, Stream
 from harness.data.tokenize import TextFormat
+from harness.data.training_data import TrainingData
 
 SEQ_LEN = 16
 END = 0

@@ -19,10 +19,12 @@ from transformers import AutoTokenizer
 
 from harness import data
 from harness.base.errors import UserError
+from harness.data.eval_split import divide, eval_document_numbers
 from harness.data.files import find_files
 from harness.data.formats import open_token_file
+from harness.data.packing import PackedSequence
 from harness.data.token_files import TokenFile
-from harness.data.windows import PackedSequence, Tokens, eval_document_numbers
+from harness.data.tokens import Tokens
 
 VOCAB = 1536  # of the demo model
 END = 0  # end-of-text of its tokenizer
@@ -94,12 +96,12 @@ def test_held_out_are_the_same_documents_by_an_index_and_by_end_of_text_tokens(t
     numbers = eval_document_numbers(len(DOCUMENTS))
     expected = np.concatenate([DOCUMENTS[number] for number in numbers]).tolist()
     for file in (datatrove(tmp_path), flat(tmp_path / "a.bin")):
-        kept, held = open_tokens(file).divide()
+        kept, held = divide(open_tokens(file))
         assert held[:].tolist() == expected
         assert sorted([*kept[:].tolist(), *expected]) == sorted(FLAT.tolist())
         assert held.ends.tolist() == np.cumsum([len(DOCUMENTS[number]) for number in numbers]).tolist()
     few = Tokens([TokenFile(FLAT[: ENDS[5]], find_ends=lambda: ENDS[:6])])
-    assert [len(part) for part in few.divide()] == [ENDS[5] * 95 // 100, ENDS[5] - ENDS[5] * 95 // 100]
+    assert [len(part) for part in divide(few)] == [ENDS[5] * 95 // 100, ENDS[5] - ENDS[5] * 95 // 100]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,14 +1,10 @@
-"""Batches: what a run trains on, sample by sample; the microbatches of one rank, read ahead by data workers and moved
-to its device; the held-out batches of an evaluation; what a step trained on in words."""
+"""The loader: the microbatches of one rank, read ahead by data workers and moved to its device; evaluation batches."""
 
-import functools
 import itertools
 import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,173 +13,16 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from harness import base, flags, job
-from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder, StepSize
-from harness.data.stream import BEGINNING, EvalSequences, Position, ShardReader, Stream
-from harness.data.windows import (
-    IGNORE_INDEX,
-    PackedDataset,
-    PackedSequence,
-    PaddedDataset,
-    SyntheticDataset,
-    create_collate_fn,
-    document_lengths,
-    sequence_tokens,
-)
+from harness.base import IGNORE_INDEX
+from harness.data.packing import PackedDataset, PackedSequence, SyntheticDataset, create_collate_fn, document_lengths
+from harness.data.stream import EvalSequences
+from harness.data.training_data import Positions, SampleReader, TrainingData
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a shard reads its next chunk
-EXCERPT = 200  # characters of a document that are printed
-
 NOT_OF_MODEL = ("loss_divisor", "document_lengths")  # what a batch has beside the model's inputs
-Positions = dict[str, dict[int, Position]]  # by source and shard
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The samples of a run
-
-
-@dataclass(eq=False)
-class TrainingData:
-    """The training data of a run.
-
-    Sample i is in shard i % N (N is 1 without streams) and comes from the source that the mixture says. The m-th sample
-    of a data set in shard s is number m * N + s in its `SequenceOrder`; that of a stream is the shard's m-th sequence.
-    """
-
-    sources: dict[str, Any]  # data sets of sequences, and streams
-    record: DataRecord
-    seq_len: int
-    seed: int
-    eval_data: dict[str, Any] | None = None  # sequences of each source, or of an eval dataset; None: no evaluation
-    eval_identity: dict[str, str] = field(default_factory=dict)  # what tells each of these from others
-    header: dict[str, str] = field(default_factory=dict)  # lines of the header
-    beginning: str = ""  # the first words of the text, a prompt for a sample
-
-    def __post_init__(self) -> None:
-        self.mixture, self.orders = Mixture(self.record.segments, self.seed, self.record.num_shards), {}
-        for name, source in self.sources.items():
-            if not isinstance(source, Stream):
-                self.orders[name] = SequenceOrder(len(source), self.seed, None if name == self.record.plain else name)
-
-    def __len__(self) -> int:
-        """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
-        first = self.record.segments[0]
-        weights = {name: weight / first.per_sample[name] for name, weight in first.weights.items() if weight}
-        total = sum(weights.values())  # of samples, whose share is that of the tokens only where all have as many
-        return max(math.ceil(self.orders[name].sequences * total / weight) for name, weight in weights.items())
-
-    def __getitem__(self, sample: int) -> np.ndarray | PackedSequence:
-        """A global sample; not of streams."""
-        source, sequence = self.locate(sample)
-        return source[sequence]
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether each sample has `seq_len` tokens, all of which are trained on."""
-        return all(source.is_uniform for source in self.sources.values())
-
-    @property
-    def has_streams(self) -> bool:
-        return any(isinstance(source, Stream) for source in self.sources.values())
-
-    @functools.cached_property
-    def has_padding(self) -> bool:
-        padded = [source for source in self.sources.values() if isinstance(source, PaddedDataset)]
-        return any(source.total_tokens() < len(source) * self.seq_len for source in padded)
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether all tokens come from token files, whatever the run's tokenizer."""
-        tokens = [getattr(source, "tokens", None) for source in self.sources.values()]
-        return all(of_source is not None and of_source.is_mapped for of_source in tokens)
-
-    def locate(self, sample: int) -> tuple[Any, int]:
-        """(the data set that a global sample comes from, its sequence there); not of streams."""
-        name, number = self.mixture.locate(sample)
-        shards = self.record.num_shards
-        return self.sources[name], self.orders[name].sequence_at(number * shards + sample % shards)
-
-    def count_tokens(self, samples: range) -> int:
-        """Tokens of global samples that are not padding."""
-        if not self.has_padding:
-            return len(samples) * self.seq_len
-        return sum(source.real_tokens(sequence) for source, sequence in map(self.locate, samples))
-
-    def epochs(self, samples: int) -> dict[str, float]:
-        """How often each source is read by the first `samples` of the run; without streams, whose size is not known."""
-        counts = self.mixture.counts(samples) if self.orders else {}
-        return {name: counts.get(name, 0) / order.sequences for name, order in self.orders.items()}
-
-    def ends_epoch(self, step: int) -> bool:
-        """Whether with this optimizer step all sequences have been read once more: of one source, or of several that
-        are mixed by size. The step takes sequences of the next epoch too where the last ones do not fill it."""
-        sequences = sum(order.sequences for order in self.orders.values())
-        samples = self.record.samples_of_step(step)
-        return samples.stop // sequences > samples.start // sequences
-
-    def metrics(self, samples: int, tokens: int) -> dict[str, float]:
-        """The figures of a log line after so many samples and tokens: of each source of a mixture its share now and how
-        often it was read; the share of padding so far."""
-        figures = {}
-        if len(self.mixture.names) > 1:
-            shares = self.mixture.segment_at(max(samples - 1, 0)).shares()
-            for name in self.sources:
-                figures[f"share/{name}"] = shares.get(name, 0.0)
-            for name, epochs in self.epochs(samples).items():
-                figures[f"epochs/{name}"] = epochs
-        if self.has_padding:
-            figures["padding_percent"] = 100 * (1 - tokens / (samples * self.seq_len))
-        return figures
-
-
-def mix(sequences: dict[str, Any], weights: dict[str, Fraction | None], seq_len: int, seed: int) -> TrainingData:
-    """The sequences of sources in the order of a run without stages, by these weights or by size."""
-    per_sample = {name: Fraction(source.total_tokens(), len(source)) for name, source in sequences.items()}
-    known = {name: Fraction(sequences[name].total_tokens()) if w is None else w for name, w in weights.items()}
-    plain = next(iter(sequences)) if len(sequences) == 1 else None
-    segments, sizes = [Segment(0, known, per_sample)], [StepSize(0, 0, 1)]
-    record = DataRecord({name: {} for name in sequences}, plain, 1, {"weights": {}}, segments, sizes)
-    return TrainingData(sequences, record, seq_len, seed)
-
-
-class SampleReader:
-    """Reads the samples of a run for one data worker. A shard of a stream is opened when its first sample is read."""
-
-    def __init__(self, data: TrainingData, positions: Positions):
-        """`positions` are where shards of streams can be read from on; others are read from their beginning."""
-        self.data, self.positions = data, positions
-        if [*data.sources] == [data.record.plain] and len(positions) == 1:  # the only source may have been renamed
-            self.positions = {data.record.plain: next(iter(positions.values()))}
-        self.readers: dict[tuple[str, int], ShardReader] = {}
-        self.counts: Counter = Counter()
-
-    def read(self, samples: Sequence[int]) -> tuple[list, Positions]:
-        """(these samples, and for each shard of theirs where to begin to read the first of them again). A UserError
-        where one cannot be read."""
-        sequences = []
-        positions: Positions = {}
-        for sample in samples:
-            name, number = self.data.mixture.locate(sample)
-            if isinstance(self.data.sources[name], Stream):
-                shard = sample % self.data.record.num_shards
-                reader = self.shard(name, shard)
-                sequences.append(reader.sequence(number))
-                positions.setdefault(name, {}).setdefault(shard, reader.position())
-            else:
-                sequences.append(self.data[sample])
-        return sequences, positions
-
-    def shard(self, name: str, shard: int) -> ShardReader:
-        if (name, shard) not in self.readers:
-            position = self.positions.get(name, {}).get(shard, BEGINNING)
-            self.readers[name, shard] = ShardReader(self.data.sources[name], shard, position, self.counts)
-        return self.readers[name, shard]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Microbatches
 
 
 class DataPosition(Protocol):
@@ -388,45 +227,3 @@ def mean_losses(held_out: Iterable[str], totals: torch.Tensor) -> tuple[dict[str
     summed_loss, tokens = totals.sum(0).tolist()
     losses = {"eval_loss": summed_loss / tokens}
     return (losses | by_source if len(by_source) > 1 else losses), int(tokens)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# --show-samples
-
-
-def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None", step: int) -> str:
-    """The samples of an optimizer step: each with its source, and how each of its documents begins. A UserError where a
-    source is no longer one of the run's."""
-    samples = data.record.samples_of_step(step)
-    reader = SampleReader(data, {})
-    lines = [f"step {step:,}: {len(samples):,} samples, from sample {samples.start:,} on"]
-    for sample in samples:
-        lines.append("")
-        name, _ = data.mixture.locate(sample)
-        if name not in data.sources:
-            raise base.UserError(
-                f"--show-samples {step}: sample {sample:,} is of the source {name}, which was removed since; give it "
-                f"too, as in --dataset {name}=FILE:1 beside the others"
-            )
-        (sequence,), _ = reader.read(range(sample, sample + 1))
-        tokens = sequence_tokens(sequence)
-        if not isinstance(data.sources[name], PackedDataset):  # a stream, or random tokens
-            shard = sample % data.record.num_shards
-            lines += [f"sample {sample:,}: {name}, shard {shard:,}", f"  {excerpt(tokens, tokenizer)}"]
-            continue
-        source, index = data.locate(sample)
-        lines.append(f"sample {sample:,}: {name}, sequence {index:,} of {len(source):,}")
-        borders = [*source.starts_in(index), source.real_tokens(index)]
-        for start, end in itertools.pairwise(borders):
-            lines.append(f"  from token {start:,}: {excerpt(tokens[start:end], tokenizer)}")
-    return "\n".join(lines)
-
-
-def excerpt(tokens: np.ndarray, tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """How a stretch of tokens begins, in one line; as ids where there is no tokenizer."""
-    if tokenizer is None:
-        return " ".join(map(str, tokens[: EXCERPT // 8]))
-    text = tokenizer.decode(tokens)
-    assert isinstance(text, str)  # of one list of ids
-    text = " ".join(text.split())
-    return text if len(text) <= EXCERPT else f"{text[:EXCERPT]}..."
