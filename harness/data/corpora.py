@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     pass
 
 DEFAULT_EVAL_SPLIT = "validation"
-LOOKED_AT = 100  # files, and records of each, among which the first good one tells what a corpus is
+LOOKED_AT = 100  # files, and records of each; the first good one decides what a corpus is
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Corpus:
 
     source: flags.Source
     listing: Listing
-    split: str  # that is trained on, with its slice
-    text_field: Field  # of conversations their layout
-    is_mapped: bool  # whether its files are token files
-    kind: str  # of its records, one of `records.KINDS`; of token files "ids"
-    is_eval_only: bool = False  # of an --eval-split that is a place of its own: evaluated whole, never trained on
+    split: str  # to train on, with its slice
+    text_field: Field  # or the layout of conversations
+    is_mapped: bool  # True if its files are token files
+    kind: str  # of its records, one of `schema.KINDS`; "ids" for token files
+    is_eval_only: bool = False  # an eval dataset of its own: evaluated in full, never trained on
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class Corpus:
 
     @property
     def has_mask(self) -> bool:
-        """Whether not all its tokens are trained on."""
+        """True if some of its tokens are not trained on."""
         return self.kind in MASKED_KINDS
 
 
@@ -99,7 +99,7 @@ def find_eval_dataset(settings: flags.Args) -> Corpus:
 
 @contextlib.contextmanager
 def named_by_eval_split() -> Iterator[None]:
-    """What is wrong with the corpus of --eval-split names that flag, where any other's names --dataset."""
+    """Let errors name --eval-split in the place of --dataset."""
     try:
         yield
     except base.UserError as error:
@@ -107,7 +107,7 @@ def named_by_eval_split() -> Iterator[None]:
 
 
 def refuse_unused(chat_flags: list[str], corpora: list[Corpus]) -> None:
-    """Raises a UserError where flags of conversations were given and none of the corpora has any."""
+    """Raise a UserError if flags of conversations were given and none of the corpora has any."""
     if chat_flags and not any(corpus.is_chat for corpus in corpora):
         found = ", ".join(f"{corpus.source.dataset} has {KINDS[corpus.kind]}" for corpus in corpora)
         found = found or "synthetic data have none"
@@ -142,7 +142,7 @@ def inspect_source(
 
 
 def are_token_files(of_split: list[DataFile]) -> bool:
-    """Whether files are token files; a UserError where only some are, or where their formats differ."""
+    """True if files are token files; a UserError if only some are, or if their formats differ."""
     one = next((file for file in of_split if is_token_file(file.name)), None)
     if one is None:
         return False
@@ -181,8 +181,8 @@ def look_at_records(file: DataFile, text_field: Field) -> tuple[str, Field] | No
 
 
 def needs_tokenizer(settings: flags.Args, corpora: list[Corpus]) -> bool:
-    """Whether a run takes a tokenizer: not where all its tokens are random or come from token files, unless a flag
-    asks for text or for the ends of documents."""
+    """True if a run takes a tokenizer: unless all its tokens are random or come from token files, and no flag needs
+    text or document boundaries."""
     if settings.tokenizer or settings.sample_prompt:
         return True
     if settings.dataset == "synthetic" and not corpora:
@@ -215,8 +215,8 @@ def parse_split(split: str) -> tuple[str, list[str]]:
 
 
 def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
-    """How many of so many documents are before each bound of a slice, such as 95% or -100; None where a percentage
-    would cut off none or all of them."""
+    """The number of documents before each bound of a slice, such as 95% or -100; None if a percentage would cut off
+    none or all of them."""
     cuts: list[int | None] = []
     for bound in bounds:
         number = int(bound.rstrip("%"))
@@ -232,8 +232,8 @@ def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
 
 
 def cut_positions(bounds: list[str], ends: np.ndarray, length: int) -> list[int]:
-    """Where the bounds of a slice cut tokens whose documents end at `ends`: there, or, where these are too few for a
-    percentage, at that share of the tokens, as in a file of one document."""
+    """The positions at which the bounds of a slice cut tokens whose documents end at `ends`: there, or, if these are
+    too few for a percentage, at that share of the tokens, as in a file of one document."""
     positions = []
     for cut, bound in zip(cut_documents(bounds, len(ends)), bounds, strict=True):
         if cut is None:

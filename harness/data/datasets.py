@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 SYNTHETIC_EVAL_SEQUENCES = 1024
-STREAM_EVAL_SEQUENCES = 256  # of a stream without a split that is held out: all would be all of the corpus
+STREAM_EVAL_SEQUENCES = 256  # of a stream without an eval split, whose eval documents are spread over the whole corpus
 
 
 def load(
@@ -56,14 +56,15 @@ def load(
     manifest: dict | None = None,
     trained_on: list[dict[str, Any]] | None = None,
 ) -> TrainingData:
-    """What a run trains on and holds out, with the header's lines about it; where nothing is trained and --eval-split
-    is a place of its own, only that. Every rank calls this.
+    """Open the training and eval data of a run, with the header's lines about them; only the eval dataset if nothing is
+    trained and --eval-split is one of its own. Every rank calls this.
 
     Args:
-        manifest: that of the checkpoint that the run goes on from: its sources are read by its specss, and the mixture
-            goes on from its cursors.
-        trained_on: where nothing is trained, the specs of the sources that the weights were trained on, as far as they
-            are known. Of any other source without a held-out split all documents are held out.
+        manifest: of the checkpoint that the run resumes from: its specs decide how sources are read, and its mixture
+            continues.
+        trained_on: if nothing is trained, the known specs of the sources that the weights were trained on. Any other
+        source
+            without an eval split is evaluated in full.
     """
     eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_only), None)
     corpora = [corpus for corpus in corpora if not corpus.is_eval_only]
@@ -172,8 +173,8 @@ def count_epoch(
 
 
 def refuse_other_sources(settings: flags.Args, corpora: list[Corpus], before: DataRecord) -> None:
-    """Raises a UserError where a run that counts epochs has other sources than its checkpoint, or had weights: each
-    source goes on from its own place, and there is no epoch of all."""
+    """Raise a UserError if a run that counts epochs has other sources than its checkpoint, or had weights: each source
+    continues from its own position, and there is no epoch of all."""
     had_weights = len(before.sources) > 1 and any(before.asked["weights"].values())
     if had_weights or len(before.segments) > 1 or {corpus.name for corpus in corpora} != before.sources.keys():
         flag, advice = "--eval-interval epoch", "a number of steps"
@@ -186,8 +187,8 @@ def refuse_other_sources(settings: flags.Args, corpora: list[Corpus], before: Da
 def open_eval_dataset(
     settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: list[dict[str, Any]]
 ) -> EvalData:
-    """What an --eval-split that is a place of its own holds, from the token cache or token files, also beside streams.
-    It is an error where one of the sources in `trained_on` has the same tokens."""
+    """Open an --eval-split that is a dataset of its own, from the token cache or token files, also with --streaming. It
+    is an error if one of the sources in `trained_on` has the same tokens."""
     place = settings.eval_split
     if corpus.has_mask and not settings.document_mask and "document_mask" not in settings.explicit:
         problem = "its documents do not see each other, and those that the run trains on do"
@@ -209,7 +210,7 @@ def open_eval_dataset(
 def load_eval_dataset(
     settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: list[dict[str, Any]]
 ) -> TrainingData:
-    """An --eval-split that is a place of its own, for an evaluation of it without training."""
+    """Open an --eval-split that is a dataset of its own for an evaluation without training."""
     eval_data = open_eval_dataset(settings, corpus, reader, trained_on)
     data = mix({corpus.name: eval_data.sequences}, {corpus.name: None}, settings.sequence_length, settings.seed)
     data.eval_data, data.header = {corpus.name: eval_data.sequences}, {"held out": describe_eval_data(eval_data)}
@@ -218,7 +219,7 @@ def load_eval_dataset(
 
 
 def recorded_data(settings: flags.Args, manifest: dict | None) -> DataRecord | None:
-    """What a checkpoint's manifest records of the data; the only source has the name that it has now. A UserError for a
+    """The data record of a checkpoint's manifest; a single source gets the name that it has now. A UserError for a
     mixture of streams from an earlier version, which had another order."""
     if not manifest:
         return None
@@ -256,8 +257,8 @@ def open_cached(
     split, rule = choose_eval_split(settings, corpus, spec, HELD_OUT, whole)
     place = f"{corpus.source.dataset}, split {corpus.split!r}"
     tokens, line = opened or reader.open_tokens(corpus, corpus.split)
-    of_source = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
-    job.print0("data      ", of_source + line)
+    prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
+    job.print0("data      ", prefix + line)
     warning = token_files.differing_tokenizer(tokens.files, reader.tokenizer)
     if warning:
         job.warn(warning)
@@ -273,17 +274,17 @@ def open_cached(
         if not flags.is_place(settings.eval_split):
             eval_data = EvalData(reader.pack(divided[1], f"{place}, {rule}"), name)
     if split:
-        of_split = tokens
+        split_tokens = tokens
         if split != corpus.split:
-            of_split, line = reader.open_tokens(corpus, split)
-            job.print0("data      ", of_source + line)
-        eval_data = EvalData(reader.pack(of_split, f"{corpus.source.dataset}, split {split!r}"), split)
-        if of_split is tokens and tokens.has_doc_ends:  # elsewhere all tokens would be read to count them
+            split_tokens, line = reader.open_tokens(corpus, split)
+            job.print0("data      ", prefix + line)
+        eval_data = EvalData(reader.pack(split_tokens, f"{corpus.source.dataset}, split {split!r}"), split)
+        if split_tokens is tokens and tokens.has_doc_ends:  # elsewhere all tokens would be read to count them
             eval_data.name = f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
     train = reader.pack(tokens, place)
     trains = settings.num_steps > 0 and not settings.show_samples
     for word, line in describe_packing(corpus, train, reader, with_example=trains).items():
-        job.print0(f"{word:10}", of_source + line)
+        job.print0(f"{word:10}", prefix + line)
     recorded: dict[str, Any] = {"held_out": rule, "dataset": tokens.fingerprint()}
     if corpus.is_chat:
         recorded["chat"] = True
@@ -306,19 +307,19 @@ def open_stream(
             f"--dataset {dataset}: holds {holds}, whose masks are in the token cache; leave out --streaming"
         )
 
-    def stream_of(split: str) -> Stream:
+    def open_split(split: str) -> Stream:
         name, bounds = parse_split(split)
         if bounds:
             raise base.UserError(
                 f"--dataset {dataset}, split {split!r}: a stream takes whole splits; leave out --streaming"
             )
-        of_split = corpus.listing.files_in_split(name)
-        if are_token_files(of_split):
+        split_files = corpus.listing.files_in_split(name)
+        if are_token_files(split_files):
             raise base.UserError(
                 f"--dataset {dataset}: has token files, which are read in place; leave out --streaming"
             )
         return Stream(
-            of_split,
+            split_files,
             reader.encoder(corpus),
             corpus.text_field,
             settings.sequence_length,
@@ -328,13 +329,13 @@ def open_stream(
             bool(settings.document_mask),
         )
 
-    train = stream_of(corpus.split)
+    train = open_split(corpus.split)
     fingerprint = base.broadcast_from_rank_0(train.fingerprint)
     if trained_on:
         spec = next((spec for spec in trained_on if spec.get("corpus") == fingerprint["corpus"]), None)
     whole = trained_on is not None and not spec
     split, rule = choose_eval_split(settings, corpus, spec, HELD_OUT_BY_CONTENT, whole)
-    eval_stream = stream_of(split) if split else copy.copy(train)
+    eval_stream = open_split(split) if split else copy.copy(train)
     if rule:
         train.eval_only = False
     if rule and not split:
@@ -351,17 +352,17 @@ def open_stream(
 
 
 def choose_num_shards(settings: flags.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
-    """How many shards a run's samples are in: what the checkpoint says, or --streams, and no more than the chunks of
-    any source. By default the smallest multiple of a step's samples that is not below the number of files: each step
-    then takes one sequence or none of each shard, and a shard reads about a file or less."""
+    """The number of stream shards of a run: the checkpoint's, or --streams, and no more than the chunks of any source.
+    By default the smallest multiple of a step's samples that is not below the number of files: each step then takes one
+    sequence or none of each shard, and a shard reads about a file or less."""
     if before:
         return before.num_shards
     streamed = [corpus for corpus in corpora if settings.streaming and not corpus.is_mapped]
     if not streamed:
         return 1
-    of_sources = [corpus.listing.files_in_split(parse_split(corpus.split)[0]) for corpus in streamed]
-    num_shards = settings.streams or math.ceil(max(map(len, of_sources)) / per_step) * per_step
-    return min(num_shards, *map(stream.max_shards, of_sources))
+    files_by_source = [corpus.listing.files_in_split(parse_split(corpus.split)[0]) for corpus in streamed]
+    num_shards = settings.streams or math.ceil(max(map(len, files_by_source)) / per_step) * per_step
+    return min(num_shards, *map(stream.max_shards, files_by_source))
 
 
 def local_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
@@ -391,8 +392,8 @@ def tokens_of_a_sample(train: PackedDataset | SyntheticDataset | Stream, setting
 
 
 def check_size(settings: flags.Settings, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:
-    """Raises a UserError where a source has fewer sequences than one step takes and is alone, or where one would be
-    repeated more often than --max-epochs."""
+    """Raise a UserError if a single source has fewer sequences than one step takes, or if a source would be repeated
+    more often than --max-epochs."""
     if len(data.sources) == 1 and data.orders:
         (order,) = data.orders.values()
         if order.sequences < per_step:
@@ -425,7 +426,7 @@ def step_that_reads(data: TrainingData, name: str, epochs: float, num_steps: int
 def show_samples(
     settings: flags.Settings, data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None", recorded: dict | None
 ) -> None:
-    """Prints what the step --show-samples trains on, by the order that a run's manifest or config.json recorded, if
+    """Print the samples of the step --show-samples, in the order that a run's manifest or config.json recorded, if
     there is one."""
     record = recorded_data(settings, recorded)
     if record:

@@ -17,7 +17,7 @@ from harness.data.tokens import Tokens
 if TYPE_CHECKING:
     pass
 
-EVERY = 20  # one of so many documents is held out
+EVERY = 20  # one of so many documents is an eval document
 HELD_OUT = f"one of every {EVERY} documents of it"  # the rules as a checkpoint records them
 HELD_OUT_BY_CONTENT = f"{HELD_OUT}, by content"
 
@@ -30,7 +30,7 @@ class EvalData:
     name: str  # in words
 
     def identity(self) -> str:
-        """What tells it from others, of sequences of a stream in words."""
+        """A checksum of its tokens; for a stream its name."""
         return self.sequences.tokens.fingerprint() if isinstance(self.sequences, PackedDataset) else self.name
 
 
@@ -49,15 +49,15 @@ def divide(tokens: Tokens) -> tuple[Tokens, Tokens]:
 
 
 def eval_document_numbers(documents: int) -> np.ndarray:
-    """The numbers, from 0 on, of those of so many documents that are held out."""
+    """The numbers, from 0 on, of the eval documents among so many, int64."""
     groups = range(-(-documents // EVERY))
     numbers = np.array([EVERY * group + zlib.crc32(str(group).encode()) % EVERY for group in groups], np.int64)
     return numbers[numbers < documents]
 
 
 def is_eval_document(document: str | np.ndarray) -> bool:
-    """Whether a document of a stream is held out: by the checksum of its UTF-8, or of its ids as little-endian uint32,
-    so that the corpus need not be read before. The same document twice is held out twice."""
+    """True if a document of a stream is an eval document, by the checksum of its UTF-8, or of its ids as little-endian
+    uint32, so the corpus need not be read before. Copies of a document are treated alike."""
     content = document.encode() if isinstance(document, str) else np.asarray(document).astype("<u4").tobytes()
     return zlib.crc32(content) % EVERY == 0
 
@@ -65,10 +65,10 @@ def is_eval_document(document: str | np.ndarray) -> bool:
 def choose_eval_split(
     settings: flags.Args, corpus: Corpus, spec: dict[str, Any] | None, rule: str, whole: bool
 ) -> tuple[str | None, str | None]:
-    """(the split that is held out, the rule by which documents of the training split are); None for what does not
-    apply. Held out is the split --eval-split; by default the split `validation`, and where there is none some of the
-    documents, or with `whole` all; beside an --eval-split that is a place of its own nothing more than before. `spec`
-    are those of the checkpoint that a run goes on from."""
+    """(the eval split, the rule that takes eval documents out of the training split); None for what does not apply. The
+    eval split is --eval-split, by default `validation`; if there is none, some of the documents are eval documents, or
+    with `whole` all. With an eval dataset of its own, only documents that were eval documents before stay so. `spec` is
+    the source's in the checkpoint that a run resumes from."""
     if not settings.eval_interval:
         return None, None
     was_divided = bool(spec and spec["held_out"])
@@ -93,8 +93,8 @@ def choose_eval_split(
 
 
 def find_trained_spec(trained_on: list[dict[str, Any]], tokens: Tokens, reader: CorpusReader) -> dict[str, Any] | None:
-    """The spec of the source in `trained_on` that has these tokens, or that part of them which was not held out; None
-    where none has."""
+    """The spec of the source in `trained_on` that has these tokens, or these without the eval documents; None if none
+    has."""
     by_digest = {spec["dataset"]: spec for spec in trained_on}
     digests = [tokens.fingerprint()] if trained_on else []
     if any(spec.get("held_out") == HELD_OUT for spec in trained_on):
@@ -103,8 +103,8 @@ def find_trained_spec(trained_on: list[dict[str, Any]], tokens: Tokens, reader: 
 
 
 def evaluates_own_data(settings: flags.Args, manifest: dict) -> bool:
-    """Whether an evaluation of a run's checkpoint reads sources of the run, of which its record says what was held out;
-    a UserError where it reads a part of what the run trained on, or more than that."""
+    """True if an evaluation of a run's checkpoint reads sources of the run, whose eval documents its record knows; a
+    UserError if it reads a part of what the run trained on, or more than that."""
     before = manifest["flags"]
     dataset = before["dataset"] if isinstance(before["dataset"], str) else tuple(before["dataset"])
     run = dataclasses.replace(
@@ -136,8 +136,8 @@ def evaluates_own_data(settings: flags.Args, manifest: dict) -> bool:
 
 
 def files_of_training(settings: flags.Args) -> dict[str, tuple[str, str]]:
-    """(source, split that is trained on) of each file of a run's sources, by its real path; of what is not there any
-    more by the name of the source."""
+    """(source, training split) of each file of a run's sources, by its real path; by the source's name if it is
+    gone."""
     found = {}
     for source in settings.sources():
         try:

@@ -37,28 +37,28 @@ def describe(
     per_step: int,
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> dict[str, str]:
-    """The lines of the header about the text: what is trained on, in which shares, what is held out and left out."""
+    """The lines of the header about data: the training data with their shares, the eval data, and what is left out."""
     if settings.dataset == "synthetic":
         return {"data": "synthetic, random tokens"}
-    alone = len(corpora) == 1
+    is_single = len(corpora) == 1
     epochs = data.epochs(data.record.samples_of_step(settings.num_steps).stop)
     found: dict[str, list[str]] = {"data": [], "files": [], "tokenizer": [], "held out": []}
     for corpus in corpora:
         source = opened[corpus.name]
         train, size = source.train, "streamed"
         if corpus.name in epochs:
-            read = f"{len(train) / per_step:,.1f} steps an epoch" if alone else f"{epochs[corpus.name]:.1f} epochs"
+            read = f"{len(train) / per_step:,.1f} steps an epoch" if is_single else f"{epochs[corpus.name]:.1f} epochs"
             size = f"{train.total_tokens():,} tokens, {read}{describe_left_out(train)}"
-        place = ", ".join(filter(None, [corpus.source.dataset, settings.dataset_config, corpus.split]))
+        name = ", ".join(filter(None, [corpus.source.dataset, settings.dataset_config, corpus.split]))
         files = corpus.listing.describe(parse_split(corpus.split)[0])
-        of_source = [f"{place}: {size}", files, describe_tokenizer(train)]
-        for texts, text in zip(found.values(), [*of_source, describe_eval_data(source.eval_data)], strict=True):
+        own = [f"{name}: {size}", files, describe_tokenizer(train), describe_eval_data(source.eval_data)]
+        for texts, text in zip(found.values(), own, strict=True):
             if text:
-                texts.append(text if alone else f"{corpus.name}: {text}")
+                texts.append(text if is_single else f"{corpus.name}: {text}")
     lines = {word: "; ".join(texts) for word, texts in found.items() if texts}
     if any(corpus.kind == "text" for corpus in corpora):
         lines["documents"] = describe_ends(tokenizer)
-    if not alone:
+    if not is_single:
         first, *later = data.record.segments
         shares = [first.describe()]
         shares += [f"from step {data.record.step_of_sample(segment.first):,} {segment.describe()}" for segment in later]
@@ -68,15 +68,15 @@ def describe(
         lines["streams"] = f"{streams} of each source, divided among ranks and workers"
         if data.record.num_shards < dist.get_world_size():
             lines["streams"] += ", some of which read the same ones"
-        of_rank = shards_per_rank(data.record.num_shards, settings.batch_size, dist.get_world_size())
-        if settings.num_steps and of_rank < settings.num_workers:
-            idle = f"{settings.num_workers - of_rank:,} of its {settings.num_workers:,} workers have none"
-            lines["streams"] += f"; a rank reads {of_rank:,}, so {idle} (a new run with more --streams has more)"
+        per_rank = shards_per_rank(data.record.num_shards, settings.batch_size, dist.get_world_size())
+        if settings.num_steps and per_rank < settings.num_workers:
+            without = f"{settings.num_workers - per_rank:,} of its {settings.num_workers:,} workers have none"
+            lines["streams"] += f"; a rank reads {per_rank:,}, so {without} (a new run with more --streams has more)"
     return lines
 
 
 def describe_eval_data(eval_data: EvalData | None) -> str:
-    """For the header: what is held out, of a source or an eval dataset of its own; "" where nothing is."""
+    """The header's text about the eval data of a source, or about an eval dataset; "" if there is none."""
     if eval_data is None:
         return ""
     sequences = eval_data.sequences
@@ -87,16 +87,14 @@ def describe_eval_data(eval_data: EvalData | None) -> str:
 
 
 def describe_left_out(sequences: PackedDataset | SyntheticDataset | EvalSequences) -> str:
-    """How many sequences have no token to train on, in words behind others; "" for none."""
-    return (
-        f", left out {base.counted(sequences.left_out, 'sequence')} without a trained token"
-        if sequences.left_out
-        else ""
-    )
+    """The number of sequences without a token to train on, in words to append; "" for none."""
+    if not sequences.left_out:
+        return ""
+    return f", left out {base.counted(sequences.left_out, 'sequence')} without a trained token"
 
 
 def describe_ends(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """For the header: what stands between texts, and what a tokenizer's own rule would put there beside it."""
+    """The header's text about the token after each text, and those that the tokenizer's own rule would add."""
     before, after = own_tokens_around(tokenizer)
     own = [*before, *(token for token in after if token != tokenizer.eos_token_id)]
     line = f"{tokenizer.eos_token} after each text"
@@ -107,7 +105,7 @@ def describe_ends(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def describe_tokenizer(train: PackedDataset | Stream) -> str:
-    """For the header: which tokenizer made the token files; "" for others."""
+    """The header's text about the tokenizer that made token files; "" for others."""
     if isinstance(train, Stream) or not train.tokens.is_mapped:
         return ""
     named = next((file.tokenizer for file in train.tokens.files if file.tokenizer), None)
@@ -115,9 +113,10 @@ def describe_tokenizer(train: PackedDataset | Stream) -> str:
 
 
 def shards_per_rank(num_shards: int, batch_size: int, ranks: int) -> int:
-    """How many shards a rank meets, each `ranks x batch_size` samples so many in a row."""
-    step = math.gcd(num_shards, ranks * batch_size)  # of the shards at which its microbatches begin
-    return num_shards // step * min(batch_size, step)
+    """The number of stream shards that a rank reads: of each `ranks x batch_size` samples it takes `batch_size` in a
+    row."""
+    common = math.gcd(num_shards, ranks * batch_size)  # between the shards at which its microbatches begin
+    return num_shards // common * min(batch_size, common)
 
 
 def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader, with_example: bool) -> dict[str, str]:
@@ -186,7 +185,7 @@ def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None
 
 
 def excerpt(tokens: np.ndarray, tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """How a stretch of tokens begins, in one line; as ids where there is no tokenizer."""
+    """The beginning of a stretch of tokens, in one line; as ids without a tokenizer."""
     if tokenizer is None:
         return " ".join(map(str, tokens[: EXCERPT // 8]))
     text = tokenizer.decode(tokens)

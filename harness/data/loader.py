@@ -26,7 +26,7 @@ NOT_OF_MODEL = ("loss_divisor", "document_lengths")  # what a batch has beside t
 
 
 class DataPosition(Protocol):
-    """What is read here of a run's `TrainState`, and moved."""
+    """The part of a run's `TrainState` that is read and moved here."""
 
     samples: int
     positions: Positions

@@ -33,7 +33,7 @@ MAX_BLOCKS = 64  # whose order is kept, and as many as there are shards
 
 @dataclass(frozen=True)
 class Segment:
-    """What a run is mixed of from one sample on."""
+    """The sources of a run and their weights from one sample on."""
 
     first: int  # global sample
     weights: dict[str, Fraction]  # shares of the tokens, up to a common factor
@@ -56,8 +56,8 @@ class Segment:
         return {name: int(weights[name] * common) for name in sorted(weights, key=lambda name: -weights[name])}
 
     def divide(self, samples: int) -> dict[str, int]:
-        """How many of the first `samples` come from each source, where these are whole blocks: from the heaviest on,
-        each takes its share of what is left, rounded. With up to three sources each is within one sample of its share,
+        """The numbers of the first `samples`, in whole blocks, that come from each source: from the heaviest on, each
+        takes its share of what is left, rounded. With up to three sources each is within one sample of its share,
         with up to ten within two. More samples never give a source fewer; by largest remainder they could."""
         counts, left, total = {}, samples, sum(self.sample_weights.values())
         for name, weight in self.sample_weights.items():
@@ -106,7 +106,7 @@ class Mixture:
         return self.blocks[first]
 
     def samples_in_shard(self, samples: int, shard: int) -> int:
-        """How many of the first `samples` of the run are in a shard."""
+        """The number of the first `samples` of the run that are in a shard."""
         return -((shard - samples) // self.num_shards)
 
     def taken_before(self, segment: Segment, shard: int) -> np.ndarray:
@@ -128,7 +128,7 @@ class Mixture:
         return self.names[source], int(block.taken[source]) + int(np.count_nonzero(order[:-1] == source))
 
     def counts(self, samples: int) -> dict[str, int]:
-        """How many of the first `samples` of the run are of each source."""
+        """The numbers of the first `samples` of the run that are of each source."""
         taken = np.zeros(len(self.names), np.int64)
         for shard in range(min(self.num_shards, samples)):
             taken += self.count_in_shard(self.samples_in_shard(samples, shard), shard)
@@ -156,7 +156,7 @@ def begin_segments(
 
 
 class SequenceOrder:
-    """Which sequence of a source each of its samples is: each epoch is one permutation of its sequences, so nothing
+    """The order of a source's sequences: each epoch is one permutation of its sequences, so nothing
     repeats before all is seen. A pure function of (seed, name, sample); with no name, of (seed, sample)."""
 
     def __init__(self, sequences: int, seed: int, name: str | None = None):
@@ -193,7 +193,7 @@ class StepSize:
 
 @dataclass(frozen=True)
 class DataRecord:
-    """What a checkpoint records of a run's data, so far and as planned: from it a resumed run, and `--show-samples`,
+    """The record of a run's data in a checkpoint, so far and as planned: from it a resumed run, and `--show-samples`,
     know which sample comes when."""
 
     sources: dict[str, dict[str, Any]]  # by name: the spec of each, how it is read and what tells it from others
@@ -229,7 +229,7 @@ class DataRecord:
 
 
 def read_record(manifest: dict[str, Any]) -> DataRecord:
-    """What a checkpoint's manifest records."""
+    """The data record of a checkpoint's manifest."""
     record = manifest["data"]
     segments = []
     for segment in record["segments"]:
@@ -272,7 +272,7 @@ def record_of_run(
     step: int = 0,
     samples: int = 0,
 ) -> DataRecord:
-    """The record of a run that begins, or goes on after `step` steps and `samples` samples.
+    """The record of a run that begins, or resumes after `step` steps and `samples` samples.
 
     Args:
         sources: the spec of each.
@@ -297,7 +297,7 @@ def record_of_run(
 
 
 def same_mixture(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether weights and stages that were asked for are the same shares, as 5 and 3 are 0.625 and 0.375."""
+    """True if weights and stages of the command line are the same shares, as 5 and 3 are 0.625 and 0.375."""
 
     def shares(weights: dict[str, Any]) -> dict[str, Fraction | None]:
         numbers = {name: None if weight is None else Fraction(weight) for name, weight in weights.items()}
@@ -316,7 +316,7 @@ def same_mixture(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def describe_changes(before: DataRecord, now: DataRecord, samples: int) -> list[str]:
-    """What changed in a run's mixture since its checkpoint, after so many samples, in words."""
+    """The changes of a run's mixture since its checkpoint, after so many samples, in words."""
     changes = [f"source {name} added" for name in now.sources if name not in before.sources]
     changes += [f"source {name} removed" for name in before.sources if name not in now.sources]
     if not same_mixture(before.asked, now.asked):

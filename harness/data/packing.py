@@ -88,7 +88,7 @@ class PackedDataset(Dataset):
 
     @functools.cached_property
     def left_out(self) -> int:
-        """How many sequences were left out as none of their labels counts."""
+        """The number of sequences that were left out because none of their labels counts."""
         return self.cut - len(self.numbers)
 
     def __len__(self) -> int:
@@ -126,7 +126,7 @@ class PackedDataset(Dataset):
         return len(self) * self.seq_len
 
     def starts_in(self, index: int) -> list[int]:
-        """Where documents begin among the inputs of a sequence, 0 first."""
+        """The positions at which documents begin among the inputs of a sequence, 0 first."""
         return self.tokens.starts_between(*self.inputs_of(index)).tolist()
 
 
@@ -211,7 +211,7 @@ class PaddedDataset(PackedDataset):
         return (np.cumsum(lengths) - lengths).tolist()
 
     def count_cut(self) -> int:
-        """How many documents are longer than a sequence, and are cut."""
+        """The number of documents that are longer than a sequence, and are cut."""
         return int((np.diff(self.tokens.doc_ends, prepend=0) > self.seq_len + 1).sum())
 
     def describe(self) -> str:
@@ -236,7 +236,7 @@ def cut_long(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def best_fit(lengths: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packs items into bins of `size`, best-fit decreasing: the longest first, each into the bin with the least room
+    """Pack items into bins of `size`, best-fit decreasing: the longest first, each into the bin with the least room
     that is enough, or a new one. A pure function of its arguments.
 
     `lengths` are from 1 to `size`. Returns the items, bin after bin, and where each bin begins among them, with their
@@ -293,7 +293,7 @@ class SyntheticDataset(Dataset):
 def create_collate_fn(
     end_of_text: int | None = None, shift_labels: bool = True
 ) -> Callable[[list[np.ndarray | PackedSequence]], dict[str, torch.Tensor]]:
-    """Makes a batch of sequences: `input_ids`, `labels` and `shift_labels`, int64 of shape (batch, seq_len).
+    """Make a batch of sequences: `input_ids`, `labels` and `shift_labels`, int64 of shape (batch, seq_len).
 
     The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`, or IGNORE_INDEX where
     the sequence does not train on it. A plain transformers model would shift `labels` once more; it takes

@@ -11,7 +11,7 @@ ROUNDS = 8  # with 4, pairs of neighbours in small permutations are measurably n
 
 
 def permuted(number: int, size: int, key: str) -> int:
-    """Where a permutation of `range(size)`, another one for each key, takes a number below `size`.
+    """The image of a number below `size` under a permutation of `range(size)`, another one for each key.
 
     A Feistel network: a number is a pair, of which one half is moved by a keyed function of the other, in turn, modulo
     its size; what lands beyond `size` goes through it again. These are the generalized Feistel cipher and the cycle

@@ -89,7 +89,7 @@ class CorpusReader:
         return tokens, line
 
     def _tokenize(self, corpus: Corpus, of_split: list[DataFile], rows: tuple[int, int] | None) -> tuple:
-        """What `tokenize_once` returns, of these files, or of some of their rows."""
+        """Call `tokenize_once` for these files, or for some of their rows."""
         encoder = self.encoder(corpus)
         content = [file.version() for file in of_split]
         identity = [content, rows, corpus.text_field, corpus.has_mask, *encoder.identity()]

@@ -31,9 +31,9 @@ from harness.data.packing import PackedSequence, end_labels
 from harness.data.schema import Field, read_documents
 from harness.data.tokenize import Encoded, TextFormat, take
 
-LEAST_CHUNK = 2**12  # bytes: a corpus has no more shards than chunks
-MOST_CHUNK = 2**18  # bytes, and characters of a piece: about what an open shard holds in memory
-ALL_SHARDS = 2**26  # bytes that the chunks of all shards together are to have at most
+MIN_CHUNK = 2**12  # bytes: a corpus has no more shards than chunks
+MAX_CHUNK = 2**18  # bytes, and characters of a piece: about what an open shard holds in memory
+MAX_CHUNKS_TOTAL = 2**26  # bytes that the chunks of all shards together are to have at most
 BATCH = 16  # documents per call of the tokenizer: training waits for the first of each shard
 
 Position = tuple[int, int, int, int]
@@ -100,7 +100,7 @@ class Stream:
             order = np.random.default_rng([self.seed, shard, epoch]).permutation(len(chunks))
             documents = self.documents(chunks[order[place]], counts if epoch == 0 else None)
             for number in itertools.count():
-                of_piece = list(take(documents, MOST_CHUNK, MOST_CHUNK))
+                of_piece = list(take(documents, MAX_CHUNK, MAX_CHUNK))
                 if not of_piece:
                     break
                 if number >= piece:
@@ -120,7 +120,7 @@ class Stream:
         return joined(found)
 
     def fingerprint(self) -> dict[str, str]:
-        """What tells it from other corpora, wherever they are stored: the names and sizes of its files, with their row
+        """A fingerprint of the corpus, wherever it is stored: the names and sizes of its files, with their row
         groups, and its first document's tokens. A UserError if it holds no text."""
         names: list[Any] = [[file.name, file.size] for file in self.files]
         if self.row_groups:
@@ -188,7 +188,7 @@ class EvalSequences:
         self.count += 1
 
     def __len__(self) -> int:
-        """How many all ranks hold."""
+        """The number that all ranks hold."""
         return self.count
 
     def __getitem__(self, index: int) -> np.ndarray | PackedSequence:
@@ -217,7 +217,7 @@ def cut_into_chunks(files: list[DataFile], num_shards: int) -> list[list[Part]]:
     ends = list(itertools.accumulate(file.size for file in cut))
     if not cut:
         return whole or [[Part(file)] for file in files]
-    most = max(min(MOST_CHUNK, ALL_SHARDS // num_shards), LEAST_CHUNK)
+    most = max(min(MAX_CHUNK, MAX_CHUNKS_TOTAL // num_shards), MIN_CHUNK)
     count = num_shards * -(-ends[-1] // (num_shards * most))
     chunks = []
     for number in range(count):
@@ -255,10 +255,10 @@ def row_groups(files: tuple[DataFile, ...]) -> list[Part]:
 
 
 def max_shards(files: list[DataFile]) -> int:
-    """How many shards a corpus may have: no more than chunks. Every rank calls this."""
+    """The most shards that a corpus may have: no more than chunks. Every rank calls this."""
     size = sum(file.size for file in files if can_be_cut(file) and not has_row_groups(file))
     whole = len(row_groups(tuple(files))) + sum(not can_be_cut(file) for file in files)
-    return max(1, size // LEAST_CHUNK + whole)
+    return max(1, size // MIN_CHUNK + whole)
 
 
 class ShardReader:
@@ -306,6 +306,6 @@ class ShardReader:
             self.marks.popleft()
 
     def position(self) -> Position:
-        """Where to begin again to get the sequence that was given last, and those after it."""
+        """The position from which the sequence that was given last, and those after it, are read again."""
         begin, chunk, piece = self.marks[0]
         return self.last_sequence, chunk, piece, self.last_sequence * self.stream.seq_len - begin

@@ -45,12 +45,12 @@ def map_numbers(file: str, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
 
 
 def damaged(place: Any, fault: str, advice: str = "restore the file, or make it anew") -> base.UserError:
-    """What to say of a token file that is not as its format wants it; `place` is the file, or a place in it."""
+    """The error for a token file that breaks its format; `place` is the file, or a position in it."""
     return base.UserError(f"--dataset {place}: {fault}; {advice}")
 
 
 def describe(files: list[TokenFile]) -> str:
-    """What files were taken for, in words."""
+    """The kinds of the files, in words."""
     kinds = list(dict.fromkeys(file.kind for file in files))
     return f"read in place, {base.counted(len(files), 'file')} ({base.shortened(kinds, 2)})"
 

@@ -70,7 +70,7 @@ class Tokens:
         return self._read(first, last, self._of_file)
 
     def trained(self, first: int, last: int) -> np.ndarray:
-        """Whether the tokens from `first` to before `last` are trained on, uint8; only where there is a mask."""
+        """The mask of the tokens from `first` to before `last`, uint8: 1 if trained on; only if there is a mask."""
         return self._read(first, last, lambda file, start, stop: file.trained[start:stop])
 
     def _read(self, first: int, last: int, read: Callable[[TokenFile, int, int], np.ndarray]) -> np.ndarray:
@@ -108,23 +108,23 @@ class Tokens:
 
     @property
     def has_mask(self) -> bool:
-        """Whether it is known of each token whether it is trained on: of conversations, and of rows with labels."""
+        """True if there is a mask of the tokens to train on: for conversations, and for rows with labels."""
         return self.files[0].trained is not None
 
     @property
     def is_mapped(self) -> bool:
-        """Whether they lie in token files, whatever the run's tokenizer."""
+        """True if they lie in token files, whatever the run's tokenizer."""
         return bool(self.files[0].name)
 
     @property
     def has_doc_ends(self) -> bool:
-        """Whether the files say where documents end."""
+        """True if the files say where documents end."""
         return all(file.find_ends for file in self.files)
 
     @functools.cached_property
     def file_doc_ends(self) -> np.ndarray:
-        """Where each document of the files ends, int64, ascending, the last one at the end. Where a file does not say
-        it, all tokens are read for it."""
+        """The position after each document of the files, int64, ascending, the last one at the end. Where a file does
+        not say it, all tokens are read for it."""
         if self.known_doc_ends is not None:
             return self.known_doc_ends
         ends = np.concatenate(
@@ -134,7 +134,7 @@ class Tokens:
         return ends[~is_empty] if is_empty.any() else ends
 
     def _find_doc_ends(self, file: TokenFile) -> np.ndarray:
-        """Where each document of a file ends, counted in its tokens, empty ones too."""
+        """The position after each document of a file, counted in its tokens, empty ones too."""
         if file.find_ends:
             return file.find_ends()
         found = [
@@ -145,7 +145,7 @@ class Tokens:
 
     @functools.cached_property
     def doc_ends(self) -> np.ndarray:
-        """Where each document of the stretches ends, counted in their tokens; each stretch ends one."""
+        """The position after each document of the stretches, counted in their tokens; each stretch ends one."""
         whole = self.file_doc_ends
         first = np.searchsorted(whole, self.starts, "right")  # the first end inside a stretch
         counts = np.maximum(np.searchsorted(whole, self.stops, "left") - first, 0) + (self.stops > self.starts)
@@ -155,8 +155,8 @@ class Tokens:
         return ends - self.starts[stretch] + self.before[stretch]
 
     def starts_between(self, first: int, last: int) -> np.ndarray:
-        """Where documents begin among the tokens from `first` to before `last`, counted from `first`; 0 always, also
-        where a document goes on there."""
+        """The positions at which documents begin among the tokens from `first` to before `last`, counted from `first`;
+        0 always, also where a document goes on there."""
         if self.has_doc_ends:
             ends = self.doc_ends
             inside = ends[np.searchsorted(ends, first, "right") : np.searchsorted(ends, last, "left")] - first

@@ -67,7 +67,7 @@ class TrainingData:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether each sample has `seq_len` tokens, all of which are trained on."""
+        """True if each sample has `seq_len` tokens, all of which are trained on."""
         return all(source.is_uniform for source in self.sources.values())
 
     @property
@@ -81,7 +81,7 @@ class TrainingData:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether all tokens come from token files, whatever the run's tokenizer."""
+        """True if all tokens come from token files, whatever the run's tokenizer."""
         tokens = [getattr(source, "tokens", None) for source in self.sources.values()]
         return all(of_source is not None and of_source.is_mapped for of_source in tokens)
 
@@ -98,13 +98,14 @@ class TrainingData:
         return sum(source.real_tokens(sequence) for source, sequence in map(self.locate, samples))
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """How often each source is read by the first `samples` of the run; without streams, whose size is not known."""
+        """The times that each source is read by the first `samples` of the run; without streams, whose size is not
+        known."""
         counts = self.mixture.counts(samples) if self.orders else {}
         return {name: counts.get(name, 0) / order.sequences for name, order in self.orders.items()}
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether with this optimizer step all sequences have been read once more: of one source, or of several that
-        are mixed by size. The step takes sequences of the next epoch too where the last ones do not fill it."""
+        """True if this optimizer step completes an epoch, of one source or of several that are mixed by size. The step
+        takes sequences of the next epoch too if the last ones do not fill it."""
         sequences = sum(order.sequences for order in self.orders.values())
         samples = self.record.samples_of_step(step)
         return samples.stop // sequences > samples.start // sequences

@@ -52,8 +52,8 @@ def corpus(tmp_path_factory, texts):
 @pytest.fixture
 def open_stream(tokenizer, monkeypatch):
     """`open_stream(place, lanes)`: a stream in small chunks."""
-    monkeypatch.setattr(streams, "MOST_CHUNK", 1500)
-    monkeypatch.setattr(streams, "LEAST_CHUNK", 100)
+    monkeypatch.setattr(streams, "MAX_CHUNK", 1500)
+    monkeypatch.setattr(streams, "MIN_CHUNK", 100)
 
     def open_stream(place, lanes: int = 1, split: str = "train", **options) -> Stream:
         files = find_files(str(place)).files_in_split(split)
@@ -83,6 +83,15 @@ def test_an_epoch_of_all_lanes_holds_each_document_once_in_another_order_each_ti
     epochs = [[text for lane in range(lanes) for text in documents_of(stream, lane, epoch)] for epoch in range(3)]
     assert all(sorted(epoch) == sorted(texts) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != texts
+
+
+def test_a_chunk_of_parquet_is_a_row_group_and_there_are_no_more_shards(tmp_path, open_stream, texts):
+    for name, part in (("a", texts[:20]), ("b", texts[20:30])):
+        pyarrow.parquet.write_table(pyarrow.table({"text": part}), tmp_path / f"{name}.parquet", row_group_size=5)
+    stream = open_stream(tmp_path, 6)
+    assert [len(list(stream.documents(chunk))) for chunk in stream.chunks] == [5] * 6
+    assert streams.max_shards(stream.files) == 6
+    assert [text for chunk in stream.chunks for text in stream.documents(chunk)] == texts[:30]
 
 
 def test_the_memory_of_a_lane_is_bounded_whatever_the_size_of_its_file(tmp_path, open_stream, texts):
