@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,9 +15,6 @@ from harness.data import files
 from harness.data.files import DataFile, Listing
 from harness.data.formats import find_format, is_token_file, read_records
 from harness.data.schema import KINDS, LAYOUTS, MASKED_KINDS, BadRecord, Conversation, Field, describe_layouts, kind_of
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_EVAL_SPLIT = "validation"
 LOOKED_AT = 100  # files, and records of each; the first good one decides what a corpus is

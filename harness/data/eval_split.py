@@ -4,7 +4,7 @@ import dataclasses
 import os
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from harness.data.corpora import DEFAULT_EVAL_SPLIT, Corpus, find_corpus, find_e
 from harness.data.packing import PackedDataset
 from harness.data.reader import CorpusReader
 from harness.data.tokens import Tokens
-
-if TYPE_CHECKING:
-    pass
 
 EVERY = 20  # one of so many documents is an eval document
 HELD_OUT = f"one of every {EVERY} documents of it"  # the rules as a checkpoint records them

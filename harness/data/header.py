@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -64,14 +63,11 @@ def describe(
         shares += [f"from step {data.record.step_of_sample(segment.first):,} {segment.describe()}" for segment in later]
         lines["mixture"] = "; ".join(shares)
     if data.has_streams:
-        streams = base.counted(data.record.num_shards, "logical stream")
-        lines["streams"] = f"{streams} of each source, divided among ranks and workers"
+        lines["streams"] = (
+            f"{base.counted(data.record.num_shards, 'shard')} of each source, divided among ranks and workers"
+        )
         if data.record.num_shards < dist.get_world_size():
-            lines["streams"] += ", some of which read the same ones"
-        per_rank = shards_per_rank(data.record.num_shards, settings.batch_size, dist.get_world_size())
-        if settings.num_steps and per_rank < settings.num_workers:
-            without = f"{settings.num_workers - per_rank:,} of its {settings.num_workers:,} workers have none"
-            lines["streams"] += f"; a rank reads {per_rank:,}, so {without} (a new run with more --streams has more)"
+            lines["streams"] += "; ranks outnumber them, so several read the same"
     return lines
 
 
@@ -110,13 +106,6 @@ def describe_tokenizer(train: PackedDataset | Stream) -> str:
         return ""
     named = next((file.tokenizer for file in train.tokens.files if file.tokenizer), None)
     return f"{f'{named}, as the files say' if named else 'not known'} (tokens are read in place)"
-
-
-def shards_per_rank(num_shards: int, batch_size: int, ranks: int) -> int:
-    """The number of stream shards that a rank reads: of each `ranks x batch_size` samples it takes `batch_size` in a
-    row."""
-    common = math.gcd(num_shards, ranks * batch_size)  # between the shards at which its microbatches begin
-    return num_shards // common * min(batch_size, common)
 
 
 def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader, with_example: bool) -> dict[str, str]:

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,9 +17,6 @@ from harness.base import IGNORE_INDEX
 from harness.data.packing import PackedDataset, PackedSequence, SyntheticDataset, create_collate_fn, document_lengths
 from harness.data.stream import EvalSequences
 from harness.data.training_data import Positions, SampleReader, TrainingData
-
-if TYPE_CHECKING:
-    pass
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a shard reads its next chunk
 NOT_OF_MODEL = ("loss_divisor", "document_lengths")  # what a batch has beside the model's inputs

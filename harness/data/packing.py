@@ -4,7 +4,6 @@ random ones; and batches of them."""
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,9 +13,6 @@ from harness import base
 from harness.base import IGNORE_INDEX
 from harness.data.token_files import TokenFile
 from harness.data.tokens import Tokens
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,17 +5,13 @@ import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from harness import base
 from harness.data.token_files import TokenFile
 
-if TYPE_CHECKING:
-    pass
-
-CHUNK = 2**24  # tokens that are looked at together where all are
+CHUNK = 2**24  # tokens per read of a whole file
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +21,9 @@ class Tokens:
 
     files: list[TokenFile]
     vocab_size: int | None = None
-    end_of_text: int | None = None  # ends a document where no file says where its documents end
+    end_of_text: int | None = None  # ends a document, as the end of a file does, if not all files have boundaries
     stretches: tuple[np.ndarray, np.ndarray] | None = None  # (starts, stops) of each in the files' tokens; None: all
-    known_doc_ends: np.ndarray | None = None  # `file_doc_ends`, where they are known
+    known_doc_ends: np.ndarray | None = None  # `file_doc_ends`, if they were found before
 
     @functools.cached_property
     def before_files(self) -> np.ndarray:
@@ -118,13 +114,13 @@ class Tokens:
 
     @property
     def has_doc_ends(self) -> bool:
-        """True if the files say where documents end."""
-        return all(file.find_ends for file in self.files)
+        """True if document boundaries are known, or the files have them, so that no token is read for them."""
+        return self.known_doc_ends is not None or all(file.find_ends for file in self.files)
 
     @functools.cached_property
     def file_doc_ends(self) -> np.ndarray:
-        """The position after each document of the files, int64, ascending, the last one at the end. Where a file does
-        not say it, all tokens are read for it."""
+        """The position after each document of the files, int64, ascending, the last one at the end. All tokens of a
+        file without boundaries are read for them."""
         if self.known_doc_ends is not None:
             return self.known_doc_ends
         ends = np.concatenate(
@@ -156,16 +152,17 @@ class Tokens:
 
     def starts_between(self, first: int, last: int) -> np.ndarray:
         """The positions at which documents begin among the tokens from `first` to before `last`, counted from `first`;
-        0 always, also where a document goes on there."""
+        0 always, also if a document continues there. Without boundaries only these tokens are read for them."""
         if self.has_doc_ends:
             ends = self.doc_ends
-            inside = ends[np.searchsorted(ends, first, "right") : np.searchsorted(ends, last, "left")] - first
         else:
-            inside = np.flatnonzero(self[first : last - 1] == self.end_of_text) + 1
+            ends = np.flatnonzero(self[first : last - 1] == self.end_of_text) + first + 1
+            ends = np.union1d(ends, self.before_files)
+        inside = ends[np.searchsorted(ends, first, "right") : np.searchsorted(ends, last, "left")] - first
         return np.concatenate([[0], inside]).astype(np.int64)
 
     def fingerprint(self) -> str:
-        """Tells corpora apart by their number of tokens and 256 samples of 4,096, wherever they are stored."""
+        """A checksum of 256 samples of 4,096 tokens, and the number of tokens: the same wherever a corpus is stored."""
         starts = np.linspace(0, max(0, len(self) - 4096), 256, dtype=np.int64).tolist()
         digest = hashlib.sha256()
         for start in starts:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from harness.data.eval_split import EvalData
 from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder, StepSize
 from harness.data.packing import PackedSequence, PaddedDataset
 from harness.data.stream import BEGINNING, Position, ShardReader, Stream
-
-if TYPE_CHECKING:
-    pass
 
 Positions = dict[str, dict[int, Position]]  # by source and shard
 

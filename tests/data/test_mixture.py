@@ -133,7 +133,5 @@ def test_a_checkpoint_with_cursors_continues_if_its_order_is_the_same(dataset, s
 def test_a_checkpoint_of_a_mixture_of_streams_with_cursors_is_refused_in_one_line():
     before = in_old_format(record("x/a:3 x/b:2", num_shards=4))
     settings = parse_args(words("--dataset x/a:3 x/b:2 --num-steps 100 --resume auto"))
-    with pytest.raises(
-        UserError, match="--resume auto: its mixture of streams was recorded by"
-    ):
+    with pytest.raises(UserError, match="--resume auto: its mixture of streams was recorded by"):
         recorded_data(settings, before)

@@ -18,7 +18,6 @@ from conftest import STORIES, losses_of, metrics_of, train, words
 from harness.base.errors import UserError
 from harness.data import stream as streams
 from harness.data.files import find_files
-from harness.data.header import shards_per_rank
 from harness.data.loader import RankBatches
 from harness.data.mixture import DataRecord, Segment, StepSize
 from harness.data.schema import DOCUMENT_MARK
@@ -150,14 +149,6 @@ def test_workers_have_the_same_share_of_each_microbatch_wherever_a_run_goes_on(o
         assert [len(part["sequences"]) for part in itertools.islice(parts, 3)] == [8 // workers] * 3
 
 
-def test_a_rank_knows_how_many_lanes_it_meets():
-    """Beside a count, at any of its batches and ranks."""
-    for lanes, batch_size, ranks in itertools.product((1, 2, 6, 8, 24, 35), (1, 2, 3, 8, 40), (1, 2, 3, 4)):
-        firsts = (microbatch * ranks * batch_size for microbatch in range(lanes))
-        met = {(first + row) % lanes for first in firsts for row in range(batch_size)}
-        assert shards_per_rank(lanes, batch_size, ranks) == len(met), (lanes, batch_size, ranks)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The program
 
@@ -216,11 +207,6 @@ def test_workers_change_no_loss_also_where_a_resume_has_others(device, flags, co
         train([*mixed, "--run-name", "several", "--resume", "auto", *steps_and_workers], device)
     train([*mixed, "--run-name", "none", "--num-steps", 6, "--num-workers", 0], device)
     assert losses_of(tmp_path / "several") == losses_of(tmp_path / "none")
-
-
-def test_workers_that_have_no_lane_are_told_of(device, flags, corpus, tmp_path, capfd):
-    train([*flags, *words("--streams 1 --num-workers 2 --num-steps 1 --output-dir"), tmp_path], device)
-    assert "a rank reads 1, so 1 of its 2 workers have none" in capfd.readouterr().out
 
 
 def test_a_stream_is_resumed_on_a_copy_of_its_data_elsewhere(device, flags, corpus, tmp_path):

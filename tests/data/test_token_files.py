@@ -1,6 +1,8 @@
 """Tokenized corpora are trained on where they lie: their documents, slices and what is held out of them, and one line
 says what is wrong with a file. test_promises.py has the windows of every format."""
 
+import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -99,9 +101,19 @@ def test_held_out_are_the_same_documents_by_an_index_and_by_end_of_text_tokens(t
         kept, held = divide(open_tokens(file))
         assert held[:].tolist() == expected
         assert sorted([*kept[:].tolist(), *expected]) == sorted(FLAT.tolist())
-        assert held.ends.tolist() == np.cumsum([len(DOCUMENTS[number]) for number in numbers]).tolist()
+        assert held.doc_ends.tolist() == np.cumsum([len(DOCUMENTS[number]) for number in numbers]).tolist()
     few = Tokens([TokenFile(FLAT[: ENDS[5]], find_ends=lambda: ENDS[:6])])
     assert [len(part) for part in divide(few)] == [ENDS[5] * 95 // 100, ENDS[5] - ENDS[5] * 95 // 100]
+
+
+def test_boundaries_are_the_same_before_and_after_they_are_searched_for_in_all_files():
+    """A document ends with its file, also without an end-of-text token there."""
+    tokens = Tokens([TokenFile(np.array([5, END, 6, 7])), TokenFile(np.array([8, 9, END]))], end_of_text=END)
+    searched = dataclasses.replace(tokens, known_doc_ends=tokens.file_doc_ends)
+    assert searched.doc_ends.tolist() == [2, 4, 7]
+    for first, last in itertools.combinations(range(8), 2):
+        assert tokens.starts_between(first, last).tolist() == searched.starts_between(first, last).tolist()
+    assert tokens.starts_between(1, 7).tolist() == [0, 1, 3]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
