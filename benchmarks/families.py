@@ -156,7 +156,7 @@ def train(folder: pathlib.Path, device) -> dict:
 
     import train_fsdp
     from harness import model as models
-    from harness import plan, resolving
+    from harness import resolving
     from harness.flags import parse_args
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -166,7 +166,7 @@ def train(folder: pathlib.Path, device) -> dict:
     config = models.load_config(settings.model)
     # The router loss is a product of means over a microbatch: other microbatches train otherwise.
     config.get_text_config().router_aux_loss_coef = 0.0
-    settings = resolving.resolve(settings, config, plan.choose_batch_size)
+    settings = resolving.resolve_steps(resolving.resolve(settings, config))
     mesh = train_fsdp.build_mesh(settings, device)
     model = train_fsdp.build_model(settings, config, mesh)
     optimizer = models.build_optimizer(settings, model)

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 import train_fsdp
 import utils
-from harness import flags, resolving
 from harness import model as models
 from harness import plan as planning
+from harness import resolving
 from harness.flags.parser import parse_args
 from harness.job import start_processes, stop_processes
 from harness.model import newton_schulz
@@ -107,7 +107,7 @@ def measure(argv, device) -> dict:
 
     settings = parse_args(argv)
     config = load_config(settings.model)
-    settings = resolving.resolve(settings, config, flags.Args.batch_size_multiple)
+    settings = resolving.resolve(settings, config)
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
     optimizer = models.build_optimizer(settings, model)
     seen = {}

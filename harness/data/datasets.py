@@ -124,7 +124,7 @@ def load(
 
 
 def make_reader(
-    settings: flags.Args, tokenizer: "PreTrainedTokenizerBase | None", config: "PretrainedConfig"
+    settings: flags.Flags, tokenizer: "PreTrainedTokenizerBase | None", config: "PretrainedConfig"
 ) -> CorpusReader:
     """The reader of a run's corpora."""
     from accelerate import PartialState  # not with this file: it loads much that nothing here needs
@@ -145,17 +145,16 @@ def make_reader(
 
 
 def count_epoch(
+    settings: flags.Settings,
     corpora: list[Corpus],
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
     manifest: dict | None,
-    settings: flags.Args,
 ) -> int:
     """The samples of an epoch: the sequences of all sources that are trained on. Every rank calls this.
 
     Args:
         manifest: as `load` has it.
-        settings: with all that decides how the corpora are cut.
     """
     before, reader = recorded_data(settings, manifest), make_reader(settings, tokenizer, config)
     sequences = 0
@@ -172,7 +171,7 @@ def count_epoch(
     return sequences
 
 
-def refuse_other_sources(settings: flags.Args, corpora: list[Corpus], before: DataRecord) -> None:
+def refuse_other_sources(settings: flags.Flags, corpora: list[Corpus], before: DataRecord) -> None:
     """Raise a UserError if a run that counts epochs has other sources than its checkpoint, or had weights: each source
     continues from its own position, and there is no epoch of all."""
     had_weights = len(before.sources) > 1 and any(before.asked["weights"].values())
@@ -218,7 +217,7 @@ def load_eval_dataset(
     return data
 
 
-def recorded_data(settings: flags.Args, manifest: dict | None) -> DataRecord | None:
+def recorded_data(settings: flags.Flags, manifest: dict | None) -> DataRecord | None:
     """The data record of a checkpoint's manifest; a single source gets the name that it has now. A UserError for a
     mixture of streams from an earlier version, which had another order."""
     if not manifest:

@@ -60,7 +60,7 @@ def is_eval_document(document: str | np.ndarray) -> bool:
 
 
 def choose_eval_split(
-    settings: flags.Args, corpus: Corpus, spec: dict[str, Any] | None, rule: str, whole: bool
+    settings: flags.Flags, corpus: Corpus, spec: dict[str, Any] | None, rule: str, whole: bool
 ) -> tuple[str | None, str | None]:
     """(the eval split, the rule that takes eval documents out of the training split); None for what does not apply. The
     eval split is --eval-split, by default `validation`; if there is none, some of the documents are eval documents, or
@@ -99,7 +99,7 @@ def find_trained_spec(trained_on: list[dict[str, Any]], tokens: Tokens, reader: 
     return next((by_digest[digest] for digest in digests if digest in by_digest), None)
 
 
-def evaluates_own_data(settings: flags.Args, manifest: dict) -> bool:
+def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
     """True if an evaluation of a run's checkpoint reads sources of the run, whose eval documents its record knows; a
     UserError if it reads a part of what the run trained on, or more than that."""
     before = manifest["flags"]
@@ -132,7 +132,7 @@ def evaluates_own_data(settings: flags.Args, manifest: dict) -> bool:
     return False
 
 
-def files_of_training(settings: flags.Args) -> dict[str, tuple[str, str]]:
+def files_of_training(settings: flags.Flags) -> dict[str, tuple[str, str]]:
     """(source, training split) of each file of a run's sources, by its real path; by the source's name if it is
     gone."""
     found = {}

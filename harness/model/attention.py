@@ -22,34 +22,37 @@ RESTRICTABLE_LAYERS = {"full_attention", "sliding_attention", "indexed_attention
 ONE_KERNEL = ("flash", "cudnn")  # choices of --attention that are sdpa with one of its kernels and no other
 
 
-def cudnn_may_give_nan(settings: flags.Args, config: PretrainedConfig) -> bool:
+def cudnn_may_give_nan(config: PretrainedConfig, sequence_length: int, document_mask: bool) -> bool:
     """Whether cuDNN's attention may give NaN as the gradient of queries: on a Hopper, with a mask that is more than
     causal, where the length is 64 modulo 128 (pytorch issue 196678)."""
     text = config.get_text_config()
     windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    masked = settings.document_mask or any(windows)
+    masked = document_mask or any(windows)
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return masked and hopper and settings.sequence_length % 128 == 64
+    return masked and hopper and sequence_length % 128 == 64
 
 
-def misses_cudnn(settings: flags.Settings, config: PretrainedConfig, kernel: str, head_dim: int) -> bool:
+def misses_cudnn(settings: flags.Settings, may_give_nan: bool, kernel: str, head_dim: int) -> bool:
     """Whether torch, left to itself, takes flash attention where it would take cuDNN's if it found that: on a Hopper or
     a data-centre Blackwell, for the sizes of heads that cuDNN's backward pass has."""
-    left_to_torch = settings.explicit.get("attention", "auto") == "auto" and not cudnn_may_give_nan(settings, config)
+    left_to_torch = settings.explicit.get("attention", "auto") == "auto" and not may_give_nan
     prefers_cudnn = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
     return left_to_torch and prefers_cudnn and kernel == "flash_attention" and head_dim <= 128 and head_dim % 8 == 0
 
 
-def choose_attention(settings: flags.Args, config: PretrainedConfig) -> flags.Attention:
+def choose_attention(
+    args: flags.Args, config: PretrainedConfig, precision: flags.Precision, sequence_length: int, document_mask: bool
+) -> flags.Attention:
     """The kernel for `--attention`, `auto` decided, torch's switches set for it; a UserError where it does not run."""
-    attention, cuda = settings.attention, torch.cuda.is_available()
-    without_cudnn = cudnn_may_give_nan(settings, config)
-    if attention == "cudnn" and not (settings.plan or cuda):
+    attention, cuda = args.attention, torch.cuda.is_available()
+    without_cudnn = cudnn_may_give_nan(config, sequence_length, document_mask)
+    if attention == "cudnn" and not (args.plan or cuda):
         raise base.UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
     if attention == "cudnn" and without_cudnn:
-        length = settings.sequence_length
-        problem = f"on a Hopper its gradients may be NaN with a mask at {length} tokens, which is 64 modulo 128"
-        raise base.UserError(f"--attention cudnn: {problem}; use sdpa, or --sequence-length {length + 64}")
+        problem = (
+            f"on a Hopper its gradients may be NaN with a mask at {sequence_length} tokens, which is 64 modulo 128"
+        )
+        raise base.UserError(f"--attention cudnn: {problem}; use sdpa, or --sequence-length {sequence_length + 64}")
     if attention == "flash_attention_2" and not (find_spec("flash_attn") and cuda):
         raise base.UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
     if attention == "flex_attention" and not cuda:
@@ -59,12 +62,12 @@ def choose_attention(settings: flags.Args, config: PretrainedConfig) -> flags.At
         if kernel == "cudnn" and without_cudnn:
             allowed = False
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(allowed)
-    patches.repeat_shared_keys(settings.precision == "fp32" and (cuda or settings.plan))
+    patches.repeat_shared_keys(precision == "fp32" and (cuda or args.plan))
     if attention != "auto":
         return attention
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # private: in public transformers only raises where a family cannot
-    if settings.document_mask and cuda and family._supports_flex_attn:
+    if document_mask and cuda and family._supports_flex_attn:
         return "flex_attention"  # it skips what is masked; the others compute it, and not by their fastest kernel
     return "sdpa" if family._supports_sdpa else "eager"  # private: no public name says what a family can
 
@@ -109,13 +112,14 @@ def describe_attention(settings: flags.Settings, config: PretrainedConfig, devic
         raise base.UserError(
             f"--attention {settings.attention}: torch's kernel does not take this model's heads; use sdpa"
         )
-    if misses_cudnn(settings, config, kernel, head_dim):
+    may_give_nan = cudnn_may_give_nan(config, length, settings.document_mask)
+    if misses_cudnn(settings, may_give_nan, kernel, head_dim):
         job.warn(
             "--attention auto: torch takes flash attention, which is 1.7 to 2.3 times slower than cuDNN's on a Hopper "
             "(transformers 48163). A system's CUDA on LD_LIBRARY_PATH hides torch's cuDNN: unset it, and "
             "TORCH_CUDNN_SDPA_DEPRIORITIZED; --attention flash asks for flash"
         )
-    if cudnn_may_give_nan(settings, config):
+    if may_give_nan:
         kernel += f", as cuDNN's gradients may be NaN with a mask at {length} tokens"
     return f"sdpa attention ({kernel})"
 

@@ -16,7 +16,7 @@ from harness.model import patches
 from harness.model.optimization import mesh_of
 
 
-def check_float8(settings: flags.Args) -> None:
+def check_float8(settings: flags.Settings) -> None:
     """Raises a UserError where --precision fp8 cannot run or computes wrong: the GPU has no float8 (Ada, Hopper, CDNA 3
     and newer have it) and this is no emulation and no plan; torchao is missing or old; float8 does not take the number
     of tokens."""

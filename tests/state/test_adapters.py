@@ -411,9 +411,9 @@ def test_flops_of_adapters_are_those_that_torch_counts(workspace, flags, device,
     chosen = ["--lora-targets", targets] if targets else []
     settings = parse(flags("llama", *chosen, "--attention", "eager"))
     config = models.load_config(settings.model)
-    from harness import plan, resolving
+    from harness import resolving
 
-    settings = resolving.resolve(settings, config, plan.choose_batch_size)
+    settings = resolving.resolve_steps(resolving.resolve(settings, config))
     sharded = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
     plain = AutoModelForCausalLM.from_pretrained(settings.model, attn_implementation="eager", dtype=torch.float32)
     all_linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
