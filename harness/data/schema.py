@@ -1,15 +1,15 @@
 """Schema: from a record of a file to its document: a text, token ids, token ids with labels, or a conversation.
 
 LAYOUTS has the layouts of conversations; the first that a record has is read. A column that --text-field names and that
-holds messages is one as well. All but `messages` are brought to role and content:
+holds messages is one too. All but `messages` are converted to role and content:
 
 - ShareGPT's `conversations` have `from` and `value`; the names in ROLES are known, a call of functions is JSON.
 - `prompt` and `completion` are both text or both lists of messages, as TRL has them; what is in the prompt is not
   trained on.
-- Alpaca's `instruction` and `input`, with a blank line between, are the user's turn, `output` the assistant's; before
-  them `history` may have pairs of such turns.
+- Alpaca's `instruction` and `input`, joined by a blank line, are the user's turn, `output` the assistant's; `history`
+  may have pairs of earlier turns.
 
-A text in one of SYSTEM beside any of them is the first message, `tools` are a list or one as JSON text.
+A text in one of SYSTEM in the same record is the first message; `tools` are a list, or a list as JSON text.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from harness import base
 DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a text, as in the original TinyStories files
 MAX_TOKEN_ID = 2**32 - 1
 
-Field = str | tuple[str, ...]  # the column that is trained on, or several: the first one that is there
+Field = str | tuple[str, ...]  # the field that is trained on, or several: the first that a record has
 LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")  # 1 for each trained token
-A_NUMBER_EACH = ("labels", "attention_mask", "position_ids", *LOSS_MASKS)  # fields with a number for each token id
-BESIDE_IDS = (*A_NUMBER_EACH, "seq_lengths")
+PER_TOKEN_FIELDS = ("labels", "attention_mask", "position_ids", *LOSS_MASKS)  # an integer for each token id
+ID_FIELDS = (*PER_TOKEN_FIELDS, "seq_lengths")  # read together with token ids
 
 
 class BadRecord(NamedTuple):
     """A record that cannot be trained on."""
 
-    fault: str  # what stands there, in words
-    layout: str = ""  # of the conversation that it should be
+    fault: str
+    layout: str = ""  # of the conversation that it should have been
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,29 +46,29 @@ class Conversation:
 
     messages: list[dict]
     tools: list[dict] | None = None
-    layout: str = "messages"  # in which its record has it, one of `conversations.LAYOUTS` or a column
-    first_trained: int = 0  # of the messages: those before it are a prompt
-    is_text: bool = False  # whether it was a prompt and a completion that are text
-    position: str = ""  # of the record, as messages name it
+    layout: str = "messages"  # of its record: one of LAYOUTS, or a column
+    first_trained: int = 0  # index of a message; those before it are a prompt
+    is_text: bool = False  # True for a prompt and a completion that are text
+    position: str = ""  # of the record, for messages to the user
 
     def __len__(self) -> int:
-        """About how many characters; never 0."""
+        """The approximate number of characters; never 0."""
         return len(self.messages) + sum(len(message.get("content") or "") for message in self.messages)
 
 
 @dataclass(frozen=True, eq=False)
 class LabelledIds:
-    """The token ids of a record that says which of them are trained on."""
+    """Token ids with a loss mask."""
 
     ids: np.ndarray
-    trained: np.ndarray  # bool
+    trained: np.ndarray  # bool, same shape
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 class NoFieldError(Exception):
-    """A file has none of the fields that are asked for; the argument is the names that it has."""
+    """A file has none of the wanted fields; the argument is the list of its fields."""
 
 
 Document = str | np.ndarray | LabelledIds | Conversation
@@ -76,11 +76,11 @@ Record = Document | BadRecord | None  # None of a blank line
 
 
 KINDS = {"text": "text", "ids": "token ids", "labels": "token ids with labels", "chat": "messages"}
-MASKED_KINDS = {"labels", "chat"}  # those of which not all tokens are trained on
+MASKED_KINDS = {"labels", "chat"}  # kinds with a loss mask
 
 
 def kind_of(document: Document) -> str:
-    """What a document is, one of KINDS."""
+    """Return the kind of a document, one of KINDS."""
     if isinstance(document, Conversation):
         return "chat"
     if isinstance(document, LabelledIds):
@@ -93,8 +93,8 @@ def field_names(text_field: Field) -> tuple[str, ...]:
 
 
 def read_value(fields: dict[str, Any], field: str) -> Record:
-    """The document in a field of a record, no conversation: token ids in `input_ids`, in any other a text or token ids;
-    with what the fields beside it say of it."""
+    """Return the document in a field that has no conversation: token ids in `input_ids`, text or token ids in any
+    other; with what ID_FIELDS of the record say about ids."""
     value = fields[field]
     if field == "input_ids" or (value and isinstance(value, list)):
         are_ints = isinstance(value, list) and set(map(type, value)) <= {int}
@@ -110,41 +110,40 @@ def read_value(fields: dict[str, Any], field: str) -> Record:
 
 
 def check_ids(ids: np.ndarray, fields: dict[str, Any]) -> np.ndarray | LabelledIds | BadRecord:
-    """Token ids with what the fields of BESIDE_IDS say of them, as transformers reads these: padding, where
-    `attention_mask` is 0, is taken off; not trained on is what has the label -100 or a 0 in one of LOSS_MASKS. What a
-    window cannot give is a bad record."""
+    """Apply ID_FIELDS to token ids as transformers does: padding (`attention_mask` 0) is removed, and ids with the
+    label -100 or a 0 in one of LOSS_MASKS are not trained on. What a sequence cannot express is a bad record."""
     if np.size(fields.get("seq_lengths", ())) > 1:
         return BadRecord("seq_lengths has several documents; give each document a record")
-    given = {name: fields[name] for name in A_NUMBER_EACH if fields.get(name) is not None}
-    if not given:
+    values_by_name = {name: fields[name] for name in PER_TOKEN_FIELDS if fields.get(name) is not None}
+    if not values_by_name:
         return ids
-    beside = {name: np.asarray(values) for name, values in given.items() if is_flat(values)}
-    for name, values in given.items():
-        if name not in beside or beside[name].shape != ids.shape or (len(ids) and beside[name].dtype.kind not in "bui"):
+    arrays = {name: np.asarray(values) for name, values in values_by_name.items() if is_flat(values)}
+    for name, values in values_by_name.items():
+        if name not in arrays or arrays[name].shape != ids.shape or (len(ids) and arrays[name].dtype.kind not in "bui"):
             shown = excerpt(values.tolist() if isinstance(values, np.ndarray) else values)
-            return BadRecord(f"{name} is {shown} instead of {base.counted(len(ids), 'integer')}, one a token")
+            return BadRecord(f"{name} is {shown} instead of {base.counted(len(ids), 'integer')}, one per token")
     for name in ("attention_mask", *LOSS_MASKS):
-        if name in beside and not np.isin(beside[name], (0, 1)).all():
-            shown = excerpt(beside[name].tolist())
+        if name in arrays and not np.isin(arrays[name], (0, 1)).all():
+            shown = excerpt(arrays[name].tolist())
             return BadRecord(f"{name} is {shown} instead of 0 and 1; give each document a record")
-    attended = np.flatnonzero(beside.get("attention_mask", np.ones(len(ids))))
+    attended = np.flatnonzero(arrays.get("attention_mask", np.ones(len(ids))))
     if len(attended) and attended[-1] - attended[0] >= len(attended):
-        return BadRecord("attention_mask is 0 between tokens, where it can be 0 before and after them only")
+        return BadRecord("attention_mask is 0 between tokens; it may be 0 only before and after them")
     kept = slice(attended[0], attended[-1] + 1) if len(attended) else slice(0)
-    ids, beside = ids[kept], {name: values[kept] for name, values in beside.items()}
-    if (beside.get("position_ids", np.arange(len(ids))) != np.arange(len(ids))).any():
-        return BadRecord("position_ids do not count from 0 on; give each document a record")
-    if beside.keys().isdisjoint(("labels", *LOSS_MASKS)):
+    ids, arrays = ids[kept], {name: values[kept] for name, values in arrays.items()}
+    if (arrays.get("position_ids", np.arange(len(ids))) != np.arange(len(ids))).any():
+        return BadRecord("position_ids do not count up from 0; give each document a record")
+    if arrays.keys().isdisjoint(("labels", *LOSS_MASKS)):
         return ids
-    labels = beside.get("labels", ids)
+    labels = arrays.get("labels", ids)
     wrong = (labels != base.IGNORE_INDEX) & (labels != ids)
     if wrong.any():
         at = int(wrong.argmax())
-        problem = f"labels[{at + kept.start}] is {labels[at]}, where -100 and the token there, {ids[at]}, can be"
+        problem = f"labels[{at + kept.start}] is {labels[at]} instead of -100 or its token id, {ids[at]}"
         return BadRecord(f"{problem} (labels are not shifted)")
     trained = labels != base.IGNORE_INDEX
     for name in LOSS_MASKS:
-        trained &= beside.get(name, np.ones(len(ids))).astype(bool)
+        trained &= arrays.get(name, np.ones(len(ids))).astype(bool)
     return LabelledIds(ids, trained)
 
 
@@ -155,12 +154,12 @@ def is_flat(values: Any) -> bool:
 
 
 def has_lone_surrogate(text: str) -> bool:
-    """Whether an escape in JSON has left half a surrogate pair, which is no character."""
+    """True if a text has half a surrogate pair, which an escape in JSON may leave and which is no character."""
     return not text.isascii() and re.search("[\ud800-\udfff]", text) is not None
 
 
 def excerpt(value: Any) -> str:
-    """The beginning of a value as JSON."""
+    """Return the first 60 characters of a value as JSON."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:60] + "..."
 
@@ -168,11 +167,10 @@ def excerpt(value: Any) -> str:
 def read_documents(
     records: Iterator[tuple[str, Record]], vocab_size: int, skip_bad: bool, counts: Counter, kind: str = "text"
 ) -> Iterator[Document]:
-    """The documents in records, those that are not empty.
+    """Yield the documents in (position, record), without empty ones.
 
-    `counts` gets the numbers of empty texts and of the bad records that `skip_bad` left out; else the first of these is
-    a UserError, and so is a token id that is not below `vocab_size`. `kind` is what all are to be, as `kind_of` says.
-    """
+    `kind` is the kind of all of them, see `kind_of`. A bad record is a UserError, or is left out if `skip_bad`;
+    `counts` gets the numbers of these and of empty texts. A token id that is not below `vocab_size` is a UserError."""
     checked, fits = None, False
     for position, record in records:
         if isinstance(record, BadRecord):
@@ -180,7 +178,7 @@ def read_documents(
             continue
         if isinstance(record, np.ndarray | LabelledIds):
             ids = record.ids if isinstance(record, LabelledIds) else record
-            # rows are slices of one array, which is checked once
+            # rows of a batch are slices of one array, which is checked once
             whole = ids.base if isinstance(ids.base, np.ndarray) else ids
             if whole is not checked:
                 checked, fits = whole, bool(np.max(whole, initial=0) < vocab_size)
@@ -192,12 +190,10 @@ def read_documents(
                 )
         if record is None or (len(record) == 0 and not isinstance(record, str)):
             continue
-        of_record = kind_of(record)
-        if MASKED_KINDS & {kind, of_record} and of_record != kind:
-            wanted = KINDS[kind]
-            refuse_or_count(
-                position, f"{KINDS[of_record]} instead of {wanted}, as the first record has", skip_bad, counts
-            )
+        found = kind_of(record)
+        if MASKED_KINDS & {kind, found} and found != kind:
+            fault = f"{KINDS[found]} instead of {KINDS[kind]}, as the first record has"
+            refuse_or_count(position, fault, skip_bad, counts)
         elif isinstance(record, Conversation):
             yield replace(record, position=position)
         elif not isinstance(record, str):
@@ -210,9 +206,9 @@ def read_documents(
 
 
 def refuse_or_count(position: str, fault: str, skip_bad: bool, counts: Counter) -> None:
-    """Counts a bad record that is left out, or raises a UserError for it."""
+    """Count a bad record that is left out, or raise a UserError for it."""
     if not skip_bad:
-        advice = "mend it, or leave bad records out with --skip-bad-records"
+        advice = "fix it, or leave bad records out with --skip-bad-records"
         raise base.UserError(f"--dataset {position}: {fault}; {advice}")
     counts["bad records"] += 1
 
@@ -220,40 +216,40 @@ def refuse_or_count(position: str, fault: str, skip_bad: bool, counts: Counter) 
 # ----------------------------------------------------------------------------------------------------------------------
 # Conversations
 
-ROLES = {  # of a template, by who speaks in ShareGPT's layout
+ROLES = {  # of chat templates, by ShareGPT's `from`
     **dict.fromkeys(("human", "user", "prompter"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "bot", "model"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response", "tool_response"), "tool"),
     "system": "system",
 }
 CALLS = ("function_call", "tool_call")  # of functions, by the assistant
-# Fields of a turn of the assistant's, and what says that it is trained on; a mask of 1 is read either way.
+# Fields that may exclude a turn of the assistant, with the values that do not. A mask of 1 has both meanings.
 TRAINED = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)) | {"mask": ()}
-# Fields of a message that a template need not write, beside its content and calls, which are looked at one by one.
+# Fields of a message that a template need not write; contents and calls are checked one by one.
 NAMES_AND_WEIGHTS = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *TRAINED}
 SYSTEM = ("system", "system_prompt", "system_message")
-NOT_READ = {  # fields beside a conversation that change its text, and what to do; for `tools` by other names see below
+NOT_READ = {  # fields that would change the text of a conversation, and what to do instead
     "functions": "name them tools",
     "chat_template_kwargs": "set them in a template for --chat-template FILE",
 }
-BESIDE_CHAT = (*SYSTEM, "tools", *NOT_READ)
-OF_PREFERENCES = (
-    "chosen and rejected are pairs of preferences, for DPO, which is not here; to train on the chosen ones name them "
-    "completion, beside a prompt, or messages"
+CHAT_FIELDS = (*SYSTEM, "tools", *NOT_READ)  # read together with any layout
+PREFERENCE_ADVICE = (
+    "chosen and rejected are preference pairs, for DPO, which is not supported; to train on the chosen ones, rename "
+    "them to completion, with a prompt, or to messages"
 )
 
 
 class Layout(NamedTuple):
-    """How records hold conversations."""
+    """A layout of conversations in records."""
 
     title: str  # for the header
-    needs: tuple[str, ...]  # fields without which a record has another layout
-    may_have: tuple[str, ...]  # fields that are read where they are there, beside BESIDE_CHAT
-    read: Callable[[dict[str, Any]], tuple[list[dict], int]]  # messages, and the first of them that is trained on
+    needs: tuple[str, ...]  # required fields
+    may_have: tuple[str, ...]  # optional fields, in addition to CHAT_FIELDS
+    read: Callable[[dict[str, Any]], tuple[list[dict], int]]  # gives messages, and the index of the first trained one
 
 
 def read_fields(fields: dict[str, Any], name: str) -> Record:
-    """The document in the field of a record, or a conversation in the layout, that `name` is."""
+    """Return the document of a record: its field `name`, or its conversation in the layout `name`."""
     layout = layout_of(name)
     value = fields.get(name)
     if isinstance(value, str) or not (name in LAYOUTS or is_objects(value)):
@@ -265,7 +261,7 @@ def read_fields(fields: dict[str, Any], name: str) -> Record:
 
 
 def find_document(record: Any, names: tuple[str, ...]) -> Record:
-    """The document of a record of JSON: that of the first name which it has."""
+    """Return the document of a JSON value: of the first of `names`, fields or layouts, that it has."""
     fields = record if isinstance(record, dict) else {}
     for name in names:
         if has_layout(fields, name) if name in LAYOUTS else name in fields:
@@ -277,7 +273,7 @@ def find_document(record: Any, names: tuple[str, ...]) -> Record:
         wanted = missing_in(fields, LAYOUTS[wanted])
         advice = "give records of another format a source of their own: --dataset FILE FILE"
     elif {"chosen", "rejected"} <= fields.keys():
-        advice = OF_PREFERENCES
+        advice = PREFERENCE_ADVICE
     elif fields:
         advice += f", or rename fields: conversations are {describe_layouts()}"
     others = f", only {', '.join(fields)}" if len(fields) > 1 else ""
@@ -285,13 +281,13 @@ def find_document(record: Any, names: tuple[str, ...]) -> Record:
 
 
 def columns_beside(layout: Layout, columns: list[str]) -> list[str]:
-    """Those columns of a file that are read beside the ones that a layout needs."""
-    beside = (*layout.may_have, *BESIDE_CHAT)
-    return [name for name in columns if name in beside or (is_named_like_tools(name) and name not in layout.needs)]
+    """Return the columns that are read in addition to those that a layout needs."""
+    optional = (*layout.may_have, *CHAT_FIELDS)
+    return [name for name in columns if name in optional or (is_named_like_tools(name) and name not in layout.needs)]
 
 
 def choose_field(columns: list[str], text_field: Field) -> str:
-    """The column or layout that is read, of those in a file; a NoFieldError where there is none."""
+    """Return the column or layout of `text_field` that is read of a file; a NoFieldError if it has none."""
     for name in field_names(text_field):
         if set(layout_of(name).needs) <= set(columns):
             return name
@@ -299,7 +295,7 @@ def choose_field(columns: list[str], text_field: Field) -> str:
 
 
 def layout_of(name: str) -> Layout:
-    """The layout of this name, or that of a column of messages."""
+    """Return the layout `name`, or that of a column of messages."""
     return LAYOUTS.get(name) or layout_of_messages(name, f"{name} (a list of messages)")
 
 
@@ -308,7 +304,7 @@ def layout_of_messages(name: str, title: str) -> Layout:
 
 
 def has_layout(fields: dict[str, Any], name: str) -> bool:
-    """Whether a record has what a layout needs; null is as good as absent, and a text is no list of messages."""
+    """True if a record has the fields of a layout: not null, and a list if it is the only field."""
     needs = LAYOUTS[name].needs
     return all(fields.get(need) is not None for need in needs) and not (
         len(needs) == 1 and isinstance(fields[needs[0]], str)
@@ -325,12 +321,12 @@ def describe_layouts() -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The messages of a record; a ValueError says what is wrong with it
+# The messages of a record; a ValueError has its fault
 
 
 def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conversation:
     if len(layout.needs) > 1 and not has_layout(fields, name):
-        raise ValueError(f"{missing_in(fields, layout)} is null, where a record needs {' and '.join(layout.needs)}")
+        raise ValueError(f"{missing_in(fields, layout)} is null; a record needs {' and '.join(layout.needs)}")
     fields = {field: value for field, value in fields.items() if value is not None}
     messages, first_trained = layout.read(fields)
     for field in SYSTEM:
@@ -358,13 +354,13 @@ def read_completion(fields: dict[str, Any]) -> tuple[list[dict], int]:
     prompt, completion = fields["prompt"], fields["completion"]
     label = fields.get("label", True)
     if label == 0 or str(label).lower() == "false":
-        raise ValueError(f"label is {excerpt(label)}, which says that the completion is not to be learnt")
+        raise ValueError(f"label is {excerpt(label)}, so the completion is not to be trained on")
     if isinstance(prompt, str) and isinstance(completion, str):
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], 1
     for name in ("prompt", "completion"):
         if not isinstance(fields[name], list):
             shown = excerpt(fields[name])
-            raise ValueError(f"{name} is {shown}, where both it and the other are text, or both lists of messages")
+            raise ValueError(f"{name} is {shown}; prompt and completion must both be text, or both lists of messages")
     before = messages_in(prompt, "prompt")
     return before + messages_in(completion, "completion"), len(before)
 
@@ -386,13 +382,13 @@ def read_alpaca(fields: dict[str, Any]) -> tuple[list[dict], int]:
     return messages, 0
 
 
-def messages_in(value: Any, name: str) -> list[dict]:
-    """The messages in a list of objects with a role and a content, a text or a list of parts, which only a message that
-    calls tools may lack; or with ShareGPT's `from` and `value`."""
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{excerpt(value)} instead of a list of messages")
+def messages_in(items: Any, name: str) -> list[dict]:
+    """Check a list of messages, and convert ShareGPT's `from` and `value`. A message has a role, and as its content a
+    text or a list of parts; only a message that calls tools may lack a content."""
+    if not isinstance(items, list) or not items:
+        raise ValueError(f"{excerpt(items)} instead of a list of messages")
     messages = []
-    for number, message in enumerate(value):
+    for number, message in enumerate(items):
         position = f"{name}[{number}]"
         if isinstance(message, dict) and "role" not in message and isinstance(message.get("from"), str):
             message = from_sharegpt(message, position)
@@ -404,26 +400,27 @@ def messages_in(value: Any, name: str) -> list[dict]:
         if message["role"] == "assistant":
             for field, values in TRAINED.items():
                 if field in message and message[field] not in values:
-                    problem = f"{position} has {field} {excerpt(message[field])}, and turns of the assistant are all"
-                    raise ValueError(f"{problem} trained on alike; drop that field, or the turn")
+                    problem = f"{position} has {field} {excerpt(message[field])}, but all turns of the assistant are"
+                    raise ValueError(f"{problem} trained on; remove that field, or the turn")
         for part in parts_of(message):
             if not isinstance(part, dict) or not any(isinstance(part.get(name), str) for name in ("text", "thinking")):
                 raise ValueError(f"{position} has a part that is not text, {excerpt(part)}")
         if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls_of(message)):
             called = excerpt(message.get("tool_calls") or message.get("function_call"))
             raise ValueError(f"{position} calls {called} instead of functions with a name and arguments")
-        messages.append({field: of_field for field, of_field in message.items() if of_field is not None})
+        messages.append({field: value for field, value in message.items() if value is not None})
     return messages
 
 
 def parts_of(message: dict) -> list:
-    """The parts of a message whose content is no text."""
+    """Return the parts of a content; [] for a text."""
     content = message.get("content")
     return content if isinstance(content, list) else []
 
 
 def calls_of(message: dict) -> list:
-    """The functions that a message calls, each with a name and arguments; `function_call` is OpenAI's older field."""
+    """Return the functions that a message calls, each with a name and arguments, also of OpenAI's older field
+    `function_call`."""
     calls = message.get("tool_calls") or []
     functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
     older = message.get("function_call")
@@ -431,14 +428,14 @@ def calls_of(message: dict) -> list:
 
 
 def from_sharegpt(message: dict, position: str) -> dict:
-    """A message of ShareGPT's with the names that templates know."""
+    """Convert a message of ShareGPT to role and content."""
     speaker, value = message["from"].lower(), message.get("value")
-    others = {name: of_name for name, of_name in message.items() if name not in ("from", "value")}
+    others = {name: field for name, field in message.items() if name not in ("from", "value")}
     if speaker in ROLES:
         return {"role": ROLES[speaker], "content": value, **others}
     if speaker not in CALLS:
         known = ", ".join([*ROLES, *CALLS])
-        raise ValueError(f"{position} is from {excerpt(message['from'])}, where {known} are known")
+        raise ValueError(f"{position} is from {excerpt(message['from'])} instead of one of {known}")
     calls = None
     with contextlib.suppress(ValueError, TypeError):
         calls = json.loads(value)
@@ -451,7 +448,7 @@ def from_sharegpt(message: dict, position: str) -> dict:
 
 
 def read_tools(value: Any) -> Any:
-    """The tools of a record, of which JSON text is read."""
+    """Return the tools of a record, parsed if they are JSON text."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return json.loads(value) if value.strip() else None
@@ -459,7 +456,7 @@ def read_tools(value: Any) -> Any:
 
 
 def are_tools(value: Any) -> bool:
-    """True for a list of functions as `tools` has them, or one as JSON text."""
+    """True for a list of functions, or one as JSON text."""
     tools = read_tools(value)
     functions = [tool.get("function", tool) for tool in tools] if is_objects(tools) else []
     return any(
@@ -469,7 +466,7 @@ def are_tools(value: Any) -> bool:
 
 
 def is_named_like_tools(column: str) -> bool:
-    """True for a column that may hold `tools` by another name: tool_defs, available_functions."""
+    """True for a column that may hold tools under another name: tool_defs, available_functions."""
     return column != "tools" and re.search("tool|function", column.lower()) is not None
 
 

@@ -66,8 +66,8 @@ class TextFormat:
         return [vocabulary_of(tokenizer), tokenizer.eos_token_id, self.vocab_size] if tokenizer else [self.vocab_size]
 
     def encode(self, documents: list, counts: Counter) -> Encoded:
-        """Encode texts and token ids; `counts` gets the numbers of documents and tokens. A UserError if the tokenizer has
-        no end-of-text token, or gives an id that the model does not have."""
+        """Encode texts and token ids; `counts` gets the numbers of documents and tokens. A UserError if the tokenizer
+        has no end-of-text token, or gives an id that the model does not have."""
         texts = [document for document in documents if isinstance(document, str)]
         if not texts:
             return self.join(documents, counts)

@@ -176,7 +176,7 @@ REFUSED = {
     "empty": ([GOOD, {"conversations": []}], "line 2: [] instead of a list of messages"),
     "strings": ([{"conversations": ["Hi", "Hello!"]}], 'conversations[0] is "Hi" instead of an object with role and'),
     "no value": ([{"conversations": [{"from": "human"}]}], "conversations[0] is"),
-    "another speaker": ([{"conversations": [said("narrator", "Hi")]}], 'from "narrator", where human, user,'),
+    "another speaker": ([{"conversations": [said("narrator", "Hi")]}], 'from "narrator" instead of one of human, user,'),
     "a call that is no JSON": ([{"conversations": [said("function_call", "add(1)")]}], 'JSON such as {"name": "add"'),
     "a turn not to learn": (
         [{"conversations": [said("human", "Hi"), said("gpt", "Hello!", weight=0)]}],
@@ -185,7 +185,7 @@ REFUSED = {
     **{
         f"a turn with {field} {value!r}": (
             [{"messages": [TURN[0], says("assistant", "Hello!", **{field: value})]}],
-            f"messages[1] has {field} {json.dumps(value)}, and turns of the assistant are all trained on alike",
+            f"messages[1] has {field} {json.dumps(value)}, but all turns of the assistant are trained on",
         )
         for field, value in (
             ("loss", False),
@@ -244,7 +244,7 @@ REFUSED = {
         "line 2: no field 'conversations'",
         "a source of their own",
     ),
-    "preferences": ([{"prompt": "Hi", "chosen": "Hello!", "rejected": "No!"}], "pairs of preferences, for DPO"),
+    "preferences": ([{"prompt": "Hi", "chosen": "Hello!", "rejected": "No!"}], "preference pairs, for DPO"),
     "other names": ([{"question": "Hi", "answer": "Hello!"}], "rename fields: conversations are messages,"),
     "the assistant by another name": (
         [{"messages": [TURN[0], says("Assistant", "Hello!")]}],

@@ -156,7 +156,7 @@ def test_a_template_that_changes_what_came_before_is_refused_and_all_tokens_can_
     with pytest.raises(UserError) as raised:
         chat_format(tokenizer, template).encode(documents, Counter())
     message = str(raised.value)
-    assert message.startswith("--dataset chat.jsonl, line 7: its chat template changes what came before")
+    assert message.startswith("--dataset chat.jsonl, line 7: its chat template changes earlier messages")
     assert CHANGING[name].becomes in message and "\n" not in message
     assert "{% generation %}" in message and message.endswith("train on all tokens with --chat-loss all")
     assert chat_format(tokenizer, template, "all").encode(documents, Counter()).trained[1:].all()
@@ -185,7 +185,7 @@ def test_the_header_says_how_turns_are_found_and_where_a_model_cannot_learn_to_s
     ]
     marked = "the assistant's turns, marked by the chat template"
     found = "the assistant's turns, found by rendering prefixes"
-    lacking = "; the template puts no end to them, from which a model learns to stop"
+    lacking = "; the template writes no end of turn, from which a model learns to stop"
     split = "; their end, <|im_end|>, is 8 tokens of this tokenizer, so a model hardly learns to stop"
     assert lines == [marked + split, found + split, marked + lacking, found + lacking]
     tokenizer = copy.deepcopy(tokenizer)

@@ -340,16 +340,16 @@ ROWS = {  # fields beside or over IDS: (ids, which of them are trained on; None 
     "another field": ({"token_type_ids": [0, 0, 0, 0], "label": 3, "length": 4}, (IDS, None)),
 }
 REFUSED = {
-    "labels that are shifted": ({"labels": [6, 7, 8, -100]}, r"labels\[0\] is 6, where -100 and the token there, 5"),
-    "too few labels": ({"labels": [5, 6]}, r"labels is \[5, 6\] instead of 4 integers, one a token"),
-    "a label of the whole": ({"labels": 1}, r"labels is 1 instead of 4 integers, one a token"),
+    "labels that are shifted": ({"labels": [6, 7, 8, -100]}, r"labels\[0\] is 6 instead of -100 or its token id, 5"),
+    "too few labels": ({"labels": [5, 6]}, r"labels is \[5, 6\] instead of 4 integers, one per token"),
+    "a label of the whole": ({"labels": 1}, r"labels is 1 instead of 4 integers, one per token"),
     "labels that are no numbers": ({"labels": ["a", "b", "c", "d"]}, "labels is .* instead of 4 integers"),
     "labels that are fractions": ({"labels": [5.5, 6.0, 7.0, 8.0]}, "labels is .* instead of 4 integers"),
     "a label that is missing": ({"labels": [5, None, 7, 8]}, "labels is .* instead of 4 integers"),
     "several documents": ({"attention_mask": [1, 1, 2, 2]}, "attention_mask is .* instead of 0 and 1; give each"),
     "hidden tokens": ({"attention_mask": [1, 0, 1, 1]}, "attention_mask is 0 between tokens"),
     "lengths of several": ({"seq_lengths": [2, 2]}, "seq_lengths has several documents; give each document a record"),
-    "positions anew": ({"position_ids": [0, 1, 0, 1]}, "position_ids do not count from 0 on; give each document"),
+    "positions anew": ({"position_ids": [0, 1, 0, 1]}, "position_ids do not count up from 0; give each document"),
 }
 
 

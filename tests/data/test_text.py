@@ -246,7 +246,7 @@ UNUSABLE = [  # file, content, what the error says after the file's name
     ("data.jsonl", GOOD + b'{"story": "A fox."}\n', ', line 2: no field \'text\' in {"story": "A fox."}; name it'),
     ("data.jsonl", GOOD + b'\n{"text": "A fo', ", line 3: broken JSON, Unterminated string"),
     ("data.jsonl", GOOD * 5000 + b'{"text": "A", }\n' + GOOD, ", line 5,001: broken JSON"),
-    ("data.jsonl", b'{"text": null}\n' + GOOD, ", line 1: null instead of text; mend it, or leave bad records out"),
+    ("data.jsonl", b'{"text": null}\n' + GOOD, ", line 1: null instead of text; fix it, or leave bad records out"),
     ("data.jsonl", GOOD + b'{"text": "caf\xe9"}\n', ", line 2: bytes that are not UTF-8"),
     ("data.jsonl", GOOD + b'{"text": "a\\ud800b"}\n', ', line 2: "a\\ud800b" with half a surrogate pair'),
     ("data.jsonl", GOOD + b"[" * 100_000, ", line 2: broken JSON"),

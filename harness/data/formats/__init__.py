@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from harness import base
-from harness.data.schema import LAYOUTS, OF_PREFERENCES, Field, NoFieldError, Record, describe_layouts, field_names
+from harness.data.schema import LAYOUTS, PREFERENCE_ADVICE, Field, NoFieldError, Record, describe_layouts, field_names
 from harness.data.token_files import TokenFile, damaged
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def no_such_field(file: "DataFile", text_field: Field, fields: list[str]) -> bas
         problem = f"no {' and '.join(LAYOUTS[wanted].needs)}, which the first file has (fields: {found})"
         advice = "give files of another format a source of their own: --dataset FILE FILE"
         return base.UserError(f"--dataset {file}: {problem}; {advice}")
-    advice = OF_PREFERENCES if {"chosen", "rejected"} <= set(fields) else f"conversations are {describe_layouts()}"
+    advice = PREFERENCE_ADVICE if {"chosen", "rejected"} <= set(fields) else f"conversations are {describe_layouts()}"
     return base.UserError(f"--text-field {wanted}: no such field in {file} (fields: {found}); {advice}")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from harness.data.formats import BLOCK, report_read_errors
 from harness.data.schema import (
-    BESIDE_IDS,
+    ID_FIELDS,
     MAX_TOKEN_ID,
     Field,
     Record,
@@ -77,7 +77,7 @@ def choose_columns(schema: "pyarrow.Schema", text_field: Field) -> tuple[str, li
     """(the field or layout that is read, the columns that it takes)."""
     field = choose_field(schema.names, text_field)
     if is_text_or_ids(schema, field):
-        return field, [field, *(name for name in BESIDE_IDS if name in schema.names)]
+        return field, [field, *(name for name in ID_FIELDS if name in schema.names)]
     layout = layout_of(field)
     return field, [*layout.needs, *columns_beside(layout, schema.names)]
 
