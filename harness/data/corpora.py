@@ -53,11 +53,11 @@ class Corpus:
 
 def find(settings: flags.Args) -> list[Corpus]:
     """The corpora of a run, listed once, by rank 0: its sources, none of synthetic data, and behind them that of an
-    --eval-split that is a place of its own, which alone is read where nothing is trained. Every rank calls this."""
+    --eval-split that is a dataset of its own; that one alone if nothing is trained. Every rank calls this."""
     chat_flags = {"chat_template": "--chat-template", "chat_loss": "--chat-loss"}
-    idle = [flag for name, flag in chat_flags.items() if name in settings.explicit and settings.trains()]
+    unused = [flag for name, flag in chat_flags.items() if name in settings.explicit and settings.trains()]
     corpora = base.broadcast_from_rank_0(lambda: find_all(settings))
-    refuse_unused(idle, corpora)
+    refuse_unused(unused, corpora)
     return corpora
 
 
@@ -82,13 +82,13 @@ def find_all(settings: flags.Args) -> list[Corpus]:
 
 
 def find_eval_dataset(settings: flags.Flags) -> Corpus:
-    """The corpus of an --eval-split that is a place of its own: its split `validation`, or `test` where it has none, or
-    `train`, which is all where nothing is named as a split."""
-    place = str(settings.eval_split)
+    """Find the corpus of an --eval-split that is a dataset of its own: its split `validation`, or `test` if it has
+    none, or `train`, which is everything if no file is named as a split."""
+    name = str(settings.eval_split)
     with named_by_eval_split():
-        listing = files.find_files(place)
+        listing = files.find_files(name)
         split = next((name for name in (DEFAULT_EVAL_SPLIT, "test") if name in listing.splits), "train")
-        source = flags.Source(flags.name_of(place), place, None)
+        source = flags.Source(flags.name_of(name), name, None)
         corpus = inspect_source(source, split, text_field_of(settings), None)
     return dataclasses.replace(corpus, is_eval_only=True)
 
@@ -124,8 +124,8 @@ def inspect_source(
     source: flags.Source, split: str | None, text_field: Field, subset: str | None, streaming: bool = False
 ) -> Corpus:
     """A source as it is found. Without a `split` it is `train`, of hub data its first 5 %."""
-    place = str(flags.ASSETS / "demo" / "stories") if source.dataset == "demo" else source.dataset
-    listing = files.find_files(place, subset)
+    path = str(flags.ASSETS / "demo" / "stories") if source.dataset == "demo" else source.dataset
+    listing = files.find_files(path, subset)
     if split is None:
         split = "train[:5%]" if listing.is_hub and not streaming else "train"
     of_split = listing.files_in_split(parse_split(split)[0])
@@ -156,7 +156,7 @@ def are_token_files(of_split: list[DataFile]) -> bool:
 
 
 def look_at_records(file: DataFile, text_field: Field) -> tuple[str, Field] | None:
-    """(what the records of a file are, the field or layout that is read of them), as the first good one is; None where
+    """(the kind of a file's records, the field or layout that is read), by the first good one; None if
     there is none. Where a record has a conversation and a field of `text_field`, the conversation counts, but for a
     single field, which somebody has named. What cannot be read is found later."""
     if not getattr(find_format(file.name), "HAS_FIELDS", True):
@@ -190,8 +190,8 @@ def needs_tokenizer(settings: flags.Flags, corpora: list[Corpus]) -> bool:
 
 
 def masks_documents(settings: flags.Flags, corpora: Sequence[Corpus]) -> bool:
-    """--document-mask, which by default is on where a run trains on conversations or labels, or evaluates them without
-    training; never with --packing none, where a sequence has one document."""
+    """True if documents do not see each other: by --document-mask, by default if a run trains on conversations or
+    labels, or evaluates them without training; never with --packing none, as a sequence has one document then."""
     if settings.packing == "none":
         return False
     if settings.document_mask is None:
@@ -240,7 +240,7 @@ def cut_positions(bounds: list[str], ends: np.ndarray, length: int) -> list[int]
 
 
 def rows_of_slice(of_split: list[DataFile], bounds: list[str]) -> tuple[int, int] | None:
-    """The rows that a slice of a hub data set takes, which are all that is read of it; None where its files do not say
+    """The rows of a slice of a hub data set, of which no others are read; None if its files do not say
     how many they have."""
     count = getattr(find_format(of_split[0].name), "count", None)
     if count is None or any(find_format(file.name) is not find_format(of_split[0].name) for file in of_split):

@@ -188,22 +188,22 @@ def open_eval_dataset(
 ) -> EvalData:
     """Open an --eval-split that is a dataset of its own, from the token cache or token files, also with --streaming. It
     is an error if one of the sources in `trained_on` has the same tokens."""
-    place = settings.eval_split
+    name = settings.eval_split
     if corpus.has_mask and not settings.document_mask and "document_mask" not in settings.explicit:
         problem = "its documents do not see each other, and those that the run trains on do"
-        raise base.UserError(f"--eval-split {place}: {problem}; give --document-mask or --no-document-mask")
+        raise base.UserError(f"--eval-split {name}: {problem}; give --document-mask or --no-document-mask")
     with named_by_eval_split():
         tokens, line = reader.open_tokens(corpus, corpus.split)
         if find_trained_spec(trained_on, tokens, reader):
-            raise base.UserError(f"--eval-split {place}: its tokens were trained on; give what was not")
-        sequences = reader.pack(tokens, f"{place}, split {corpus.split!r}")
-    job.print0("data      ", f"{place}: {line}")
+            raise base.UserError(f"--eval-split {name}: its tokens were trained on; give what was not")
+        sequences = reader.pack(tokens, f"{name}, split {corpus.split!r}")
+    job.print0("data      ", f"{name}: {line}")
     if corpus.is_chat:
         lines = base.broadcast_from_rank_0(lambda: reader.chat_format(corpus).describe())
-        job.print0("format    ", f"{place}: {lines['format']}")
+        job.print0("format    ", f"{name}: {lines['format']}")
     documents = f", {base.counted(len(tokens.doc_ends), 'document')}" if tokens.has_doc_ends else ""
     split = f", {corpus.split}" if len(corpus.listing.splits) > 1 else ""
-    return EvalData(sequences, f"{place}{split}, all of it{documents}")
+    return EvalData(sequences, f"{name}{split}, all of it{documents}")
 
 
 def load_eval_dataset(
@@ -254,7 +254,7 @@ def open_cached(
         spec = find_trained_spec(trained_on, opened[0], reader)
     whole = trained_on is not None and not spec
     split, rule = choose_eval_split(settings, corpus, spec, HELD_OUT, whole)
-    place = f"{corpus.source.dataset}, split {corpus.split!r}"
+    data_name = f"{corpus.source.dataset}, split {corpus.split!r}"
     tokens, line = opened or reader.open_tokens(corpus, corpus.split)
     prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
     job.print0("data      ", prefix + line)
@@ -271,16 +271,16 @@ def open_cached(
         if len(tokens.starts) == 1:
             name = f"the last {100 // EVERY} % of it"
         if not flags.is_place(settings.eval_split):
-            eval_data = EvalData(reader.pack(divided[1], f"{place}, {rule}"), name)
+            eval_data = EvalData(reader.pack(divided[1], f"{data_name}, {rule}"), name)
     if split:
         split_tokens = tokens
         if split != corpus.split:
             split_tokens, line = reader.open_tokens(corpus, split)
             job.print0("data      ", prefix + line)
         eval_data = EvalData(reader.pack(split_tokens, f"{corpus.source.dataset}, split {split!r}"), split)
-        if split_tokens is tokens and tokens.has_doc_ends:  # elsewhere all tokens would be read to count them
+        if split_tokens is tokens and tokens.has_doc_ends:  # else all tokens would be read to count them
             eval_data.name = f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
-    train = reader.pack(tokens, place)
+    train = reader.pack(tokens, data_name)
     trains = settings.num_steps > 0 and not settings.show_samples
     for word, line in describe_packing(corpus, train, reader, with_example=trains).items():
         job.print0(f"{word:10}", prefix + line)
@@ -450,9 +450,9 @@ def open_sequences(
     refuse_unused(["--chat-template"] if reader.chat_template else [], corpora)
     sequences = {}
     for source, corpus in zip(sources, corpora, strict=True):
-        place = f"{source.dataset}, split {corpus.split!r}"
+        name = f"{source.dataset}, split {corpus.split!r}"
         tokens, _ = reader.open_tokens(corpus, corpus.split)
-        sequences[source.name] = reader.pack(tokens, place)
+        sequences[source.name] = reader.pack(tokens, name)
     if isinstance(dataset, str):
         packed = sequences[sources[0].name]
         if not shuffle:

@@ -1,4 +1,4 @@
-"""The eval split: which documents a run does not train on, so that it can evaluate on them."""
+"""The eval split: the documents that a run does not train on, to evaluate on them."""
 
 import dataclasses
 import os
@@ -15,7 +15,7 @@ from harness.data.reader import CorpusReader
 from harness.data.tokens import Tokens
 
 EVERY = 20  # one of so many documents is an eval document
-HELD_OUT = f"one of every {EVERY} documents of it"  # the rules as a checkpoint records them
+HELD_OUT = f"one of every {EVERY} documents of it"  # the rules, as a checkpoint records them
 HELD_OUT_BY_CONTENT = f"{HELD_OUT}, by content"
 
 
@@ -118,8 +118,8 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
     shared = trained.keys() & read.keys()
     for file in shared:
         if settings.eval_split and flags.splits_overlap(trained[file][1], settings.eval_split):
-            problem = f"it is not apart from {trained[file][1]!r}, which the run trained on"
-            raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give one that is")
+            problem = f"it overlaps {trained[file][1]!r}, which the run trained on"
+            raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give one that does not")
     own = {trained[file][0] for file in shared}
     files_of_own = {file: split for file, (name, split) in trained.items() if name in own}
     if shared and files_of_own == {file: split for file, (_, split) in read.items()}:

@@ -146,7 +146,7 @@ def find_examples(corpus: Corpus, reader: CorpusReader) -> str:
 
 
 def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None", step: int) -> str:
-    """The samples of an optimizer step: each with its source, and how each of its documents begins. A UserError where a
+    """The samples of an optimizer step: each with its source and the beginnings of its documents. A UserError if a
     source is no longer one of the run's."""
     samples = data.record.samples_of_step(step)
     reader = SampleReader(data, {})

@@ -19,7 +19,7 @@ from harness.data.stream import EvalSequences
 from harness.data.training_data import Positions, SampleReader, TrainingData
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a shard reads its next chunk
-NOT_OF_MODEL = ("loss_divisor", "document_lengths")  # what a batch has beside the model's inputs
+NOT_OF_MODEL = ("loss_divisor", "document_lengths")  # entries of a batch that are no inputs of the model
 
 
 class DataPosition(Protocol):
@@ -47,7 +47,7 @@ class Batches:
         return dict(self.last)  # a step takes out what the model does not get
 
     def last_finite(self, was_skipped: bool) -> dict[str, Any]:
-        """The last batch; where its step was skipped an earlier one that this returned, if there is one."""
+        """The last batch; if its step was skipped, an earlier one that this returned, if there is one."""
         if not (was_skipped and self.finite):
             self.finite = {name: value for name, value in self.last.items() if name not in NOT_OF_MODEL}
         return self.finite
@@ -59,11 +59,10 @@ def training_batches(
     """Endless microbatches of this rank on its device, from the global sample `state.samples` on.
 
     `state` is the run's `TrainState`; `state.positions` moves with the batches. A batch has `document_lengths`, the
-    tokens of each document in it, by which its FLOPs are counted. Where samples have other numbers of
-    trained tokens than each other, a batch has a `loss_divisor`: its mean loss divided by it, summed over a step's
-    microbatches and averaged over ranks, is the mean over each trained token of the global batch. A UserError that a
-    data worker met is raised here. How many bad records of streams rank 0 has left out is printed at the first one and
-    each time they are ten times as many.
+    tokens of each document in it, by which its FLOPs are counted. If not every label counts, a batch has a
+    `loss_divisor`: its mean loss divided by it, summed over a step's microbatches and averaged over ranks, is the mean
+    over each trained token of the global batch. A UserError that a data worker met is raised here. The number of bad
+    records of streams that rank 0 has left out is printed at the first one and each time that it is ten times as large.
     """
     batches = read_batches(settings, data, state, device)
     return batches if data.is_uniform else count_labels(batches, settings.gradient_accumulation_steps)
@@ -71,7 +70,7 @@ def training_batches(
 
 def count_labels(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[dict[str, Any]]:
     """Microbatches with their `loss_divisor`, by the labels of all `per_step` of a step on all ranks. Every rank calls
-    this; the sum stays on the device. A step without a label gives NaN as its loss."""
+    this; the sum stays on the device. The loss of a step without a label is NaN."""
     while microbatches := list(itertools.islice(batches, per_step)):
         trained = torch.stack([(batch["labels"] != IGNORE_INDEX).sum() for batch in microbatches]).double()
         in_step = trained.sum()
@@ -194,7 +193,7 @@ class RankBatches(IterableDataset):
 def eval_batches(
     settings: flags.Settings, dataset: PackedDataset | SyntheticDataset | EvalSequences, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's share of the held-out sequences. Each sequence is taken once over all ranks, and every rank gets the
+    """This rank's share of the eval sequences. Each sequence is taken once over all ranks, and every rank gets the
     same number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
     per_round = settings.batch_size * dist.get_world_size()
     sequences = min(len(dataset), settings.eval_windows or len(dataset))
@@ -218,7 +217,7 @@ def mean_losses(held_out: Iterable[str], totals: torch.Tensor) -> tuple[dict[str
     by_source = {}
     for name, (summed_loss, tokens) in zip(held_out, totals.tolist(), strict=True):
         if not tokens:
-            problem = f"the held-out sequences of {name} have no trained token"
+            problem = f"the eval sequences of {name} have no trained token"
             raise base.UserError(f"--eval-interval: {problem}; use a longer --sequence-length or other data", 1)
         by_source[f"eval_loss/{name}"] = summed_loss / tokens
     summed_loss, tokens = totals.sum(0).tolist()

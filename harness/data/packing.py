@@ -31,7 +31,7 @@ def sequence_tokens(sequence: np.ndarray | PackedSequence) -> np.ndarray:
 
 
 def document_lengths(sequence: np.ndarray | PackedSequence) -> np.ndarray:
-    """Inputs of each document, or piece of one, in a sequence, without padding, int64; their sum alone where documents
+    """Inputs of each document, or piece of one, in a sequence, without padding, int64; their sum alone if documents
     see those before them."""
     if not isinstance(sequence, PackedSequence):
         return np.array([len(sequence) - 1])
@@ -45,7 +45,7 @@ class PackedDataset(Dataset):
 
     PackedSequence i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly
     once and nothing is lost but the last partial sequence, and sequences without a label that is trained on. A sequence
-    is a plain array, or a `PackedSequence` where not all is trained on or documents are not to see each other: then the
+    is a plain array, or a `PackedSequence` if not all is trained on or documents are not to see each other: then the
     last token of one does not predict the first of the next either.
     """
 

@@ -33,7 +33,7 @@ def render_prompt(
 def end_tokens(
     settings: flags.Settings, record: DataRecord | None, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> list[int]:
-    """The tokens that end a text of a model: the tokenizer's own, and where the data of `record` are conversations the
+    """The tokens that end a text of a model: the tokenizer's own, and if the data of `record` are conversations the
     one that ends an answer."""
     if tokenizer is None:
         return []
@@ -55,7 +55,7 @@ def is_chat(record: DataRecord | None) -> bool:
 
 def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """The first words of the first source, as a prompt for a sample, of conversations those of a user;
-    empty where it has no text."""
+    empty if it has no text."""
     if corpora and corpora[0].is_chat:
         files = corpora[0].listing.files_in_split(parse_split(corpora[0].split)[0])
         return first_question(files[0], corpora[0].text_field)
@@ -69,7 +69,7 @@ def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreT
 
 
 def first_question(file: DataFile, layout: Field) -> str:
-    """The first words of a user in a file of conversations; empty where there are none."""
+    """The first words of a user in a file of conversations; empty if there are none."""
     for _, record in read_records(file, layout):
         messages = record.messages if isinstance(record, Conversation) else []
         for message in messages:

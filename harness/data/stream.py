@@ -84,7 +84,7 @@ class Stream:
                     yield document
 
     def shard_chunks(self, shard: int) -> list[list[Part]]:
-        """The chunks that are dealt to a shard; where these hold no document, those of the next shard that has some."""
+        """The chunks of a shard; if these hold no document, those of the next shard that has some."""
         for owner in range(shard, shard + self.num_shards):
             chunks = self.chunks[owner % self.num_shards :: self.num_shards]
             if any(True for chunk in chunks for _ in self.documents(chunk)):
@@ -96,9 +96,9 @@ class Stream:
         documents of the first epoch are left out."""
         chunks = self.shard_chunks(shard)
         while True:
-            epoch, place = divmod(chunk, len(chunks))
+            epoch, number_in_epoch = divmod(chunk, len(chunks))
             order = np.random.default_rng([self.seed, shard, epoch]).permutation(len(chunks))
-            documents = self.documents(chunks[order[place]], counts if epoch == 0 else None)
+            documents = self.documents(chunks[order[number_in_epoch]], counts if epoch == 0 else None)
             for number in itertools.count():
                 of_piece = list(take(documents, MAX_CHUNK, MAX_CHUNK))
                 if not of_piece:
@@ -109,7 +109,7 @@ class Stream:
             chunk, piece = chunk + 1, 0
 
     def head(self, tokens: int, chunks: list[list[Part]] | None = None) -> Encoded:
-        """The first documents in the order of the chunks, at least so many tokens where there are; those of `chunks`
+        """The first documents in the order of the chunks, at least so many tokens if there are; those of `chunks`
         alone."""
         found = [Encoded(np.empty(0, self.encoder.dtype), np.empty(0, np.int64))]
         documents = itertools.chain.from_iterable(map(self.documents, self.chunks if chunks is None else chunks))
@@ -136,7 +136,7 @@ class Stream:
     def eval_sequences(self, count: int, batch_size: int) -> "EvalSequences":
         """The first sequences in the order of the chunks, which is that of the files but that those which cannot be cut
         come last; all sequences for 0. No more chunks are read than it takes. Ranks read them in turn; each sees the
-        tokens of all and keeps the sequences that it evaluates. A UserError where there is not one; every rank calls
+        tokens of all and keeps the sequences that it evaluates. A UserError if there is not one; every rank calls
         this."""
         rank, world = dist.get_rank(), dist.get_world_size()
         most = count or sys.maxsize

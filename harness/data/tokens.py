@@ -1,4 +1,4 @@
-"""Tokens: the ids of a corpus end to end, from token files or the token cache, and where its documents end."""
+"""Tokens: the ids of a corpus end to end, from token files or the token cache, and its document boundaries."""
 
 import dataclasses
 import functools
@@ -61,7 +61,7 @@ class Tokens:
 
     def __getitem__(self, sequence: slice) -> np.ndarray:
         """These tokens, unsigned integers: a view where one file of that type holds them in one stretch. A UserError
-        where one has no embedding."""
+        if one has no embedding."""
         first, last, _ = sequence.indices(len(self))
         return self._read(first, last, self._of_file)
 

@@ -23,7 +23,7 @@ class OpenedSource:
     """One source of a run."""
 
     train: Any  # a data set of sequences, or a Stream
-    eval_data: EvalData | None  # None where nothing of it is evaluated
+    eval_data: EvalData | None  # None if nothing of it is evaluated
     spec: dict[str, Any]  # how it is read and what tells it from others, as a checkpoint records it
 
 
@@ -54,7 +54,7 @@ class TrainingData:
         """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
         first = self.record.segments[0]
         weights = {name: weight / first.per_sample[name] for name, weight in first.weights.items() if weight}
-        total = sum(weights.values())  # of samples, whose share is that of the tokens only where all have as many
+        total = sum(weights.values())  # of samples, whose share is that of the tokens only if all have as many
         return max(math.ceil(self.orders[name].sequences * total / weight) for name, weight in weights.items())
 
     def __getitem__(self, sample: int) -> np.ndarray | PackedSequence:
@@ -136,7 +136,8 @@ class SampleReader:
     """Reads the samples of a run for one data worker. A shard of a stream is opened when its first sample is read."""
 
     def __init__(self, data: TrainingData, positions: Positions):
-        """`positions` are where shards of streams can be read from on; others are read from their beginning."""
+        """`positions` are positions in shards of streams to read on from; other shards are read from their
+        beginning."""
         self.data, self.positions = data, positions
         if [*data.sources] == [data.record.plain] and len(positions) == 1:  # the only source may have been renamed
             self.positions = {data.record.plain: next(iter(positions.values()))}
@@ -144,8 +145,8 @@ class SampleReader:
         self.counts: Counter = Counter()
 
     def read(self, samples: Sequence[int]) -> tuple[list, Positions]:
-        """(these samples, and for each shard of theirs where to begin to read the first of them again). A UserError
-        where one cannot be read."""
+        """(these samples, and for each shard of theirs the position of the first of them). A UserError if one cannot be
+        read."""
         sequences = []
         positions: Positions = {}
         for sample in samples:
