@@ -176,7 +176,10 @@ REFUSED = {
     "empty": ([GOOD, {"conversations": []}], "line 2: [] instead of a list of messages"),
     "strings": ([{"conversations": ["Hi", "Hello!"]}], 'conversations[0] is "Hi" instead of an object with role and'),
     "no value": ([{"conversations": [{"from": "human"}]}], "conversations[0] is"),
-    "another speaker": ([{"conversations": [said("narrator", "Hi")]}], 'from "narrator" instead of one of human, user,'),
+    "another speaker": (
+        [{"conversations": [said("narrator", "Hi")]}],
+        'from "narrator" instead of one of human, user,',
+    ),
     "a call that is no JSON": ([{"conversations": [said("function_call", "add(1)")]}], 'JSON such as {"name": "add"'),
     "a turn not to learn": (
         [{"conversations": [said("human", "Hi"), said("gpt", "Hello!", weight=0)]}],
