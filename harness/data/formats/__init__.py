@@ -127,7 +127,7 @@ def read_records(
 
 
 def no_such_field(file: "DataFile", text_field: Field, fields: list[str]) -> base.UserError:
-    """The error for a file of columns that has none of `text_field`."""
+    """Make the error for a file of columns that has none of `text_field`."""
     wanted = field_names(text_field)[-1]
     found = f"(fields: {', '.join(fields)}); {field_advice(wanted, fields)}"
     if wanted in LAYOUTS:
