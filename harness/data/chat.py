@@ -123,7 +123,7 @@ class ChatFormat(TextFormat):
         return {"format": layout, "trained on": trained}
 
     def describe_end(self) -> str:
-        """Describe what is wrong with the end of an answer, from which a model learns to stop; "" if it is one
+        """Describe a missing or split end of turn, from which a model would not learn to stop; "" if it is one
         token."""
         question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         try:
@@ -132,7 +132,7 @@ class ChatFormat(TextFormat):
             return ""
         end = text[spans[-1][0] : spans[-1][1]].rpartition("b")[2].strip() if spans else ""
         if spans and text[: spans[-1][1]].endswith("b"):
-            return "; the template writes no end of turn, from which a model learns to stop"
+            return "; the template writes no end of turn, so a model does not learn to stop"
         pieces = next(iter(encode_texts(self.tokenizer, [end])))
         if len(pieces) > 1:
             return f"; their end, {end}, is {len(pieces)} tokens of this tokenizer, so a model hardly learns to stop"
@@ -189,9 +189,7 @@ class ChatFormat(TextFormat):
         """Render a conversation as `apply_chat_template` does and find what is trained on; `counts` gets warnings."""
         if not self.has_template:
             return self.end_to_end(conversation)
-        template = self.tokenizer.get_chat_template(self.template, conversation.tools)
-        if "strftime_now" in template:
-            template = with_fixed_date(template)
+        template = with_fixed_date(self.tokenizer.get_chat_template(self.template, conversation.tools))
         marks = self.loss != "all"
         text, spans = self.render_messages(conversation, template, len(conversation.messages), mark=marks)
         self.check_text(conversation, template, text, Counter() if counts is None else counts)
@@ -303,18 +301,18 @@ class ChatFormat(TextFormat):
     def special_tokens_in(self, conversation: Conversation, text: str) -> Iterator[Omission]:
         """Find special tokens in the texts of messages. A text that begins a turn, or repeats the token that the
         template writes next to it, has been rendered before."""
-        given = "\n".join(texts_in(conversation.messages))
-        tokens = [token for token in self.special_tokens if token in given]
-        if not tokens or all(text.count(token) == given.count(token) for token in self.special_tokens):
+        content = "\n".join(texts_in(conversation.messages))
+        tokens = [token for token in self.special_tokens if token in content]
+        if not tokens or all(text.count(token) == content.count(token) for token in self.special_tokens):
             return
         for token in tokens:
             for message in conversation.messages:
-                inside = [part.strip() for part in texts_in(message) if token in part]
-                if text.count(token) > given.count(token) and any(is_rendered(part, token, text) for part in inside):
+                parts = [part.strip() for part in texts_in(message) if token in part]
+                if text.count(token) > content.count(token) and any(is_rendered(part, token, text) for part in parts):
                     problem = f"its text has {token}, so it is rendered already, and would be rendered twice"
-                    advice = "take it out, or have docs/DATA.md's template that adds nothing (Conversations)"
+                    advice = "remove it, or give the template in docs/DATA.md that adds nothing (Conversations)"
                     yield Omission(f"{problem}; {advice}")
-                elif inside:
+                elif parts:
                     problem = f"the text of its {message['role']} has {token}, which becomes the special token"
                     yield Omission(f"{problem}, as by transformers", is_fault=False)
 
@@ -332,7 +330,7 @@ class ChatFormat(TextFormat):
             for ids in itertools.chain.from_iterable(batches):
                 yield np.array(ids, np.uint32), np.ones(len(ids), np.uint8)
             return
-        encodings = (self.with_offsets.encode_batch(batch, add_special_tokens=False) for batch in in_batches(texts))
+        encodings = (self.offset_tokenizer.encode_batch(batch, add_special_tokens=False) for batch in in_batches(texts))
         for encoding, (_, spans) in zip(itertools.chain.from_iterable(encodings), rendered, strict=True):
             trained = np.zeros(len(encoding.ids), np.uint8)
             starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
@@ -342,7 +340,7 @@ class ChatFormat(TextFormat):
             yield np.array(encoding.ids, np.uint32), trained
 
     @functools.cached_property
-    def with_offsets(self) -> tokenizers.Tokenizer:
+    def offset_tokenizer(self) -> tokenizers.Tokenizer:
         """The Rust tokenizer without its post-processor, which would exclude spaces from the characters of a token."""
         backend = copy.deepcopy(backend_of(self.tokenizer))
         backend.post_processor = None
@@ -360,18 +358,20 @@ def in_batches(texts: list[str]) -> Iterator[list[str]]:
 def is_rendered(part: str, token: str, text: str) -> bool:
     """True if a part of a rendered `text` begins a turn with a special token, or repeats at an end the one that the
     template writes there."""
-    before, _, behind = text.partition(part)
+    before, _, after = text.partition(part)
     roles = "|".join({*ROLES, "developer"})
     return (
         re.search(rf"{re.escape(token)}({roles})(\n|<)", part) is not None
         or (part.startswith(token) and before.rstrip().endswith(token))
-        or (part.endswith(token) and behind.lstrip().startswith(token))
+        or (part.endswith(token) and after.lstrip().startswith(token))
     )
 
 
 def with_fixed_date(template: str) -> str:
     """Return a template for which today is TODAY, by a macro `strftime_now`: transformers passes data but no functions
     to a template."""
+    if "strftime_now" not in template:
+        return template
     replaced = "".join(f".replace('{code}', '{TODAY.strftime(code)}')" for code in DATE_CODES)
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
 
@@ -442,19 +442,19 @@ def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
         for call in calls_of(message):
             called = f"its call of {call['name']}"
             call["name"] += mark(f"leaves out {called}; give one that writes tool_calls")
-            arguments, lost = call.get("arguments"), f"leaves out arguments of {called}; give one that writes them"
+            arguments, omitted = call.get("arguments"), f"leaves out arguments of {called}; give one that writes them"
             if isinstance(arguments, dict):
-                call["arguments"] = {name: mark(lost) for name in arguments}
+                call["arguments"] = {name: mark(omitted) for name in arguments}
             elif arguments:
-                call["arguments"] = mark(lost)
+                call["arguments"] = mark(omitted)
         for part in parts_of(message):
             what = f"the content of its {role} is a list of parts, which the chat template"
-            of_parts = "give the text alone, or a template that reads parts"
+            parts_advice = "give the text alone, or a template that reads parts"
             if "text" in part:
-                part["text"] += mark(f"leaves out; {of_parts}", what)
+                part["text"] += mark(f"leaves out; {parts_advice}", what)
             if isinstance(part.get("thinking"), str):
                 part["thinking"] += mark(f"leaves out thinking of {turns}; {advice}", is_fault=False)
-            part["of no template"] = mark(f"writes as it is; {of_parts}", what, is_wanted=False)
+            part["unknown field"] = mark(f"writes as it is; {parts_advice}", what, is_wanted=False)
     for tool in tools or []:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if isinstance(function, dict) and isinstance(function.get("name"), str):
@@ -504,7 +504,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def nothing_trained(dataset: str, conversations: int, chat: TextFormat) -> base.UserError:
-    """The error if no conversation has a token to train on."""
+    """Make the error for a corpus without a token to train on."""
     problem = f"the chat template marks no token of any of the {conversations:,} conversations"
     if isinstance(chat, ChatFormat) and "prefixes" in chat.describe()["trained on"]:
         problem = f"none of its conversations, {conversations:,}, has a message with the role assistant"
@@ -512,7 +512,7 @@ def nothing_trained(dataset: str, conversations: int, chat: TextFormat) -> base.
 
 
 def no_assistant_mask(problem: str) -> base.UserError:
-    """The error if it is not known which tokens are the assistant's."""
+    """Make the error for conversations whose assistant tokens cannot be found."""
     advice = "give a template that has {% generation %} around what the assistant writes with --chat-template FILE"
     return base.UserError(
         f"{problem}, so which tokens are the assistant's is not known; {advice}, or train on all tokens with "
@@ -563,16 +563,14 @@ def render_user_message(
     if isinstance(prompt, str):
         prompt = Conversation([{"role": "user", "content": prompt}])
     tools: Any = prompt.tools  # as in `render_messages`
-    template = tokenizer.get_chat_template(template, tools)
-    if "strftime_now" in template:
-        template = with_fixed_date(template)
+    template = with_fixed_date(tokenizer.get_chat_template(template, tools))
     try:
         text = tokenizer.apply_chat_template(
             prompt.messages, tools, chat_template=template, add_generation_prompt=True, tokenize=False
         )
     except Exception as error:  # a template may raise anything
         raise base.UserError(f"--sample-prompt: the chat template fails, {base.first_line(error)}") from error
-    assert isinstance(text, str)  # as it is not tokenized
+    assert isinstance(text, str)  # not tokenized
     return text
 
 
@@ -585,10 +583,10 @@ def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None =
         text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
     except Exception:  # no template, or one that refuses these messages
         text = ""
-    assert isinstance(text, str)  # as it is not tokenized
-    behind = tokenizer(text.rpartition(answer)[2].lstrip(), add_special_tokens=False)["input_ids"]
-    if behind and (token := tokenizer.added_tokens_decoder.get(behind[0])) and token.special:
-        return [behind[0]]
+    assert isinstance(text, str)  # not tokenized
+    end = tokenizer(text.rpartition(answer)[2].lstrip(), add_special_tokens=False)["input_ids"]
+    if end and (token := tokenizer.added_tokens_decoder.get(end[0])) and token.special:
+        return end[:1]
     return []
 
 

@@ -16,7 +16,7 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -266,18 +266,21 @@ def find_document(record: Any, names: tuple[str, ...]) -> Record:
     for name in names:
         if has_layout(fields, name) if name in LAYOUTS else name in fields:
             return read_fields(fields, name)
-    wanted, advice = names[-1], "name it with --text-field"
-    if isinstance(fields.get(wanted), str):  # `--text-field messages` where these are text
+    wanted = names[-1]
+    if isinstance(fields.get(wanted), str):  # `--text-field messages` for texts
         return read_fields(fields, wanted)
-    if wanted in LAYOUTS:
-        wanted = missing_in(fields, LAYOUTS[wanted])
-        advice = "give records of another format a source of their own: --dataset FILE FILE"
-    elif {"chosen", "rejected"} <= fields.keys():
-        advice = PREFERENCE_ADVICE
-    elif fields:
-        advice += f", or rename fields: conversations are {describe_layouts()}"
+    missing = missing_in(fields, LAYOUTS[wanted]) if wanted in LAYOUTS else wanted
     others = f", only {', '.join(fields)}" if len(fields) > 1 else ""
-    return BadRecord(f"no field {wanted!r} in {excerpt(record)}{others}; {advice}")
+    return BadRecord(f"no field {missing!r} in {excerpt(record)}{others}; {field_advice(wanted, fields)}")
+
+
+def field_advice(wanted: str, fields: Iterable[str]) -> str:
+    """Say what to do if a record or file has `fields`, but not the field or layout `wanted`."""
+    if wanted in LAYOUTS:
+        return "give files of another layout a source of their own: --dataset FILE FILE"
+    if {"chosen", "rejected"} <= set(fields):
+        return PREFERENCE_ADVICE
+    return f"name it with --text-field, or rename fields: conversations are {describe_layouts()}"
 
 
 def columns_beside(layout: Layout, columns: list[str]) -> list[str]:

@@ -87,9 +87,9 @@ def print_evaluation(
         if not math.isfinite(loss):
             raise base.UserError(f"--eval-interval: {name.replace('_', ' ')} became {loss} by {weights}", 1)
     size = f"{tokens:,} tokens"
-    if any(windows.has_mask for windows in data.eval_data.values()):
+    if any(sequences.has_mask for sequences in data.eval_data.values()):
         size += ", those that count in the loss"
-    if left_out := sum(windows.left_out for windows in data.eval_data.values()):
+    if left_out := sum(sequences.left_out for sequences in data.eval_data.values()):
         size += f"; left out {base.counted(left_out, 'window')} without one"
     lines = {"evaluated": f"{weights} on {dataset}: {describe_held_out(losses)}, {size}"}
     if "held out" in data.header:

@@ -185,7 +185,7 @@ def test_the_header_says_how_turns_are_found_and_where_a_model_cannot_learn_to_s
     ]
     marked = "the assistant's turns, marked by the chat template"
     found = "the assistant's turns, found by rendering prefixes"
-    lacking = "; the template writes no end of turn, from which a model learns to stop"
+    lacking = "; the template writes no end of turn, so a model does not learn to stop"
     split = "; their end, <|im_end|>, is 8 tokens of this tokenizer, so a model hardly learns to stop"
     assert lines == [marked + split, found + split, marked + lacking, found + lacking]
     tokenizer = copy.deepcopy(tokenizer)

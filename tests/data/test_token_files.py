@@ -140,10 +140,10 @@ def write_bytes(file: pathlib.Path, content: bytes) -> pathlib.Path:
 
 DAMAGED = {  # how a file is written; what its error says
     "Megatron, cut": (lambda d: resized(megatron(d), -2), r"its index .*a\.idx has"),
-    "Megatron, a cut index": (lambda d: resized(megatron(d), -8, "a.idx"), r"a\.idx: .* its 60 sequences"),
+    "Megatron, a cut index": (lambda d: resized(megatron(d), -8, "a.idx"), r"a\.idx: .* for 60 sequences"),
     "Megatron, out of order": (lambda d: with_index(d, [12, 0]), "do not lie end to end in"),
-    "Megatron, floats": (lambda d: with_index(d, dtype="float32"), "type 7 of tokens, where integers"),
-    "Megatron, another version": (lambda d: with_index(d, version=2), "version 2 with type 8"),
+    "Megatron, floats": (lambda d: with_index(d, dtype="float32"), "dtype code 7 instead of integers"),
+    "Megatron, another version": (lambda d: with_index(d, version=2), "version 2 with dtype code 8"),
     "datatrove, cut": (lambda d: resized(datatrove(d, "gpt2|2"), -2), r"a\.ds: it has [\d,]+ tokens, its index"),
     "datatrove, a cut index": (lambda d: resized(datatrove(d), -8, "a.ds.index"), "its index or metadata"),
     "nanoGPT, empty": (lambda d: write_bytes(d / "a.bin", b""), r"a\.bin: it is empty"),
@@ -151,8 +151,11 @@ DAMAGED = {  # how a file is written; what its error says
     "llm.c, cut": (lambda d: resized(llmc(d), -2), r"it has [\d,]+ tokens, its header says"),
     "NumPy, cut": (lambda d: resized(npy(d / "a.npy", FLAT), -8), r"it has [\d,]+ tokens, its header says"),
     "NumPy, floats": (lambda d: npy(d / "a.npy", FLAT.astype(np.float32)), "its numbers are float32"),
-    "NumPy, columns": (lambda d: npy(d / "a.npy", np.asfortranarray(TWO_ROWS)), "with rows end to end"),
-    "packed": (lambda d: write_bytes(d / "a.ds.gz", b"x"), "it is packed, and token files are mapped; unpack it"),
+    "NumPy, columns": (lambda d: npy(d / "a.npy", np.asfortranarray(TWO_ROWS)), "or 2 in C order"),
+    "packed": (
+        lambda d: write_bytes(d / "a.ds.gz", b"x"),
+        "it is compressed, and token files are mapped; decompress it",
+    ),
 }
 
 

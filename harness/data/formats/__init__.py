@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from harness import base
-from harness.data.schema import LAYOUTS, PREFERENCE_ADVICE, Field, NoFieldError, Record, describe_layouts, field_names
+from harness.data.schema import LAYOUTS, Field, NoFieldError, Record, field_advice, field_names
 from harness.data.token_files import TokenFile, damaged
 
 if TYPE_CHECKING:
@@ -44,35 +44,34 @@ BLOCK = 2**18  # bytes per read
 
 @functools.cache
 def all_formats() -> dict[str, ModuleType]:
-    """The modules of this folder by the suffixes that they read."""
+    """Return the modules of this folder by the suffixes that they read."""
     found = {}
     for entry in pkgutil.iter_modules(__path__):
-        reader = importlib.import_module(f"{__name__}.{entry.name}")
-        for suffix in reader.SUFFIXES:
-            found[suffix] = reader
+        module = importlib.import_module(f"{__name__}.{entry.name}")
+        found.update(dict.fromkeys(module.SUFFIXES, module))
     return found
 
 
 def suffixes() -> list[str]:
-    """The suffixes of data files, in any case, and packed: .TXT, .jsonl.gz."""
+    """Return the suffixes of data files; other cases and compressed files count too: .TXT, .jsonl.gz."""
     return sorted(all_formats())
 
 
 def find_format(name: str) -> ModuleType | None:
-    """The reader of a file by its name, packed or not; None where it is no data file."""
-    stem, packed = os.path.splitext(name.lower())
-    if packed not in COMPRESSIONS:
-        stem += packed
-    return next((reader for suffix, reader in all_formats().items() if stem.endswith(suffix)), None)
+    """Return the format of a file by its name, compressed or not; None if it is no data file."""
+    stem, compression = os.path.splitext(name.lower())
+    if compression not in COMPRESSIONS:
+        stem += compression
+    return next((module for suffix, module in all_formats().items() if stem.endswith(suffix)), None)
 
 
 def companions() -> tuple[str, ...]:
-    """The suffixes of files that belong to a data file, such as its index."""
-    return tuple(suffix for reader in all_formats().values() for suffix in getattr(reader, "COMPANIONS", ()))
+    """Return the suffixes of files that belong to a data file, such as its index."""
+    return tuple(suffix for module in all_formats().values() for suffix in getattr(module, "COMPANIONS", ()))
 
 
 def is_token_file(name: str) -> bool:
-    """Whether the tokens of a file are mapped; otherwise its records are read."""
+    """True if the tokens of a file are mapped; otherwise its records are read."""
     return hasattr(find_format(name), "open_tokens")
 
 
@@ -92,21 +91,21 @@ def report_read_errors(file: "DataFile") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unpacked(file: "DataFile", raw: io.RawIOBase) -> Iterator[BinaryIO]:
-    """The bytes of an open file, unpacked where its name says that it is packed."""
+def decompressed(file: "DataFile", raw: io.RawIOBase) -> Iterator[BinaryIO]:
+    """Give the bytes of an open file, decompressed by the suffix of its name."""
     if file.compression is None:
-        yield cast(BinaryIO, raw)  # typing has no common name for both
+        yield cast(BinaryIO, raw)
         return
-    packed: Any = io.BufferedReader(raw, BLOCK)
+    buffered: Any = io.BufferedReader(raw, BLOCK)
     stream: Any
-    if file.compression == "gzip":  # Arrow refuses zeros behind the end, as tapes and block devices leave them
-        stream = gzip.GzipFile(fileobj=packed)
-    elif file.compression == "bz2":  # the same
-        stream = bz2.BZ2File(packed)
+    if file.compression == "gzip":  # Arrow refuses zeros after the end, which tapes and block devices leave
+        stream = gzip.GzipFile(fileobj=buffered)
+    elif file.compression == "bz2":  # as gzip
+        stream = bz2.BZ2File(buffered)
     else:
         import pyarrow
 
-        stream = pyarrow.input_stream(packed, compression=file.compression)
+        stream = pyarrow.input_stream(buffered, compression=file.compression)
     with stream:
         yield stream
 
@@ -120,7 +119,7 @@ def read_records(
     after = f" after byte {start:,}" if start else ""
     part = (start, end) if (start, end) != (0, None) else ()
     try:
-        with report_read_errors(file), file.open() as raw, unpacked(file, raw) as stream:
+        with report_read_errors(file), file.open() as raw, decompressed(file, raw) as stream:
             for number, record in enumerate(file_format.read(stream, text_field, *part), 1):
                 yield f"{file}, {file_format.RECORD_NAME} {number:,}{after}", record
     except NoFieldError as error:
@@ -128,20 +127,19 @@ def read_records(
 
 
 def no_such_field(file: "DataFile", text_field: Field, fields: list[str]) -> base.UserError:
-    """The error for a file of columns that has none of `text_field`."""
-    wanted, found = field_names(text_field)[-1], ", ".join(fields)
+    """Make the error for a file of columns that has none of `text_field`."""
+    wanted = field_names(text_field)[-1]
+    found = f"(fields: {', '.join(fields)}); {field_advice(wanted, fields)}"
     if wanted in LAYOUTS:
-        problem = f"no {' and '.join(LAYOUTS[wanted].needs)}, which the first file has (fields: {found})"
-        advice = "give files of another format a source of their own: --dataset FILE FILE"
-        return base.UserError(f"--dataset {file}: {problem}; {advice}")
-    advice = PREFERENCE_ADVICE if {"chosen", "rejected"} <= set(fields) else f"conversations are {describe_layouts()}"
-    return base.UserError(f"--text-field {wanted}: no such field in {file} (fields: {found}); {advice}")
+        needs = " and ".join(LAYOUTS[wanted].needs)
+        return base.UserError(f"--dataset {file}: no {needs}, which the first file has {found}")
+    return base.UserError(f"--text-field {wanted}: no such field in {file} {found}")
 
 
 def open_token_file(file: "DataFile", vocab_size: int) -> TokenFile:
-    """Map a token file; a UserError if it is damaged or packed."""
+    """Map a token file; a UserError if it is damaged or compressed."""
     if file.compression:
-        raise damaged(file, "it is packed, and token files are mapped", "unpack it")
+        raise damaged(file, "it is compressed, and token files are mapped", "decompress it")
     with report_read_errors(file):
         opened = find_format(file.name).open_tokens(file.path, vocab_size)
     opened.reopen = functools.partial(open_token_file, file, vocab_size)

@@ -1,4 +1,4 @@
-"""Parquet files: a row each document, with its text, its token ids or its conversation in columns."""
+"""Parquet: a document per row, with a text, token ids or a conversation in its columns. A file is cut at row groups."""
 
 import io
 import itertools
@@ -29,7 +29,7 @@ SUFFIXES = (".parquet",)
 RECORD_NAME = "row"
 CAN_BE_CUT = True
 BATCH_ROWS = 256
-READ_AHEAD = 2**22  # bytes of a file that is read as a whole
+READ_AHEAD = 2**22  # bytes per read of a full file
 
 
 def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
@@ -74,7 +74,7 @@ def row_group_starts(metadata: "pyarrow.parquet.FileMetaData") -> list[int]:
 
 
 def choose_columns(schema: "pyarrow.Schema", text_field: Field) -> tuple[str, list[str]]:
-    """(the field or layout that is read, the columns that it takes)."""
+    """Return (the field or layout that is read, the columns that it needs)."""
     field = choose_field(schema.names, text_field)
     if is_text_or_ids(schema, field):
         return field, [field, *(name for name in ID_FIELDS if name in schema.names)]
@@ -83,10 +83,10 @@ def choose_columns(schema: "pyarrow.Schema", text_field: Field) -> tuple[str, li
 
 
 def is_text_or_ids(schema: "pyarrow.Schema", name: str) -> bool:
-    """Whether a column holds no messages."""
+    """True for a column without messages."""
     from pyarrow import types
 
-    if name not in schema.names:  # a layout of several columns
+    if name not in schema.names:  # a layout
         return False
     kind = schema.field(name).type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
@@ -94,7 +94,7 @@ def is_text_or_ids(schema: "pyarrow.Schema", name: str) -> bool:
 
 
 def count(stream: io.RawIOBase) -> int:
-    """How many rows a file has, by what stands at its end."""
+    """Return the number of rows of a file, from its footer."""
     import pyarrow.parquet
 
     if not stream.seek(0, io.SEEK_END):
@@ -103,7 +103,7 @@ def count(stream: io.RawIOBase) -> int:
 
 
 def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
-    """The documents of rows in Arrow."""
+    """Yield the documents of Arrow rows."""
     columns = {name: rows_of_integers(batch[name]) for name in batch.schema.names}
     ids = columns.pop(field, None)
     if ids is None or None in columns.values() or not are_token_ids(ids):
@@ -111,12 +111,12 @@ def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
             yield read_fields({name: without_nulls(value) for name, value in fields.items()}, field)
         return
     for row, values in enumerate(ids):
-        yield check_ids(values, {name: of_rows[row] for name, of_rows in columns.items()})
+        yield check_ids(values, {name: rows[row] for name, rows in columns.items()})
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the fields that are null: Arrow gives each object of a column all fields that any of them has, so
-    null and absent are one; a template would render a null, and what it renders is trained on."""
+    """Remove null fields from a value. In a column, Arrow gives each struct all fields that any of them has, so null
+    means absent; a template would render the null."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     if isinstance(value, list):
@@ -129,8 +129,7 @@ def are_token_ids(rows: list[np.ndarray]) -> bool:
 
 
 def rows_of_integers(column: "pyarrow.Array") -> list[np.ndarray] | None:
-    """The integers of each row, slices of one array; None where a row has anything else, which is then found row by
-    row."""
+    """Return the integers of each row, as slices of one array; None if a row has anything else."""
     import pyarrow.compute
     from pyarrow import types
 

@@ -1,4 +1,4 @@
-"""Text files: one document, or several with <|endoftext|> between them."""
+"""Text: one document, or several with <|endoftext|> between them."""
 
 import sys
 from collections.abc import Iterator
@@ -30,23 +30,23 @@ def read(stream: BinaryIO, text_field: Field, start: int = 0, end: int | None = 
 
 
 def split_records(stream: BinaryIO, mark: bytes, start: int, end: int | None) -> Iterator[bytes]:
-    """The bytes of each record of a file that begins within the bytes [start, end); all from `start` on without `end`.
+    """Yield the bytes of each record that begins within the bytes [start, end) of a file; to its end without `end`.
 
-    A record begins at the file's beginning and after each mark, so that parts end to end hold each record once.
+    A record begins at the start of the file and after each mark, so parts end to end have each record once.
     """
     end = sys.maxsize if end is None else end
-    position = max(0, start - len(mark))  # of the next byte; a mark that ends at `start` counts
+    position = max(0, start - len(mark))  # of the next byte; a mark may end at `start`
     if position:
         stream.seek(position)
     is_begun, record_start, rest = start == 0, position, b""
     while True:
         size = min(BLOCK, end - position) if position < end else FIRST_TAIL
-        block = stream.read(max(size, len(rest)))  # a long record is not joined block by block
+        block = stream.read(max(size, len(rest)))  # blocks grow with a record, which is joined less often
         if not block:
             break
         position += len(block)
-        *whole, rest = (rest + block).split(mark)
-        for record in whole:
+        *records, rest = (rest + block).split(mark)
+        for record in records:
             if is_begun:
                 yield record if record_start else record.removeprefix(BYTE_ORDER_MARK)
             is_begun = True
