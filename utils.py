@@ -69,9 +69,9 @@ def get_dataset(
         text_field: column of the text, of messages, or of token ids where it is `input_ids`; of several the first that
             is there, after conversations. Beside ids `labels`, `attention_mask` and masks of the loss are read.
         skip_bad_records: leave out, and count, records that have no text; otherwise the first is a UserError.
-        packing: "concatenate" cuts documents where sequences end, "best-fit" fills sequences with whole ones, "none" pads
-            each to a sequence of its own; by default conversations and rows with labels are packed best-fit and all else
-            concatenated.
+        packing: "concatenate" cuts documents where sequences end, "best-fit" fills sequences with whole ones, "none"
+            pads each to a sequence of its own; by default conversations and rows with labels are packed best-fit and
+            all else concatenated.
         chat_template: file with the jinja template of conversations; by default the tokenizer's.
         chat_loss: which tokens of conversations are trained on: those of the "assistant", or "all".
         document_mask: whether sequences say where their documents begin, and have no label across; by default those of

@@ -90,7 +90,7 @@ def print_evaluation(
     if any(sequences.has_mask for sequences in data.eval_data.values()):
         size += ", those that count in the loss"
     if left_out := sum(sequences.left_out for sequences in data.eval_data.values()):
-        size += f"; left out {base.counted(left_out, 'window')} without one"
+        size += f"; left out {base.counted(left_out, 'sequence')} without one"
     lines = {"evaluated": f"{weights} on {dataset}: {describe_held_out(losses)}, {size}"}
     if "held out" in data.header:
         lines["held out"] = data.header["held out"]
