@@ -66,10 +66,10 @@ class Stream:
     ):
         self.files, self.encoder, self.text_field = files, encoder, text_field
         self.seq_len, self.seed, self.skip_bad, self.document_mask = seq_len, seed, skip_bad, document_mask
-        self.is_uniform = not document_mask  # whether all labels of each sequence count
+        self.is_uniform = not document_mask  # True if all labels of each sequence count
         self.eval_only: bool | None = None  # True: the eval documents alone; False: all but these; None: all
         self.num_shards = num_shards
-        self.row_groups = row_groups(tuple(files))
+        self.has_row_groups = any(map(has_row_groups, files))
         self.chunks = cut_into_chunks(files, num_shards)
 
     def documents(self, chunk: list[Part], counts: Counter | None = None) -> Iterator:
@@ -100,12 +100,16 @@ class Stream:
             order = np.random.default_rng([self.seed, shard, epoch]).permutation(len(chunks))
             documents = self.documents(chunks[order[number_in_epoch]], counts if epoch == 0 else None)
             for number in itertools.count():
-                of_piece = list(take(documents, MAX_CHUNK, MAX_CHUNK))
-                if not of_piece:
+                piece_documents = list(take(documents, MAX_CHUNK, MAX_CHUNK))
+                if not piece_documents:
                     break
                 if number >= piece:
                     generator = np.random.default_rng([self.seed, shard, chunk, number])
-                    yield chunk, number, [of_piece[index] for index in generator.permutation(len(of_piece))]
+                    yield (
+                        chunk,
+                        number,
+                        [piece_documents[index] for index in generator.permutation(len(piece_documents))],
+                    )
             chunk, piece = chunk + 1, 0
 
     def head(self, tokens: int, chunks: list[list[Part]] | None = None) -> Encoded:
@@ -120,17 +124,16 @@ class Stream:
         return joined(found)
 
     def fingerprint(self) -> dict[str, str]:
-        """A fingerprint of the corpus, wherever it is stored: the names and sizes of its files, with their row
-        groups, and its first document's tokens. A UserError if it holds no text."""
-        names: list[Any] = [[file.name, file.size] for file in self.files]
-        if self.row_groups:
-            names.append([(part.start, part.end) for part in self.row_groups])
+        """A fingerprint of the corpus, wherever it is stored: the names and sizes of its files, and its first
+        document's tokens. A UserError if it holds no text."""
+        names = [[file.name, file.size] for file in self.files]
         beginning = self.head(1).tokens
         if not len(beginning):
             raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
+        how = "streamed by row groups" if self.has_row_groups else "streamed"  # positions count chunks
         return {
             "corpus": hashlib.sha256(json.dumps(names).encode()).hexdigest()[:20],
-            "dataset": f"{hashlib.sha256(beginning.tobytes()).hexdigest()[:20]}, then streamed",
+            "dataset": f"{hashlib.sha256(beginning.tobytes()).hexdigest()[:20]}, then {how}",
         }
 
     def eval_sequences(self, count: int, batch_size: int) -> "EvalSequences":
