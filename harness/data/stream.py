@@ -137,10 +137,10 @@ class Stream:
         }
 
     def eval_sequences(self, count: int, batch_size: int) -> "EvalSequences":
-        """The first sequences in the order of the chunks, which is that of the files but that those which cannot be cut
-        come last; all sequences for 0. No more chunks are read than it takes. Ranks read them in turn; each sees the
-        tokens of all and keeps the sequences that it evaluates. A UserError if there is not one; every rank calls
-        this."""
+        """The first `count` sequences, all for 0, in the order of the chunks: that of the files, but first those that
+        can be cut anywhere, then row groups, then other files. No more chunks are read than it takes. Ranks read them
+        in turn; each sees the tokens of all and keeps the sequences that it evaluates. A UserError if there is not one;
+        every rank calls this."""
         rank, world = dist.get_rank(), dist.get_world_size()
         most = count or sys.maxsize
         found = EvalSequences(self.seq_len)
