@@ -91,6 +91,7 @@ def test_a_chunk_of_parquet_is_a_row_group_and_there_are_no_more_shards(tmp_path
     assert [len(list(stream.documents(chunk))) for chunk in stream.chunks] == [5] * 6
     assert streams.max_shards(stream.files) == 6
     assert [text for chunk in stream.chunks for text in stream.documents(chunk)] == texts[:30]
+    assert stream.fingerprint()["dataset"].endswith("then streamed by row groups")
 
 
 def test_the_memory_of_a_lane_is_bounded_whatever_the_size_of_its_file(tmp_path, open_stream, texts):
