@@ -89,7 +89,7 @@ def find_eval_dataset(settings: flags.Flags) -> Corpus:
         listing = files.find_files(name)
         split = next((name for name in (DEFAULT_EVAL_SPLIT, "test") if name in listing.splits), "train")
         source = flags.Source(flags.name_of(name), name, None)
-        corpus = inspect_source(source, split, text_field_of(settings), None)
+        corpus = inspect_source(source, split, wanted_text_field(settings), None)
     return dataclasses.replace(corpus, is_eval_only=True)
 
 
@@ -112,11 +112,11 @@ def refuse_unused(chat_flags: list[str], corpora: list[Corpus]) -> None:
 
 
 def find_corpus(settings: flags.Flags, source: flags.Source) -> Corpus:
-    text_field = text_field_of(settings)
+    text_field = wanted_text_field(settings)
     return inspect_source(source, settings.dataset_split, text_field, settings.dataset_config, settings.streaming)
 
 
-def text_field_of(settings: flags.Flags) -> Field:
+def wanted_text_field(settings: flags.Flags) -> Field:
     return settings.text_field if "text_field" in settings.explicit else ("input_ids", settings.text_field)
 
 
@@ -128,21 +128,21 @@ def inspect_source(
     listing = files.find_files(path, subset)
     if split is None:
         split = "train[:5%]" if listing.is_hub and not streaming else "train"
-    of_split = listing.files_in_split(parse_split(split)[0])
-    is_mapped = are_token_files(of_split)
+    split_files = listing.files_in_split(parse_split(split)[0])
+    is_mapped = are_token_files(split_files)
     kind = "ids"
     if not is_mapped:
-        found = (look_at_records(file, text_field) for file in of_split[:LOOKED_AT])
+        found = (look_at_records(file, text_field) for file in split_files[:LOOKED_AT])
         kind, text_field = next(filter(None, found), ("text", text_field))
     return Corpus(source, listing, split, text_field, is_mapped, kind)
 
 
-def are_token_files(of_split: list[DataFile]) -> bool:
+def are_token_files(split_files: list[DataFile]) -> bool:
     """True if files are token files; a UserError if only some are, or if their formats differ."""
-    one = next((file for file in of_split if is_token_file(file.name)), None)
+    one = next((file for file in split_files if is_token_file(file.name)), None)
     if one is None:
         return False
-    for file in of_split:
+    for file in split_files:
         if file.is_remote:
             problem = "its tokens are mapped into memory, which a store cannot give"
             raise base.UserError(f"--dataset {one}: {problem}; copy it to a local disk")
@@ -239,14 +239,14 @@ def cut_positions(bounds: list[str], ends: np.ndarray, length: int) -> list[int]
     return positions
 
 
-def rows_of_slice(of_split: list[DataFile], bounds: list[str]) -> tuple[int, int] | None:
+def slice_rows(split_files: list[DataFile], bounds: list[str]) -> tuple[int, int] | None:
     """The rows of a slice of a hub data set, of which no others are read; None if its files do not say
     how many they have."""
-    count = getattr(find_format(of_split[0].name), "count", None)
-    if count is None or any(find_format(file.name) is not find_format(of_split[0].name) for file in of_split):
+    count = getattr(find_format(split_files[0].name), "count", None)
+    if count is None or any(find_format(file.name) is not find_format(split_files[0].name) for file in split_files):
         return None
     rows = 0
-    for file in of_split:
+    for file in split_files:
         try:
             with file.open() as raw:
                 rows += count(raw)

@@ -33,7 +33,7 @@ from harness.data.eval_split import (
     find_trained_spec,
 )
 from harness.data.header import describe, describe_eval_data, describe_packing, describe_step
-from harness.data.mixture import DataRecord, SequenceOrder, read_record, record_of_run, renamed
+from harness.data.mixture import DataRecord, SequenceOrder, make_record, read_record, renamed
 from harness.data.packing import PackedDataset, PaddedDataset, SyntheticDataset
 from harness.data.prompts import first_words
 from harness.data.reader import CorpusReader
@@ -90,11 +90,11 @@ def load(
             opened[corpus.name] = open_stream(settings, corpus, reader, spec, num_shards, trained_on)
         else:
             opened[corpus.name] = open_cached(settings, corpus, reader, spec, trained_on)
-    record = record_of_run(
+    record = make_record(
         settings,
         {name: source.spec for name, source in opened.items()},
         local_weights(settings, opened),
-        {name: tokens_of_a_sample(source.train, settings) for name, source in opened.items()},
+        {name: sample_tokens(source.train, settings) for name, source in opened.items()},
         per_step,
         num_shards,
         before,
@@ -383,7 +383,7 @@ def local_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) -> 
     return weights
 
 
-def tokens_of_a_sample(train: PackedDataset | SyntheticDataset | Stream, settings: flags.Settings) -> Fraction:
+def sample_tokens(train: PackedDataset | SyntheticDataset | Stream, settings: flags.Settings) -> Fraction:
     """Tokens of a sequence that are not padding, on average."""
     if isinstance(train, PaddedDataset):
         return Fraction(train.total_tokens(), len(train))

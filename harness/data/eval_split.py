@@ -108,21 +108,21 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
         settings, dataset=dataset, dataset_split=before["dataset_split"], streaming=before["streaming"]
     )
     if flags.is_place(settings.eval_split):
-        trained = files_of_training(run) if dataset != "synthetic" else {}
+        trained = training_files(run) if dataset != "synthetic" else {}
         for eval_file in find_eval_dataset(settings).files:
             if eval_file.version()[0] in trained:
                 problem = f"the run trained on {eval_file}"
                 raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give what it did not train on")
         return False
-    trained, read = files_of_training(run), files_of_training(settings)
+    trained, read = training_files(run), training_files(settings)
     shared = trained.keys() & read.keys()
     for file in shared:
         if settings.eval_split and flags.splits_overlap(trained[file][1], settings.eval_split):
             problem = f"it overlaps {trained[file][1]!r}, which the run trained on"
             raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give one that does not")
     own = {trained[file][0] for file in shared}
-    files_of_own = {file: split for file, (name, split) in trained.items() if name in own}
-    if shared and files_of_own == {file: split for file, (_, split) in read.items()}:
+    own_files = {file: split for file, (name, split) in trained.items() if name in own}
+    if shared and own_files == {file: split for file, (_, split) in read.items()}:
         return True
     for file in shared:
         if flags.splits_overlap(trained[file][1], read[file][1]):
@@ -132,7 +132,7 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
     return False
 
 
-def files_of_training(settings: flags.Flags) -> dict[str, tuple[str, str]]:
+def training_files(settings: flags.Flags) -> dict[str, tuple[str, str]]:
     """(source, training split) of each file of a run's sources, by its real path; by the source's name if it is
     gone."""
     found = {}

@@ -115,7 +115,7 @@ def raised(item: dict[str, Any] | base.UserError) -> dict[str, Any]:
 def join_rows(
     items: Iterator[dict[str, Any]], workers: int, state: DataPosition, pins: bool
 ) -> Iterator[dict[str, Any]]:
-    """The microbatches of which each of so many workers reads some rows; see `RankBatches.rows_of`."""
+    """The microbatches of which each of so many workers reads some rows; see `RankBatches.worker_rows`."""
     collate = create_collate_fn(shift_labels=False)
     reported = 0
     while True:
@@ -155,29 +155,29 @@ class RankBatches(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any] | base.UserError]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a tokenizer's threads do not survive the fork of a worker
         worker = get_worker_info()
-        read = self.rows_of if self.data.has_streams else self.batches_of
+        read = self.worker_rows if self.data.has_streams else self.worker_batches
         try:
             yield from read(worker.id if worker else 0, worker.num_workers if worker else 1)
         except base.UserError as error:
             yield base.UserError(str(error), exit_code=1)
 
-    def batches_of(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
+    def worker_batches(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Every batch of one of so many workers: a DataLoader takes one of each in turn."""
         reader = SampleReader(self.data, self.positions)
         collate = create_collate_fn(shift_labels=False)
         for microbatch in itertools.count(worker, workers):
-            samples = self.samples_of(microbatch)
+            samples = self.microbatch_samples(microbatch)
             sequences, _ = reader.read(samples)
             yield {**collate(sequences), "document_lengths": lengths_in(sequences)}
 
-    def rows_of(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
+    def worker_rows(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Of every microbatch the sequences of the worker's own shards, by row, and the positions of these shards. The
         rank's shards are dealt to its workers as it meets them, so each worker knows whose they all are."""
         reader = SampleReader(self.data, self.positions)
         num_shards = self.data.record.num_shards
         owners: dict[int, int] = {}  # by shard
         for microbatch in itertools.count():
-            samples = self.samples_of(microbatch)
+            samples = self.microbatch_samples(microbatch)
             for sample in samples:
                 owners.setdefault(sample % num_shards, len(owners) % workers)
             rows = [row for row, sample in enumerate(samples) if owners[sample % num_shards] == worker]
@@ -185,7 +185,7 @@ class RankBatches(IterableDataset):
             by_row = dict(zip(rows, sequences, strict=True))
             yield {"sequences": by_row, "positions": positions, "bad_records": reader.counts["bad records"]}
 
-    def samples_of(self, microbatch: int) -> range:
+    def microbatch_samples(self, microbatch: int) -> range:
         first = self.first_sample + (microbatch * self.world_size + self.rank) * self.settings.batch_size
         return range(first, first + self.settings.batch_size)
 

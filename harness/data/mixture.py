@@ -261,7 +261,7 @@ def renamed(record: DataRecord, names: Collection[str]) -> DataRecord:
     )
 
 
-def record_of_run(
+def make_record(
     settings: flags.Flags,
     sources: dict[str, dict[str, Any]],
     weights: dict[str, Fraction],

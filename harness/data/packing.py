@@ -94,7 +94,7 @@ class PackedDataset(Dataset):
         """Tokens of shape (seq_len + 1,), unsigned integers."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        first, last = self.inputs_of(index)
+        first, last = self.input_range(index)
         tokens, trained, starts = self.tokens[first : last + 1], None, None
         if self.has_mask:
             trained = self.tokens.trained(first + 1, last + 1).astype(bool)
@@ -104,7 +104,7 @@ class PackedDataset(Dataset):
             return tokens
         return PackedSequence(tokens, trained, starts)
 
-    def inputs_of(self, index: int) -> tuple[int, int]:
+    def input_range(self, index: int) -> tuple[int, int]:
         """(the first input of a sequence, the one after its last) among the tokens."""
         first = int(self.numbers[index]) * self.seq_len
         return first, first + self.seq_len
@@ -123,7 +123,7 @@ class PackedDataset(Dataset):
 
     def starts_in(self, index: int) -> list[int]:
         """The positions at which documents begin among the inputs of a sequence, 0 first."""
-        return self.tokens.starts_between(*self.inputs_of(index)).tolist()
+        return self.tokens.starts_between(*self.input_range(index)).tolist()
 
 
 def end_labels(begins: np.ndarray, seq_len: int, trained: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -165,13 +165,13 @@ class PaddedDataset(PackedDataset):
         self.trained_counts, self.left_out = trained_counts[is_trained], int((~is_trained).sum())
         self.real = np.minimum(self.sums(self.lengths), seq_len)
 
-    def sums(self, of_pieces: np.ndarray) -> np.ndarray:
+    def sums(self, piece_values: np.ndarray) -> np.ndarray:
         """The sum of a number of each piece over each sequence."""
         if not len(self.items):
             return np.zeros(0, np.int64)
-        return np.add.reduceat(of_pieces[self.items], self.begins[:-1], dtype=np.int64)
+        return np.add.reduceat(piece_values[self.items], self.begins[:-1], dtype=np.int64)
 
-    def pieces_of(self, index: int) -> np.ndarray:
+    def sequence_pieces(self, index: int) -> np.ndarray:
         """The numbers of the pieces in a sequence."""
         return self.items[self.begins[index] : self.begins[index + 1]]
 
@@ -184,7 +184,7 @@ class PaddedDataset(PackedDataset):
             raise IndexError(index)
         tokens = np.full(self.seq_len + 1, self.padding, self.tokens.dtype)
         trained, starts, filled = np.zeros(self.seq_len + 1, bool), [], 0
-        for piece in self.pieces_of(index):
+        for piece in self.sequence_pieces(index):
             start, length = int(self.starts[piece]), int(self.lengths[piece])
             tokens[filled : filled + length] = self.tokens[start : start + length]
             trained[filled + 1 : filled + length] = True
@@ -203,7 +203,7 @@ class PaddedDataset(PackedDataset):
         return int(self.real.sum())
 
     def starts_in(self, index: int) -> list[int]:
-        lengths = self.lengths[self.pieces_of(index)]
+        lengths = self.lengths[self.sequence_pieces(index)]
         return (np.cumsum(lengths) - lengths).tolist()
 
     def count_cut(self) -> int:
@@ -260,9 +260,9 @@ def best_fit(lengths: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.
         if room > length:
             bins_with_room[room - length].append(bin_number)
             rooms |= 1 << (room - length)
-    bins_of_items = generator.permutation(bins).astype(np.int32)[np.array(chosen, np.int32)]
-    begins = np.concatenate([[0], np.cumsum(np.bincount(bins_of_items, minlength=bins))])
-    return items[np.argsort(bins_of_items, kind="stable")], begins
+    item_bins = generator.permutation(bins).astype(np.int32)[np.array(chosen, np.int32)]
+    begins = np.concatenate([[0], np.cumsum(np.bincount(item_bins, minlength=bins))])
+    return items[np.argsort(item_bins, kind="stable")], begins
 
 
 class SyntheticDataset(Dataset):

@@ -12,7 +12,7 @@ from typing import Any
 from harness import base, job
 from harness.data import formats, token_files
 from harness.data.chat import ChatFormat, nothing_trained
-from harness.data.corpora import Corpus, are_token_files, cut_positions, parse_split, rows_of_slice
+from harness.data.corpora import Corpus, are_token_files, cut_positions, parse_split, slice_rows
 from harness.data.files import DataFile
 from harness.data.formats import read_records
 from harness.data.packing import PackedDataset, PaddedDataset
@@ -70,7 +70,7 @@ class CorpusReader:
         else:
             rows = None
             if corpus.listing.is_hub and bounds:
-                rows = base.broadcast_from_rank_0(functools.partial(rows_of_slice, split_files, bounds))
+                rows = base.broadcast_from_rank_0(functools.partial(slice_rows, split_files, bounds))
             if rows:
                 bounds = []
             found = base.broadcast_from_node_main(

@@ -63,7 +63,7 @@ class Tokens:
         """These tokens, unsigned integers: a view where one file of that type holds them in one stretch. A UserError
         if one has no embedding."""
         first, last, _ = sequence.indices(len(self))
-        return self._read(first, last, self._of_file)
+        return self._read(first, last, self._read_file)
 
     def trained(self, first: int, last: int) -> np.ndarray:
         """The mask of the tokens from `first` to before `last`, uint8: 1 if trained on; only if there is a mask."""
@@ -86,7 +86,7 @@ class Tokens:
             return np.empty(0, self.dtype)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _of_file(self, file: TokenFile, start: int, stop: int) -> np.ndarray:
+    def _read_file(self, file: TokenFile, start: int, stop: int) -> np.ndarray:
         """Tokens of a file in the smallest type that holds the vocabulary."""
         tokens = file.tokens[start:stop]
         if file.is_checked or self.vocab_size is None:

@@ -80,7 +80,7 @@ class TrainingData:
     def is_mapped(self) -> bool:
         """True if all tokens come from token files, whatever the run's tokenizer."""
         tokens = [getattr(source, "tokens", None) for source in self.sources.values()]
-        return all(of_source is not None and of_source.is_mapped for of_source in tokens)
+        return all(found is not None and found.is_mapped for found in tokens)
 
     def locate(self, sample: int) -> tuple[Any, int]:
         """(the data set that a global sample comes from, its sequence there); not of streams."""

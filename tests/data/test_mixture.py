@@ -13,7 +13,7 @@ from conftest import words
 
 from harness.base import UserError
 from harness.data.datasets import recorded_data
-from harness.data.mixture import BLOCK, Mixture, Segment, describe_changes, read_record, record_of_run
+from harness.data.mixture import BLOCK, Mixture, Segment, describe_changes, make_record, read_record
 from harness.flags import parse_args
 
 WEIGHTS = {"a": 441, "b": 3, "c": 21, "d": 1000, "e": 452, "f": 2, "g": 1, "h": 1000, "i": 1000}
@@ -29,7 +29,7 @@ def record(dataset: str, stages: str = "", *before, num_shards: int = 1, samples
     settings = parse_args(["--dataset", *dataset.split(), "--num-steps", "100", *stages.split()])
     weights = {source.name: source.weight for source in settings.sources()}
     ones, rules = dict.fromkeys("abcde", Fraction(1)), {name: {} for name in weights}
-    return record_of_run(settings, rules, weights, ones, samples_per_step, num_shards, *before)
+    return make_record(settings, rules, weights, ones, samples_per_step, num_shards, *before)
 
 
 @pytest.mark.parametrize("shards", [1, 4, 7, 24])

@@ -123,7 +123,7 @@ def read_by(workers: int, stream: Stream, ranks: int, batch_size: int) -> tuple[
     tokens = np.zeros((96, SEQ_LEN + 1), int)
     for rank in range(ranks):
         for worker in range(workers):
-            parts = batches_of(stream, batch_size, rank, ranks).rows_of(worker, workers)
+            parts = batches_of(stream, batch_size, rank, ranks).worker_rows(worker, workers)
             for microbatch, part in enumerate(itertools.islice(parts, 96 // ranks // batch_size)):
                 for row, sequence in part["sequences"].items():
                     tokens[(microbatch * ranks + rank) * batch_size + row] = sequence
@@ -146,7 +146,7 @@ def test_several_workers_read_the_samples_of_one_and_tokenize_no_document_twice(
 @pytest.mark.parametrize("workers", [2, 4])
 def test_workers_have_the_same_share_of_each_microbatch_wherever_a_run_goes_on(open_stream, corpus, workers):
     for worker in range(workers):
-        parts = batches_of(open_stream(corpus, 8), batch_size=8, first=19).rows_of(worker, workers)
+        parts = batches_of(open_stream(corpus, 8), batch_size=8, first=19).worker_rows(worker, workers)
         assert [len(part["sequences"]) for part in itertools.islice(parts, 3)] == [8 // workers] * 3
 
 
