@@ -206,20 +206,20 @@ def train_step(
 
 
 def evaluate(
-    settings: flags.Settings, model: nn.Module, held_out: dict[str, Any], device: torch.device
+    settings: flags.Settings, model: nn.Module, eval_data: dict[str, Any], device: torch.device
 ) -> tuple[dict[str, float], int]:
-    """Returns the mean loss over every token of the held-out windows as `eval_loss`, of several sources also that of
+    """Returns the mean loss over every token of the eval sequences as `eval_loss`, of several sources also that of
     each as `eval_loss/NAME`; and how many tokens these are."""
-    totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)  # of each source: summed loss, tokens
+    totals = torch.zeros(len(eval_data), 2, dtype=torch.float64, device=device)  # of each source: summed loss, tokens
     with models.evaluating(model):
-        for source_totals, windows in zip(totals, held_out.values(), strict=True):
-            for batch in data.eval_batches(settings, windows, device):
+        for source_totals, sequences in zip(totals, eval_data.values(), strict=True):
+            for batch in data.eval_batches(settings, sequences, device):
                 job.enter_phase("evaluation")
                 tokens = (batch["labels"] != base.IGNORE_INDEX).sum()
                 loss = model(**batch, use_cache=False).loss
                 source_totals += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
-    return data.mean_losses(held_out, totals)
+    return data.mean_losses(eval_data, totals)
 
 
 # ---- A run -----------------------------------------------------------------------------------------------------------

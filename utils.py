@@ -52,7 +52,7 @@ def get_dataset(
     shuffle: bool = True,
     seed: int = 42,
 ) -> data.PackedDataset | Subset | data.TrainingData:
-    """The windows of a corpus, shuffled: tokenized once, kept as one flat file, and mapped. Token files are mapped
+    """The sequences of a corpus, shuffled: tokenized once, kept as one flat file, and mapped. Token files are mapped
     where they lie. The main process of each node tokenizes, on all cores; the others map the same file.
 
     Returns a `Subset` of a `data.PackedDataset` in the order in which the first epoch of a run with this seed reads it,
@@ -69,34 +69,34 @@ def get_dataset(
         text_field: column of the text, of messages, or of token ids where it is `input_ids`; of several the first that
             is there, after conversations. Beside ids `labels`, `attention_mask` and masks of the loss are read.
         skip_bad_records: leave out, and count, records that have no text; otherwise the first is a UserError.
-        packing: "concatenate" cuts documents where windows end, "best-fit" fills windows with whole ones, "none" pads
-            each to a window of its own; by default conversations and rows with labels are packed best-fit and all else
-            concatenated.
+        packing: "concatenate" cuts documents where sequences end, "best-fit" fills sequences with whole ones, "none"
+            pads each to a sequence of its own; by default conversations and rows with labels are packed best-fit and
+            all else concatenated.
         chat_template: file with the jinja template of conversations; by default the tokenizer's.
         chat_loss: which tokens of conversations are trained on: those of the "assistant", or "all".
-        document_mask: whether windows say where their documents begin, and have no label across; by default those of
+        document_mask: whether sequences say where their documents begin, and have no label across; by default those of
             conversations and of rows with labels do; never with `packing="none"`.
-        shuffle: whether the windows are shuffled; those of a mixture are always.
+        shuffle: whether the sequences are shuffled; those of a mixture are always.
         seed: of the order, and of best-fit packing.
 
     Raises:
-        UserError: no such data or split, no text in it, the hub is not reachable, less than one window, a token id
+        UserError: no such data or split, no text in it, the hub is not reachable, less than one sequence, a token id
             without an embedding, a mixture that is not to be shuffled, a chat template without conversations.
     """
-    reading = data.Reading(
-        tokenizer,
-        seq_len,
-        vocab_size or len(tokenizer),
-        cache_dir,
-        skip_bad_records,
-        packing,
-        chat_template,
-        chat_loss,
-        document_mask,
-        seed,
+    reader = data.CorpusReader(
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        vocab_size=vocab_size or len(tokenizer),
+        cache_dir=cache_dir,
+        skip_bad_records=skip_bad_records,
+        packing=packing,
+        chat_template=chat_template,
+        chat_loss=chat_loss,
+        document_mask=document_mask,
+        seed=seed,
         is_main=accelerator is None or accelerator.is_local_main_process,
     )
-    return data.open_windows(reading, dataset, split, text_field, subset, shuffle)
+    return data.open_sequences(reader, dataset, split, text_field, subset, shuffle)
 
 
 def get_gpu_peak_tflops(name: str | None = None) -> float | None:

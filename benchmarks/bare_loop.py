@@ -51,12 +51,12 @@ groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight
 optimizers.append(torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True))
 tokens = np.memmap(args.tokens, dtype=np.uint16, mode="r")
 windows = (len(tokens) - 1) // args.sequence_length
-order = data.WindowOrder(windows, seed=42)
+order = data.SequenceOrder(windows, seed=42)
 
 for step in range(args.num_steps):
     if step == args.perf_warmup_steps:
         start = time.perf_counter()
-    rows = map(order.window_at, range(step * args.batch_size, (step + 1) * args.batch_size))
+    rows = map(order.sequence_at, range(step * args.batch_size, (step + 1) * args.batch_size))
     batch = [tokens[row * args.sequence_length : (row + 1) * args.sequence_length + 1] for row in rows]
     batch = torch.from_numpy(np.stack(batch).astype(np.int64))
     logits = model(input_ids=batch[:, :-1], use_cache=False).logits

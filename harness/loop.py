@@ -247,7 +247,7 @@ def evaluate_and_log(
     if due.evaluate and not problem:
         try:
             with run.state.tracker.paused(), stop.before_each_forward(run.state.model):
-                losses, _ = evaluate(run.settings, run.state.model, run.dataset.held_out, run.device)
+                losses, _ = evaluate(run.settings, run.state.model, run.dataset.eval_data, run.device)
                 if not due.last:  # after the last step `finish` generates them
                     samples = generate_samples(run, run.state.model, run.device)
         except job.Stopped:
@@ -338,7 +338,7 @@ def evaluate_only(args: flags.Args, device: torch.device, recipe: plan.Recipe) -
             opened.checkpoint = state.load_for_inference(settings, weights, opened.config, checkpoint)
         state.refuse_broken(settings, weights, opened.checkpoint)
         if settings.eval_interval:
-            losses, tokens = recipe.evaluate(settings, model, opened.dataset.held_out, device)
+            losses, tokens = recipe.evaluate(settings, model, opened.dataset.eval_data, device)
             report.print_evaluation(settings, opened.dataset, weights if checkpoint else None, losses, tokens, stdout)
         report.print_samples(generate_samples(opened, model, device))
         if settings.export:

@@ -6,8 +6,6 @@ import pathlib
 import pytest
 from conftest import words, write_model
 
-from harness.flags import parse_sources
-
 DEMO = pathlib.Path(__file__).parent.parent / "assets" / "demo"
 END = 0  # end-of-text of the demo tokenizer
 
@@ -49,11 +47,14 @@ def load(tokenizer, tmp_path):
 def line_of(tokenizer, tmp_path):
     """`line_of(source, ...)`: what a run says of where the tokens of a source come from."""
     from harness.data import corpora
+    from harness.data.reader import CorpusReader
 
     def line_of(source, with_tokenizer=tokenizer, **options) -> str:
-        reading = corpora.Reading(with_tokenizer, 4, **{"vocab_size": 1536, "cache_dir": tmp_path / "cache"} | options)
+        reading = CorpusReader(
+            tokenizer=with_tokenizer, seq_len=4, **{"vocab_size": 1536, "cache_dir": tmp_path / "cache"} | options
+        )
         corpus = corpora.inspect_source(parse_sources(str(source))[0], "train", ("input_ids", "text"), None)
-        return reading.open(corpus, "train")[1]
+        return reading.open_tokens(corpus, "train")[1]
 
     return line_of
 

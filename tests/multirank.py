@@ -27,7 +27,7 @@ import utils
 from harness import data, job, resolving
 from harness import model as models
 from harness.base import all_gather_objects, broadcast_from_node_main
-from harness.data import encode
+from harness.data import tokenize
 from harness.flags import parse_args
 from harness.job import heartbeats, start_processes, stop_processes, world
 from harness.job.signals import StopRequest
@@ -224,7 +224,7 @@ def slow(what: str, seconds: str, *argv: str) -> None:
     elif what == "compile":
         compile_fx.compile_fx = slowly(lambda graph, *_, **__: graph.forward)
     elif what == "tokenization":
-        encode.TextFormat.encode = slowly(encode.TextFormat.encode)
+        tokenize.TextFormat.encode = slowly(tokenize.TextFormat.encode)
     elif what == "sampling":
         torch.multinomial = slowly(torch.multinomial, each=True)
     elif what == "evaluation":

@@ -95,7 +95,7 @@ class RandomTokens(torch.utils.data.Dataset):
     def __init__(self, args: argparse.Namespace, vocab_size: int):
         world = int(os.environ.get("WORLD_SIZE", 1))
         windows = args.num_steps * args.batch_size * world
-        self.windows = data.SyntheticDataset(vocab_size, args.sequence_length, seed=42, windows=windows)
+        self.windows = data.SyntheticDataset(vocab_size, args.sequence_length, seed=42, sequences=windows)
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -113,14 +113,14 @@ class Corpus(torch.utils.data.Dataset):
         self.tokens = np.memmap(args.tokens, dtype=np.uint16, mode="r")
         self.length = args.sequence_length
         windows = (len(self.tokens) - 1) // self.length
-        self.order = data.WindowOrder(windows, seed=42)
+        self.order = data.SequenceOrder(windows, seed=42)
         self.count = args.num_steps * args.batch_size * int(os.environ.get("WORLD_SIZE", 1))
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        start = self.order.window_at(index) * self.length
+        start = self.order.sequence_at(index) * self.length
         window = torch.from_numpy(self.tokens[start : start + self.length + 1].astype("int64"))
         return {"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]}
 

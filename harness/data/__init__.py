@@ -7,33 +7,29 @@
 Each name of the list has a docstring in its file.
 """
 
-from harness.data.batches import Batches, TrainingData, eval_batches, mean_losses, mix, training_batches
 from harness.data.chat import read_prompt
-from harness.data.corpora import Corpus, Reading, find, masks_documents, needs_tokenizer, open_windows
-from harness.data.encode import vocabulary_of
-from harness.data.mixture import DataRecord, WindowOrder, describe_changes, read_record, renamed
-from harness.data.records import Conversation
-from harness.data.sources import (
-    are_chats,
-    count_epoch,
-    end_tokens,
-    evaluates_own_data,
-    load,
-    render_prompt,
-    show_samples,
-)
-from harness.data.windows import PackedDataset, SyntheticDataset, create_collate_fn
+from harness.data.corpora import Corpus, find, masks_documents, needs_tokenizer
+from harness.data.datasets import count_epoch, load, open_sequences, show_samples
+from harness.data.eval_split import evaluates_own_data
+from harness.data.loader import Batches, eval_batches, mean_losses, training_batches
+from harness.data.mixture import DataRecord, SequenceOrder, describe_changes, read_record, renamed
+from harness.data.packing import PackedDataset, SyntheticDataset, create_collate_fn
+from harness.data.prompts import are_chats, end_tokens, render_prompt
+from harness.data.reader import CorpusReader
+from harness.data.schema import Conversation
+from harness.data.tokenize import vocabulary_of
+from harness.data.training_data import TrainingData, mix
 
 __all__ = [
     "Batches",
     "Conversation",
     "Corpus",
+    "CorpusReader",
     "DataRecord",
     "PackedDataset",
-    "Reading",
+    "SequenceOrder",
     "SyntheticDataset",
     "TrainingData",
-    "WindowOrder",
     "are_chats",
     "count_epoch",
     "create_collate_fn",
@@ -47,7 +43,7 @@ __all__ = [
     "mean_losses",
     "mix",
     "needs_tokenizer",
-    "open_windows",
+    "open_sequences",
     "read_prompt",
     "read_record",
     "renamed",

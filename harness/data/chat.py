@@ -1,10 +1,14 @@
-"""Chat: conversations as tokens, by a chat template, with a mask of what is trained on. A template is run in
+"""Chat: conversations as tokens, by a chat template, with a mask of what is trained on. A template runs in
 transformers' sandbox of jinja; no other code of a tokenizer's folder runs.
 
-The assistant's are the characters that a template marks with {% generation %}. In a template without it a turn of the
-assistant's goes from the end of (what comes before it, rendered with the generation prompt) to the end of (all up to
-it, rendered). So the token that ends the turn is in it, which a model must learn to write, and the generation prompt
-is not, which it is given. Both renderings must be how the whole conversation begins.
+What the assistant writes are the characters that a template marks with {% generation %}. Without this tag, a turn of
+the assistant starts after (the messages before it, rendered with the generation prompt) and ends after (all messages up
+to it, rendered). So the token that ends the turn, which a model must learn to write, is trained on, and the generation
+prompt is not. Both renderings must be prefixes of the rendered conversation.
+
+A template may leave out parts of a conversation. One conversation of each shape is rendered once more with marks in its
+texts: the marks that are missing then are the turns, calls, parts, fields and tools that the template leaves out. What
+it cuts depending on a text, such as thoughts before </think>, is looked for in the text of each conversation.
 """
 
 import copy
@@ -25,21 +29,30 @@ import numpy as np
 import tokenizers
 
 from harness import base
-from harness.data import cache
-from harness.data.conversations import LAYOUTS, ROLES, calls_of, find_document, is_objects, layout_of
-from harness.data.encode import Encoded, TextFormat, backend_of, encode_texts, own_tokens_around, take
-from harness.data.omissions import Omission, changed_contents, shape_of, texts_in, with_marks
-from harness.data.records import BadRecord, Conversation, refuse_or_count
+from harness.data.schema import (
+    LAYOUTS,
+    NAMES_AND_WEIGHTS,
+    ROLES,
+    BadRecord,
+    Conversation,
+    calls_of,
+    find_document,
+    is_objects,
+    layout_of,
+    parts_of,
+    refuse_or_count,
+)
+from harness.data.tokenize import WARNING, Encoded, TextFormat, backend_of, encode_texts, own_tokens_around, take
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: the date that Llama's takes where it has no clock
+TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: Llama's default without a clock
 DATE_CODES = ["%a", "%A", "%b", "%B", "%c", "%d", "%-d", "%F", "%H"]
 DATE_CODES += ["%I", "%j", "%m", "%-m", "%M", "%p", "%S", "%y", "%Y"]
-COMPLETIONS = "prompt+completion"  # the layout that needs no template where it is text
-SHOWN = 30  # characters of a text in a message, on each side of a place
-EXAMPLES, EXAMPLE_TOKENS = 4, 200  # that are printed, and tokens of each
+COMPLETIONS = "prompt+completion"  # the layout that needs no template if both are text
+EXCERPT = 30  # characters shown on each side of a position
+MAX_EXAMPLES, EXAMPLE_TOKENS = 4, 200
 THOUGHTS = {"reasoning_content", "reasoning", "thinking"}  # fields of messages
 
 
@@ -50,12 +63,27 @@ class Rendered(NamedTuple):
     spans: list[tuple[int, int]]  # (first, after the last) character of each part that is trained on
 
 
+class Omission(NamedTuple):
+    """Something that a template leaves out or changes."""
+
+    text: str
+    is_fault: bool = True  # False: a warning
+
+
+class Mark(NamedTuple):
+    """A word that no text has, put into a text of a conversation."""
+
+    word: str
+    is_wanted: bool  # in the rendered text
+    omission: Omission  # if it is not as wanted
+
+
 class BadConversationError(Exception):
-    """A conversation that cannot be trained on, in words."""
+    """A conversation that cannot be trained on; the argument is the fault."""
 
 
 class ChatFormat(TextFormat):
-    """Conversations as tokens."""
+    """Encoder of conversations."""
 
     def __init__(
         self,
@@ -66,13 +94,13 @@ class ChatFormat(TextFormat):
         skip_bad: bool = False,
         layout: str = "messages",
     ):
-        """`template` is a jinja template, by default the tokenizer's; `loss` says which tokens are trained on, those of
-        the "assistant" or "all"; `layout` is that of the records."""
+        """`template` is a jinja template, by default the tokenizer's; the tokens of `loss`, "assistant" or "all", are
+        trained on; `layout` is that of the records."""
         super().__init__(tokenizer, vocab_size)
         self.template, self.loss, self.skip_bad, self.layout = template, loss, skip_bad, layout
         self.has_template = bool(template or tokenizer.chat_template)
-        self.omissions: dict[Hashable, list[Omission]] = {}  # by the shape of a conversation
-        self.first_places: dict[str, str] = {}  # where each warning is first of
+        self.omissions: dict[Hashable, list[Omission]] = {}  # by shape of a conversation
+        self.first_positions: dict[str, str] = {}  # of the conversations, by warning
 
     def identity(self) -> list:
         special_tokens = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
@@ -80,7 +108,7 @@ class ChatFormat(TextFormat):
         return [*super().identity(), template, self.loss, special_tokens, str(TODAY)]
 
     def describe(self) -> dict[str, str]:
-        """The header's lines about the layout of the records and about what is trained on."""
+        """Return the header's lines about the layout of the records and about what is trained on."""
         layout, trained = layout_of(self.layout).title, "the assistant's turns"
         if self.layout == COMPLETIONS:
             trained = "the assistant's turns of the completions"
@@ -95,22 +123,23 @@ class ChatFormat(TextFormat):
         return {"format": layout, "trained on": trained}
 
     def describe_end(self) -> str:
-        """What is wrong with the end of an answer, from which a model learns to stop; empty where it is one token."""
+        """Describe a missing or split end of turn, from which a model would not learn to stop; "" if it is one
+        token."""
         question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         try:
             text, spans = self.render(Conversation([question, answer]))
-        except Exception:  # of this conversation, as in `check`
+        except Exception:  # as in `check`
             return ""
         end = text[spans[-1][0] : spans[-1][1]].rpartition("b")[2].strip() if spans else ""
         if spans and text[: spans[-1][1]].endswith("b"):
-            return "; the template puts no end to them, from which a model learns to stop"
+            return "; the template writes no end of turn, so a model does not learn to stop"
         pieces = next(iter(encode_texts(self.tokenizer, [end])))
         if len(pieces) > 1:
             return f"; their end, {end}, is {len(pieces)} tokens of this tokenizer, so a model hardly learns to stop"
         return ""
 
     def check(self, dataset: str) -> None:
-        """Raises a UserError where no conversation could be rendered or masked."""
+        """Raise a UserError if no conversation could be rendered or masked."""
         source = "--chat-template" if self.template else f"--tokenizer {self.tokenizer.name_or_path}"
         if not self.has_template and self.layout != COMPLETIONS:
             raise self.no_template(f"--dataset {dataset}: holds conversations")
@@ -126,8 +155,8 @@ class ChatFormat(TextFormat):
                 self.tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template)
             except jinja2.TemplateSyntaxError as error:
                 problem = f"its chat template has a syntax error in line {error.lineno}, {error.message}"
-                raise base.UserError(f"{source}: {problem}; mend it") from error
-            except Exception:  # of this conversation; what those of the corpus lack is found when they are rendered
+                raise base.UserError(f"{source}: {problem}; fix it") from error
+            except Exception:  # a template may refuse this conversation and take those of the corpus
                 pass
         if self.loss == "assistant" and not self.tokenizer.is_fast:
             problem = f"{type(self.tokenizer).__name__} does not say which characters a token has"
@@ -141,7 +170,8 @@ class ChatFormat(TextFormat):
         return base.UserError(f"{problem}, {missing}; give one with --chat-template FILE, or --chat-template chatml")
 
     def encode(self, documents: list, counts: Counter) -> Encoded:
-        """Conversations as tokens and masks. Those without a token to train on are left out, and counted."""
+        """Encode conversations; those without a token to train on are left out and counted, bad ones are refused or
+        counted."""
         rendered = []
         for conversation in documents:
             try:
@@ -149,28 +179,17 @@ class ChatFormat(TextFormat):
             except base.UserError:
                 raise
             except BadConversationError as error:
-                refuse_or_count(conversation.place, str(error), self.skip_bad, counts)
+                refuse_or_count(conversation.position, str(error), self.skip_bad, counts)
             except Exception as error:  # a template may raise anything
                 fault = f"the chat template fails, {base.first_line(error)}"
-                refuse_or_count(conversation.place, fault, self.skip_bad, counts)
-        tokens, masks = [], [np.empty(0, np.uint8)]
-        for ids, trained in self.encode_rendered(rendered):
-            trained[:1] = 0  # nothing precedes it
-            if trained.any():
-                tokens.append(ids)
-                masks.append(trained)
-            else:
-                counts["conversations without a trained token"] += 1
-        return self.joined(tokens, counts, masks)
+                refuse_or_count(conversation.position, fault, self.skip_bad, counts)
+        return self.join_trained(self.encode_rendered(rendered), counts, "conversations")
 
     def render(self, conversation: Conversation, counts: Counter | None = None) -> Rendered:
-        """The text of a conversation, as `apply_chat_template` renders it, and what is trained on of it; `counts` gets
-        warnings about it."""
+        """Render a conversation as `apply_chat_template` does and find what is trained on; `counts` gets warnings."""
         if not self.has_template:
             return self.end_to_end(conversation)
-        template = self.tokenizer.get_chat_template(self.template, conversation.tools)
-        if "strftime_now" in template:
-            template = with_fixed_date(template)
+        template = with_fixed_date(self.tokenizer.get_chat_template(self.template, conversation.tools))
         marks = self.loss != "all"
         text, spans = self.render_messages(conversation, template, len(conversation.messages), mark=marks)
         self.check_text(conversation, template, text, Counter() if counts is None else counts)
@@ -179,18 +198,21 @@ class ChatFormat(TextFormat):
         if not has_generation(template):
             return Rendered(text, self.spans_by_prefixes(conversation, template, text))
         if conversation.first_trained:
-            start = self.length_of_prompt(conversation, template, text)
+            try:
+                start = self.prefix_length(conversation, template, text, conversation.first_trained)
+            except base.UserError:  # some templates end a conversation unless a generation prompt follows
+                start = self.prefix_length(conversation, template, text, conversation.first_trained, prompt=True)
             spans = [(max(first, start), last) for first, last in spans if last > start]
         return Rendered(text, spans)
 
     def render_messages(
         self, conversation: Conversation, template: str, count: int, prompt: bool = False, mark: bool = False
     ) -> Rendered:
-        """The first `count` messages as text, with the generation prompt for `prompt`; the spans that the template
-        marks for `mark`."""
+        """Render the first `count` messages, with the generation prompt if `prompt`, and with the spans that the
+        template marks if `mark`."""
         from transformers.utils.chat_template_utils import render_jinja_template  # takes long to import
 
-        tools: Any = conversation.tools  # typing takes no list of objects for one of objects or functions
+        tools: Any = conversation.tools  # transformers types them as objects or functions
         rendered: Any = render_jinja_template(
             conversations=[conversation.messages[:count]],
             tools=tools,
@@ -203,7 +225,7 @@ class ChatFormat(TextFormat):
         return Rendered(text, spans[0] if spans else [])
 
     def spans_by_prefixes(self, conversation: Conversation, template: str, text: str) -> list[tuple[int, int]]:
-        """The characters of each turn of the assistant's in the rendered `text` of a conversation."""
+        """Find the characters of each trained turn of the assistant in the rendered `text` of a conversation."""
         spans = []
         for number, message in enumerate(conversation.messages):
             role = message["role"]
@@ -211,41 +233,39 @@ class ChatFormat(TextFormat):
                 raise BadConversationError(f"its role {role} is not trained on; name it assistant")
             if role != "assistant" or number < conversation.first_trained:
                 continue
-            if number == 0:
-                first = self.length_before_first(conversation, template, text)
-            else:
-                before, _ = self.render_messages(conversation, template, number, prompt=True)
-                first = length_of_prefix(conversation, before, text)
-            turns = text
+            try:
+                first = self.prefix_length(conversation, template, text, number, prompt=True)
+            except Exception as error:
+                if number:
+                    raise
+                fault = "it begins with the assistant, which the chat template has no prompt for"
+                raise BadConversationError(fault) from error
+            last = len(text)
             if number + 1 < len(conversation.messages):
-                turns, _ = self.render_messages(conversation, template, number + 1)
-            spans.append((first, length_of_prefix(conversation, turns, text)))
+                last = self.prefix_length(conversation, template, text, number + 1)
+            spans.append((first, last))
         return spans
 
-    def length_of_prompt(self, conversation: Conversation, template: str, text: str) -> int:
-        """How many characters stand before the messages that are trained on."""
-        before = ""
-        for with_generation_prompt in (False, True):  # without it some templates end a conversation
-            before, _ = self.render_messages(conversation, template, conversation.first_trained, with_generation_prompt)
-            if text.startswith(before):
-                return len(before)
-        raise changed_before(conversation, before, text)
-
-    def length_before_first(self, conversation: Conversation, template: str, text: str) -> int:
-        """How many characters stand before what the assistant says first in a conversation that it begins."""
-        try:
-            before, _ = self.render_messages(conversation, template, 0, prompt=True)
-        except Exception:  # templates look at the first message
-            before = None
-        if before is None or not text.startswith(before):
-            raise BadConversationError("it begins with the assistant, which the chat template has no prompt for")
-        return len(before)
+    def prefix_length(
+        self, conversation: Conversation, template: str, text: str, count: int, prompt: bool = False
+    ) -> int:
+        """Return the number of characters of the first `count` messages, rendered; a UserError if the rendered `text`
+        of the conversation does not begin with them."""
+        prefix, _ = self.render_messages(conversation, template, count, prompt)
+        if text.startswith(prefix):
+            return len(prefix)
+        pairs = enumerate(itertools.zip_longest(prefix, text))
+        at = next(number for number, (one, other) in pairs if one != other)
+        alone, followed = (repr(part[max(0, at - EXCERPT) : at + EXCERPT]) for part in (prefix, text))
+        problem = f"its chat template changes earlier messages when more follow ({alone} becomes {followed})"
+        why = "such as one that moves a system prompt or drops thoughts"
+        raise no_assistant_mask(f"--dataset {conversation.position}: {problem}, {why}")
 
     def end_to_end(self, conversation: Conversation) -> Rendered:
-        """A prompt and its completion as they are, with the end-of-text token and what the tokenizer's own rule puts
-        before a text."""
+        """Render a prompt and its completion without a template: after the special tokens that the tokenizer adds
+        before a text, and followed by the end-of-text token."""
         if not conversation.is_text or len(conversation.messages) != 2 or conversation.tools:
-            raise self.no_template(f"--dataset {conversation.place}: holds messages, a system prompt or tools")
+            raise self.no_template(f"--dataset {conversation.position}: holds messages, a system prompt or tools")
         prompt, completion = (message["content"] for message in conversation.messages)
         before = self.text_before + prompt
         text = before + completion.removesuffix(self.tokenizer.eos_token) + self.tokenizer.eos_token
@@ -253,12 +273,12 @@ class ChatFormat(TextFormat):
 
     @functools.cached_property
     def text_before(self) -> str:
-        """What the tokenizer's own rule puts before a text, such as <s>."""
+        """The special tokens that the tokenizer adds before a text, such as <s>."""
         return "".join(self.tokenizer.convert_ids_to_tokens(own_tokens_around(self.tokenizer)[0]))
 
     def check_text(self, conversation: Conversation, template: str, text: str, counts: Counter) -> None:
-        """Raises a BadConversationError for what the rendered `text` lacks of a conversation, or has once more; what
-        changes neither a turn nor what is trained on is a warning, which `counts` gets."""
+        """Raise a BadConversationError for what the rendered `text` lacks of a conversation, or has twice; what changes
+        neither a turn nor what is trained on is a warning in `counts`."""
         shape = shape_of(conversation)
         if shape not in self.omissions:
             self.omissions[shape] = self.find_omissions(conversation, template)
@@ -266,33 +286,33 @@ class ChatFormat(TextFormat):
         for omission in (*self.omissions[shape], *changed_contents(conversation, text), *rendered):
             if omission.is_fault:
                 raise BadConversationError(omission.text)
-            place = self.first_places.setdefault(omission.text, conversation.place)
-            counts[f"{cache.WARNING}{place}: {omission.text}"] += 1
+            position = self.first_positions.setdefault(omission.text, conversation.position)
+            counts[f"{WARNING}{position}: {omission.text}"] += 1
 
     def find_omissions(self, conversation: Conversation, template: str) -> list[Omission]:
-        """What a template leaves out of conversations of this shape."""
+        """Find what a template leaves out of conversations of this shape."""
         marked, marks = with_marks(conversation)
         try:
             text, _ = self.render_messages(marked, template, len(marked.messages))
-        except Exception:  # of a template that refuses a mark, so it reads it
+        except Exception:  # a template that refuses a mark reads it
             return []
         return list(dict.fromkeys(mark.omission for mark in marks if (mark.word in text) != mark.is_wanted))
 
     def special_tokens_in(self, conversation: Conversation, text: str) -> Iterator[Omission]:
-        """Special tokens in the texts of messages, which become what the template writes as well: a text that begins a
-        turn, or has the token that the template puts beside it, is rendered already."""
-        given = "\n".join(texts_in(conversation.messages))
-        tokens = [token for token in self.special_tokens if token in given]
-        if not tokens or all(text.count(token) == given.count(token) for token in self.special_tokens):
+        """Find special tokens in the texts of messages. A text that begins a turn, or repeats the token that the
+        template writes next to it, has been rendered before."""
+        content = "\n".join(texts_in(conversation.messages))
+        tokens = [token for token in self.special_tokens if token in content]
+        if not tokens or all(text.count(token) == content.count(token) for token in self.special_tokens):
             return
         for token in tokens:
             for message in conversation.messages:
-                inside = [part.strip() for part in texts_in(message) if token in part]
-                if text.count(token) > given.count(token) and any(is_rendered(part, token, text) for part in inside):
-                    problem = f"its text has {token}, so it is rendered already, and would be once more"
-                    advice = "take it out, or have docs/DATA.md's template that adds nothing (Conversations)"
+                parts = [part.strip() for part in texts_in(message) if token in part]
+                if text.count(token) > content.count(token) and any(is_rendered(part, token, text) for part in parts):
+                    problem = f"its text has {token}, so it is rendered already, and would be rendered twice"
+                    advice = "remove it, or give the template in docs/DATA.md that adds nothing (Conversations)"
                     yield Omission(f"{problem}; {advice}")
-                elif inside:
+                elif parts:
                     problem = f"the text of its {message['role']} has {token}, which becomes the special token"
                     yield Omission(f"{problem}, as by transformers", is_fault=False)
 
@@ -301,16 +321,16 @@ class ChatFormat(TextFormat):
         return [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
 
     def encode_rendered(self, rendered: list[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(tokens, mask) of each: a token is trained on where one of its characters is. `apply_chat_template` looks for
-        the token of a span's first and of its last character instead, which goes wrong where that is a space, is in
-        several tokens, or where the span is empty."""
+        """Yield (tokens, mask) of each text; a token is trained on if one of its characters is. `apply_chat_template`
+        looks up the tokens of a span's first and last character instead, which fails if the character is a space or is
+        in several tokens, or if the span is empty."""
         texts = [conversation.text for conversation in rendered]
         if self.loss == "all":
             batches = (encode_texts(self.tokenizer, batch) for batch in in_batches(texts))
             for ids in itertools.chain.from_iterable(batches):
                 yield np.array(ids, np.uint32), np.ones(len(ids), np.uint8)
             return
-        encodings = (self.with_offsets.encode_batch(batch, add_special_tokens=False) for batch in in_batches(texts))
+        encodings = (self.offset_tokenizer.encode_batch(batch, add_special_tokens=False) for batch in in_batches(texts))
         for encoding, (_, spans) in zip(itertools.chain.from_iterable(encodings), rendered, strict=True):
             trained = np.zeros(len(encoding.ids), np.uint8)
             starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
@@ -320,66 +340,171 @@ class ChatFormat(TextFormat):
             yield np.array(encoding.ids, np.uint32), trained
 
     @functools.cached_property
-    def with_offsets(self) -> tokenizers.Tokenizer:
-        """The backend without what is done after tokens are found, which adds none here but would take spaces off the
-        characters of a token."""
+    def offset_tokenizer(self) -> tokenizers.Tokenizer:
+        """The Rust tokenizer without its post-processor, which would exclude spaces from the characters of a token."""
         backend = copy.deepcopy(backend_of(self.tokenizer))
         backend.post_processor = None
-        backend.encode_special_tokens = self.tokenizer.split_special_tokens  # a copy does not have it
+        backend.encode_special_tokens = self.tokenizer.split_special_tokens  # lost by the copy
         return backend
 
 
 def in_batches(texts: list[str]) -> Iterator[list[str]]:
-    """The texts in as many batches as calls of the tokenizer are to take."""
+    """Yield the texts in batches for one call of the tokenizer each."""
     left = iter(texts)
     while batch := list(take(left, len(texts))):
         yield batch
 
 
 def is_rendered(part: str, token: str, text: str) -> bool:
-    """True if a part of a rendered `text` begins a turn with a special token, or has it where the template writes it
-    too: at an end, where it then stands twice."""
-    before, _, behind = text.partition(part)
+    """True if a part of a rendered `text` begins a turn with a special token, or repeats at an end the one that the
+    template writes there."""
+    before, _, after = text.partition(part)
     roles = "|".join({*ROLES, "developer"})
     return (
         re.search(rf"{re.escape(token)}({roles})(\n|<)", part) is not None
         or (part.startswith(token) and before.rstrip().endswith(token))
-        or (part.endswith(token) and behind.lstrip().startswith(token))
+        or (part.endswith(token) and after.lstrip().startswith(token))
     )
 
 
 def with_fixed_date(template: str) -> str:
-    """A template for which today is TODAY: its `strftime_now` is a macro of its own. A function given as an argument
-    would not reach it, as transformers hands on nothing but data."""
+    """Return a template for which today is TODAY, by a macro `strftime_now`: transformers passes data but no functions
+    to a template."""
+    if "strftime_now" not in template:
+        return template
     replaced = "".join(f".replace('{code}', '{TODAY.strftime(code)}')" for code in DATE_CODES)
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
 
 
 def has_generation(template: str) -> bool:
-    """Whether a template marks what the assistant writes."""
+    """True if a template marks what the assistant writes."""
     return re.search(r"{%-?\s*generation\s*-?%}", template) is not None
 
 
-def length_of_prefix(conversation: Conversation, beginning: str, text: str) -> int:
-    """The length of what the beginning of a conversation was rendered to; a UserError where the text of the whole does
-    not begin so."""
-    if not text.startswith(beginning):
-        raise changed_before(conversation, beginning, text)
-    return len(beginning)
+# ----------------------------------------------------------------------------------------------------------------------
+# What a template leaves out
 
 
-def changed_before(conversation: Conversation, beginning: str, text: str) -> base.UserError:
-    """What is wrong where a template renders the beginning of a conversation otherwise once more follows."""
-    pairs = enumerate(itertools.zip_longest(beginning, text))
-    at = next(place for place, (one, other) in pairs if one != other)
-    alone, followed = (repr(part[max(0, at - SHOWN) : at + SHOWN]) for part in (beginning, text))
-    problem = f"its chat template changes what came before as a conversation goes on ({alone} becomes {followed})"
-    why = "such as one that moves a system prompt or drops thoughts"
-    return no_assistant_mask(f"--dataset {conversation.place}: {problem}, {why}")
+def shape_of(conversation: Conversation) -> Hashable:
+    """Return what decides which texts of a conversation a template writes: the kinds of its messages and their
+    order."""
+    messages, after = conversation.messages, after_last_question(conversation)
+    kinds = {
+        (
+            message["role"],
+            number == 0,
+            number >= after,
+            number == len(messages) - 1,
+            frozenset(name for name, value in message.items() if value and not is_blank(value)),
+            *((min(len(items), 2), shape_of_items(items)) for items in (parts_of(message), calls_of(message))),
+        )
+        for number, message in enumerate(messages)
+    }
+    return bool(conversation.tools), frozenset(kinds)
+
+
+def is_blank(value: Any) -> bool:
+    return isinstance(value, str) and not value.strip()
+
+
+def shape_of_items(items: list[dict]) -> frozenset:
+    """Return the fields and types of parts or calls."""
+    return frozenset((name, type(value), bool(value)) for item in items for name, value in item.items())
+
+
+def after_last_question(conversation: Conversation) -> int:
+    """Return the index of the message after the user's last one; templates cut the thoughts of answers before it."""
+    roles = [message["role"] for message in conversation.messages]
+    return len(roles) - roles[::-1].index("user") if "user" in roles else 0
+
+
+def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
+    """Copy a conversation with a mark in each text of its messages, in the name and each argument of the functions
+    that they call, in a field of each part that no template knows, and in the name of each tool."""
+    messages, tools = list(map(copy.deepcopy, conversation.messages)), copy.deepcopy(conversation.tools)
+    marks: list[Mark] = []
+
+    def mark(does: str, what: str = "the chat template", is_fault: bool = True, is_wanted: bool = True) -> str:
+        marks.append(Mark(f"zqx{len(marks)}xqz", is_wanted, Omission(f"{what} {does}", is_fault)))
+        return marks[-1].word
+
+    after, advice = after_last_question(conversation), "to train on it, give one that writes it"
+    for number, message in enumerate(messages):
+        role, turns = message["role"], f"the {message['role']}"
+        if role == "assistant" and number < after:
+            turns = "earlier turns of the assistant"
+        for name, value in message.items():
+            if name == "content" and isinstance(value, str) and value.strip():
+                beside = " beside a call" if calls_of(message) else ""
+                message[name] += mark(f"leaves out the content of the {role}{beside}; give one that writes it")
+            elif isinstance(value, str) and value.strip() and name not in NAMES_AND_WEIGHTS:
+                message[name] += mark(f"leaves out {name} of {turns}; {advice}", is_fault=False)
+        for call in calls_of(message):
+            called = f"its call of {call['name']}"
+            call["name"] += mark(f"leaves out {called}; give one that writes tool_calls")
+            arguments, omitted = call.get("arguments"), f"leaves out arguments of {called}; give one that writes them"
+            if isinstance(arguments, dict):
+                call["arguments"] = {name: mark(omitted) for name in arguments}
+            elif arguments:
+                call["arguments"] = mark(omitted)
+        for part in parts_of(message):
+            what = f"the content of its {role} is a list of parts, which the chat template"
+            parts_advice = "give the text alone, or a template that reads parts"
+            if "text" in part:
+                part["text"] += mark(f"leaves out; {parts_advice}", what)
+            if isinstance(part.get("thinking"), str):
+                part["thinking"] += mark(f"leaves out thinking of {turns}; {advice}", is_fault=False)
+            part["unknown field"] = mark(f"writes as it is; {parts_advice}", what, is_wanted=False)
+    for tool in tools or []:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            function["name"] += mark("does not write tools, so it is trained on as if there were none", is_fault=False)
+    return replace(conversation, messages=messages, tools=tools), marks
+
+
+def changed_contents(conversation: Conversation, text: str) -> Iterator[Omission]:
+    """Find the contents of messages that the rendered `text` lacks, except for white space and the JSON of tools."""
+    written, at, after = without_space(text), 0, after_last_question(conversation)
+    for number, message in enumerate(conversation.messages):
+        role, content = message["role"], message.get("content")
+        if not isinstance(content, str):
+            continue
+        for form in map(without_space, (content, json.dumps(content, ensure_ascii=False)[1:-1])):
+            found = written.find(form, at)
+            found = written.find(form) if found < 0 else found  # a template may move a system prompt
+            if found >= 0:
+                at = found + len(form)
+                break
+        else:
+            what = "cuts <think> out of" if "</think>" in content else "changes"
+            if role != "assistant" or number < conversation.first_trained:
+                yield Omission(f"the chat template {what} the content of the {role}", is_fault=False)
+            elif number < after:
+                yield Omission(f"the chat template {what} earlier turns of the assistant", is_fault=False)
+            else:
+                problem = f"the chat template {what} the answer of the assistant that is trained on"
+                yield Omission(f"{problem}; give one that writes all of its content")
+
+
+def without_space(text: str) -> str:
+    return "".join(text.split())
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(item)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Errors
 
 
 def nothing_trained(dataset: str, conversations: int, chat: TextFormat) -> base.UserError:
-    """What is wrong where no conversation has a token to train on."""
+    """Make the error for a corpus without a token to train on."""
     problem = f"the chat template marks no token of any of the {conversations:,} conversations"
     if isinstance(chat, ChatFormat) and "prefixes" in chat.describe()["trained on"]:
         problem = f"none of its conversations, {conversations:,}, has a message with the role assistant"
@@ -387,7 +512,7 @@ def nothing_trained(dataset: str, conversations: int, chat: TextFormat) -> base.
 
 
 def no_assistant_mask(problem: str) -> base.UserError:
-    """No token of any conversation would be trained on."""
+    """Make the error for conversations whose assistant tokens cannot be found."""
     advice = "give a template that has {% generation %} around what the assistant writes with --chat-template FILE"
     return base.UserError(
         f"{problem}, so which tokens are the assistant's is not known; {advice}, or train on all tokens with "
@@ -395,9 +520,13 @@ def no_assistant_mask(problem: str) -> base.UserError:
     )
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Prompts and examples
+
+
 def read_prompt(prompt: str) -> list[str | Conversation]:
-    """The prompts that --sample-prompt gives: a text is one; the name of a .json or .jsonl file stands for the
-    conversations in its records, or for that of its list of messages, each up to its last answer."""
+    """Return the prompts that --sample-prompt gives: a text, or the conversations of a .json or .jsonl file, each
+    without its last answer. A list of messages is one conversation."""
     is_file = os.path.isfile(prompt) or len(prompt.split()) == 1
     if not (is_file and prompt.endswith((".json", ".jsonl"))):
         return [prompt]
@@ -423,66 +552,64 @@ def read_prompt(prompt: str) -> list[str | Conversation]:
         last = found.first_trained or len(found.messages)
         while last > 1 and found.messages[last - 1]["role"] == "assistant":
             last -= 1
-        prompts.append(replace(found, messages=found.messages[:last], place=prompt))
+        prompts.append(replace(found, messages=found.messages[:last], position=prompt))
     return prompts
 
 
 def render_user_message(
     tokenizer: "PreTrainedTokenizerBase", template: str | None, prompt: "str | Conversation"
 ) -> str:
-    """The text that the answer to a user's message, or to a conversation, follows."""
+    """Render a user's message, or a conversation, with the generation prompt."""
     if isinstance(prompt, str):
         prompt = Conversation([{"role": "user", "content": prompt}])
     tools: Any = prompt.tools  # as in `render_messages`
-    template = tokenizer.get_chat_template(template, tools)
-    if "strftime_now" in template:
-        template = with_fixed_date(template)
+    template = with_fixed_date(tokenizer.get_chat_template(template, tools))
     try:
         text = tokenizer.apply_chat_template(
             prompt.messages, tools, chat_template=template, add_generation_prompt=True, tokenize=False
         )
     except Exception as error:  # a template may raise anything
         raise base.UserError(f"--sample-prompt: the chat template fails, {base.first_line(error)}") from error
-    assert isinstance(text, str)  # as it is not tokenized
+    assert isinstance(text, str)  # not tokenized
     return text
 
 
 def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None = None) -> list[int]:
-    """The token that a chat template, by default the tokenizer's, puts behind an answer, where that is a special one;
-    else none."""
-    answer = "Zq"  # in no name of a token
+    """Return the id of the special token that a chat template, by default the tokenizer's, writes after an answer; []
+    if it writes none."""
+    answer = "Zq"  # not part of a special token
     messages = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}]
     try:
         text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-    except Exception:  # no template, or one that wants other messages
+    except Exception:  # no template, or one that refuses these messages
         text = ""
-    assert isinstance(text, str)  # as it is not tokenized
-    behind = tokenizer(text.rpartition(answer)[2].lstrip(), add_special_tokens=False)["input_ids"]
-    if behind and (token := tokenizer.added_tokens_decoder.get(behind[0])) and token.special:
-        return [behind[0]]
+    assert isinstance(text, str)  # not tokenized
+    end = tokenizer(text.rpartition(answer)[2].lstrip(), add_special_tokens=False)["input_ids"]
+    if end and (token := tokenizer.added_tokens_decoder.get(end[0])) and token.special:
+        return end[:1]
     return []
 
 
 def describe_examples(documents: Iterator, encoder: TextFormat) -> str:
-    """The first conversation of each kind, or the first rows, up to EXAMPLES: a line with its place and kind, and its
-    text with [[ ]] around what is trained on, of at most EXAMPLE_TOKENS tokens."""
+    """Return the first conversation of each kind, or the first rows, up to MAX_EXAMPLES: for each a line with its
+    position and kind, and its text, at most EXAMPLE_TOKENS tokens, with [[ ]] around what is trained on."""
     found: dict[str, str] = {}
     for number, document in enumerate(documents, 1):
         kind, title = f"row {number}", f"row {number}"
         if isinstance(document, Conversation):
             kind = describe_kind(document)
-            title = f"{document.place}: {kind}"
+            title = f"{document.position}: {kind}"
         if kind not in found:
             encoded = encoder.encode([document], Counter())
             if len(encoded.tokens):
                 found[kind] = f"--- {title}\n{mark_trained(encoded, encoder.tokenizer)}"
-        if len(found) == EXAMPLES:
+        if len(found) == MAX_EXAMPLES:
             break
     return "\n".join(found.values())
 
 
 def describe_kind(conversation: Conversation) -> str:
-    """What a conversation has that others may lack, in words."""
+    """Name what a conversation has that others may lack."""
     messages = conversation.messages
     roles = [message["role"] for message in messages]
     texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
@@ -496,7 +623,7 @@ def describe_kind(conversation: Conversation) -> str:
 
 
 def mark_trained(encoded: Encoded, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The text of a document's tokens, of many the first and the last ones; [[ ]] is around what is trained on."""
+    """Return the text of a document with [[ ]] around what is trained on; the middle of a long one is left out."""
     halves = [slice(None)]
     if len(encoded.tokens) > EXAMPLE_TOKENS:
         halves = [slice(EXAMPLE_TOKENS // 2), slice(-EXAMPLE_TOKENS // 2, None)]

@@ -1,5 +1,5 @@
-"""Files: what a name of --dataset stands for: the data files of a file, folder, pattern, URL or data set of the hub,
-the split of each, and what is left out. A corpus is listed once, by rank 0."""
+"""Files: the data files that a name of --dataset stands for (a file, folder, pattern, URL or data set of the hub), the
+split of each, and what is left out. A corpus is listed once, by rank 0."""
 
 import glob
 import io
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from harness import base, flags
-from harness.data import readers, stores
-from harness.data.records import COMPRESSIONS
+from harness.data import formats, stores
+from harness.data.formats import COMPRESSIONS
 
 # The words of names and the patterns are those of `datasets.data_files`.
 SPLIT_KEYWORDS = {
@@ -19,8 +19,8 @@ SPLIT_KEYWORDS = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-SEPARATOR = r"[-._ 0-9]"  # before and behind a keyword in a name
-SHARD = re.compile(r"data/([^/]*)-[0-9]{5}-of-[0-9]{5}[^/]*\.[^/]*")  # names its split, whatever that is
+SEPARATOR = r"[-._ 0-9]"  # around a keyword in a name
+SHARD = re.compile(r"data/([^/]*)-[0-9]{5}-of-[0-9]{5}[^/]*\.[^/]*")  # with any name of a split
 NO_DATA = re.compile(  # in a folder; cache-*.arrow are the results of maps and filters of `datasets`
     r"readme\.md|config\.json|dataset_infos?\.json|dataset_dict\.json|state\.json|cache-.*\.arrow"
 )
@@ -28,11 +28,11 @@ NO_DATA = re.compile(  # in a folder; cache-*.arrow are the results of maps and 
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of a corpus as it was listed."""
+    """A file of a corpus, as listed."""
 
-    path: str  # on this machine, or a URL
+    path: str  # local, or a URL
     size: int  # bytes
-    mark: str = field(compare=False)  # changes with the content: its time of change, or what a store gives
+    mark: str = field(compare=False)  # changes with the content: the mtime, or a store's ETag
 
     def __str__(self) -> str:
         return stores.without_query(self.path)
@@ -42,8 +42,8 @@ class DataFile:
         return str(self).rpartition("/")[2]
 
     @property
-    def packing(self) -> str | None:
-        """What Arrow calls the compression that its suffix says; None where it is not packed."""
+    def compression(self) -> str | None:
+        """Arrow's name of its compression, by its suffix; None without one."""
         return COMPRESSIONS.get(os.path.splitext(self.name)[1].lower())
 
     @property
@@ -51,23 +51,22 @@ class DataFile:
         return base.is_url(self.path)
 
     def open(self) -> io.RawIOBase:
-        """Its bytes, not buffered. A UserError where it has changed since it was listed, an OSError where it cannot be
-        read."""
+        """Open it unbuffered. A UserError if it has changed since it was listed, an OSError if it cannot be read."""
         if self.is_remote:
             return stores.RangeReader(self.path, self.size, self.mark)
         opened = open(self.path, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
-        if os.fstat(opened.fileno()).st_size != self.size:  # a copy on another node may have another time
+        if os.fstat(opened.fileno()).st_size != self.size:  # a copy on another node may have another mtime
             opened.close()
             raise stores.changed(self.path)
         return opened
 
     def version(self) -> list:
-        """What tells it from other files and from itself changed, whatever path leads to it."""
+        """Return its real path, size and mark, which tell it from other files and from other versions of it."""
         return [self.path if self.is_remote else os.path.realpath(self.path), self.size, self.mark]
 
 
 def mark_of(status: os.stat_result) -> tuple[int, str]:
-    """(size, mark) of a file on this machine."""
+    """Return (size, mark) of a local file."""
     return status.st_size, str(status.st_mtime_ns)
 
 
@@ -75,109 +74,111 @@ def mark_of(status: os.stat_result) -> tuple[int, str]:
 class Listing:
     """The files of a corpus."""
 
-    place: str  # as --dataset names it
-    splits: dict[str, list[DataFile]]  # by split, each in order
-    left_out: list[str]  # what lies there and is not read, in words
+    dataset: str  # its name in --dataset
+    splits: dict[str, list[DataFile]]
+    left_out: list[str]  # names of files that are not read, some with the reason
     is_hub: bool = False
 
     def files_in_split(self, split: str) -> list[DataFile]:
-        """The files of a split; a NoSplitError where there are none."""
+        """Return the files of a split; a NoSplitError if there are none."""
         if split not in self.splits:
             names = ", ".join(self.splits)
-            raise base.NoSplitError(f"--dataset {self.place}, split {split!r}: there is none; there is {names}")
+            raise base.NoSplitError(f"--dataset {self.dataset}, split {split!r}: there is none; there is {names}")
         return self.splits[split]
 
     def describe(self, trained: str) -> str:
-        """The line of the header about files that are not of the split `trained`; empty if all are."""
+        """Return the header's line about files that are not in the split `trained`; "" if all are."""
         names = {split: [file.name for file in files] for split, files in self.splits.items()}
         names["left out"] = self.left_out
         total = sum(map(len, names.values()))
-        others = [f"{what}: {base.shortened(files)}" for what, files in names.items() if files and what != trained]
+        others = [f"{split}: {base.shortened(files)}" for split, files in names.items() if files and split != trained]
         return f"{len(names[trained]):,} of {total:,} ({'; '.join(others)})" if others else ""
 
 
-def find_files(place: str, subset: str | None = None) -> Listing:
-    """The data files of a file, folder, pattern, URL or data set of the hub; a UserError where there are none."""
-    path = os.path.expanduser(place)
+def find_files(dataset: str, subset: str | None = None) -> Listing:
+    """List the data files of a file, folder, pattern, URL or data set of the hub; a UserError if there are none."""
+    path = os.path.expanduser(dataset)
     left_out: list[str] = []
     if base.is_url(path):
         is_pattern = stores.has_pattern(path)
         candidates = [DataFile(url, *stores.size_and_mark(url, info)) for url, info in stores.list_url(path)]
     elif os.path.exists(path) or glob.has_magic(path):
         is_pattern, (candidates, left_out) = not os.path.exists(path), list_paths(path)
-    elif readers.reader_of(place) or not flags.may_be_on_the_hub(place):
-        beside = f"; there is {place}.bin" if os.path.exists(f"{path}.bin") else ""  # which Megatron names without
-        raise base.UserError(f"--dataset {place}: no such file or folder{beside}")
+    elif formats.find_format(dataset) or not flags.may_be_on_the_hub(dataset):
+        hint = f"; there is {dataset}.bin" if os.path.exists(f"{path}.bin") else ""  # Megatron omits the suffix
+        raise base.UserError(f"--dataset {dataset}: no such file or folder{hint}")
     else:
-        return find_on_hub(place, subset)
+        return find_on_hub(dataset, subset)
     is_one_file = path in (file.path for file in candidates)
-    top = stores.before_pattern(path) if is_pattern else path.rstrip("/")  # below it names say their splits
+    top = stores.before_pattern(path) if is_pattern else path.rstrip("/")  # names below it tell their splits
     names = {file: str(file).removeprefix(top).lstrip("/") or file.name for file in candidates}
     files = []
     for file in sorted(candidates, key=lambda file: file.path.split("/")):
         name = names[file]
         if not is_one_file and any(part.startswith(".") for part in name.split("/")):
             continue
-        if is_data(file.name) or (is_one_file and readers.reader_of(file.name)):
+        if is_data(file.name) or (is_one_file and formats.find_format(file.name)):
             files.append(file)
-        elif not file.name.endswith(readers.companions()):
+        elif not file.name.endswith(formats.companions()):
             left_out.append(name if name.isprintable() else ascii(name))
     if not all(needs_exclusive_format(file) for file in files):
         left_out += [names[file] for file in files if needs_exclusive_format(file)]
         files = [file for file in files if not needs_exclusive_format(file)]
     if not files:
-        raise base.UserError(f"--dataset {place}: {describe_nothing(left_out)}")
+        raise base.UserError(f"--dataset {dataset}: {describe_nothing(left_out)}")
     if is_one_file:
-        return Listing(place, {"train": files}, [])
+        return Listing(dataset, {"train": files}, [])
     splits: dict[str, list[DataFile]] = {}
-    for file, split in zip(files, find_splits(place, [names[file] for file in files]), strict=True):
+    for file, split in zip(files, find_splits(dataset, [names[file] for file in files]), strict=True):
         splits.setdefault(split, []).append(file)
     unnamed = splits.pop("", [])
-    if "train" in splits:  # such as the text beside nanoGPT's train.bin and val.bin
+    if "train" in splits:  # such as input.txt of nanoGPT, next to train.bin and val.bin
         left_out += [f"{names[file]} (not in a split)" for file in unnamed]
     elif unnamed:
         splits = {"train": unnamed} | splits
-    return Listing(place, splits, sorted(left_out))
+    return Listing(dataset, splits, sorted(left_out))
 
 
 def is_data(name: str) -> bool:
-    """True for a file of a folder that is read, by its name."""
-    return readers.reader_of(name) is not None and not NO_DATA.fullmatch(name.lower())
+    """True if a file of a folder is read, by its name."""
+    return formats.find_format(name) is not None and not NO_DATA.fullmatch(name.lower())
 
 
 def needs_exclusive_format(file: DataFile) -> bool:
-    """Whether a file is data only where no other data files lie beside it."""
-    return getattr(readers.reader_of(file.name), "ONLY_ALONE", False)
+    """True if a file is data only without data files of other formats in its folder."""
+    return getattr(formats.find_format(file.name), "ONLY_ALONE", False)
 
 
-def find_splits(place: str, names: list[str]) -> list[str]:
-    """The split of each file of a corpus by its path there, "" for none, as `datasets` finds it: by shards in `data`,
-    else by the names of folders, else by those of files. A UserError for a name with the words of two splits."""
+def find_splits(dataset: str, names: list[str]) -> list[str]:
+    """Return the split of each file by its path in the corpus, "" for none, as `datasets` does: by shards in `data`,
+    else by the names of folders, else by those of files. A UserError for a name with the keywords of two splits."""
     if any(map(SHARD.fullmatch, names)):
         return [shard[1] if (shard := SHARD.fullmatch(name)) else "" for name in names]
-    folder_splits = [split_in(place, name, name.split("/")[:-1]) for name in names]
-    # a file's keyword has a separator behind it, which its suffix begins with
-    return folder_splits if any(folder_splits) else [split_in(place, name, [name.rpartition("/")[2]]) for name in names]
+    folder_splits = [split_in(dataset, name, name.split("/")[:-1]) for name in names]
+    return (
+        folder_splits if any(folder_splits) else [split_in(dataset, name, [name.rpartition("/")[2]]) for name in names]
+    )
 
 
-def split_in(place: str, name: str, parts: list[str]) -> str:
-    """The split whose keyword stands between separators in one of the `parts` of a path; "" for none."""
+def split_in(dataset: str, name: str, parts: list[str]) -> str:
+    """Return the split whose keyword is between separators in one of the `parts` of a path; "" for none."""
     words = {word for part in parts for word in re.split(f"{SEPARATOR}+", part)}
     found = [split for split, keywords in SPLIT_KEYWORDS.items() if words.intersection(keywords)]
     if len(found) > 1:
-        problem = f"{name} is of two splits by its name, {' and '.join(found)}"
-        raise base.UserError(f"--dataset {place}: {problem}; rename it, or give the files of one split")
+        problem = f"the name {name} has keywords of two splits, {' and '.join(found)}"
+        raise base.UserError(f"--dataset {dataset}: {problem}; rename it, or give the files of one split")
     return found[0] if found else ""
 
 
 def describe_nothing(left_out: list[str]) -> str:
-    suffixes, packed = "/".join(readers.suffixes()), "/".join(COMPRESSIONS)
+    suffixes, compressions = "/".join(formats.suffixes()), "/".join(COMPRESSIONS)
     seen = f"there is only {base.shortened(left_out)}; convert it" if left_out else "there are no files"
-    return f"needs {suffixes} files, which may be packed as {packed}; {seen}"
+    return f"needs {suffixes} files, which may be compressed as {compressions}; {seen}"
 
 
 def list_paths(path: str) -> tuple[list[DataFile], list[str]]:
-    """(the regular files at a path, below a folder or where a pattern leads, each real file once; what is left out)."""
+    """Return (the regular files at a path, in a folder or matching a pattern, each real file once; what is left
+    out)."""
     paths: Iterable[str] = [path]
     if os.path.isdir(path):
         paths = walk(path)
@@ -198,7 +199,7 @@ def list_paths(path: str) -> tuple[list[DataFile], list[str]]:
 
 
 def walk(top: str) -> Iterator[str]:
-    """What lies in a folder and in those below it but hidden ones, each real folder once."""
+    """Yield the files in a folder and its subfolders, each real folder once, without hidden ones."""
     entered: set[str] = set()
     for folder, below, names in os.walk(top, followlinks=True):
         real = os.path.realpath(folder)
@@ -212,22 +213,22 @@ def walk(top: str) -> Iterator[str]:
 
 
 def find_on_hub(dataset: str, subset: str | None) -> Listing:
-    """The files of a data set of the hub, by split, as `datasets` resolves them; without a network those that were
+    """List the files of a data set of the hub, by split, as `datasets` resolves them; without a network those that were
     downloaded before. No code of the data set is run."""
     base.answer_from_cache_without_network(dataset)  # before the imports, which read it
     import datasets
     from huggingface_hub import constants, snapshot_download
 
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # the error below alone reports what goes wrong
-    place = dataset
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # the UserError reports it
+    source = dataset
     try:
         if constants.HF_HUB_OFFLINE:
-            place = snapshot_download(dataset, repo_type="dataset", local_files_only=True)
-        found = datasets.load_dataset_builder(place, subset).config.data_files or {}
+            source = snapshot_download(dataset, repo_type="dataset", local_files_only=True)
+        found = datasets.load_dataset_builder(source, subset).config.data_files or {}
     except Exception as error:
         cause = base.first_line(stores.root_of(error))
-        problem = f"not a local file or folder, and not to be had from the hub ({cause})"
-        hint = f"without a network use a local {'/'.join(readers.suffixes())} file or folder, 'synthetic' or 'demo'"
+        problem = f"neither a local file or folder, nor available from the hub ({cause})"
+        hint = f"without a network use a local {'/'.join(formats.suffixes())} file or folder, 'synthetic' or 'demo'"
         raise base.UserError(f"--dataset {dataset}: {problem}; {hint}") from error
     splits, left_out = {}, []
     roots = {re.match(r"(hf://(?:[^/]+/){2}[^/]+)?", path)[0] for paths in found.values() for path in paths}
@@ -243,7 +244,7 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
 
 
 def hub_file(path: str, known: dict[str, dict]) -> DataFile:
-    """A file that `datasets` resolved; `known` is what the hub says of files in one answer for all."""
+    """Return a file that `datasets` resolved; `known` has the hub's information on files, by URL."""
     if not base.is_url(path):
         return DataFile(path, *mark_of(os.stat(path)))
     return DataFile(path, *stores.size_and_mark(path, known.get(path) or stores.ask(path, "info")))

@@ -1,5 +1,5 @@
-"""Orders that follow from a key: permutations that are computed number by number and stored nowhere, for the windows of
-a source, and parts that are spread evenly, for the sources of a mixture."""
+"""Orders that follow from a key: permutations that are computed number by number and stored nowhere, for the sequences
+of a source, and parts that are spread evenly, for the sources of a mixture."""
 
 import hashlib
 import math
@@ -11,7 +11,7 @@ ROUNDS = 8  # with 4, pairs of neighbours in small permutations are measurably n
 
 
 def permuted(number: int, size: int, key: str) -> int:
-    """Where a permutation of `range(size)`, another one for each key, takes a number below `size`.
+    """The image of a number below `size` under a permutation of `range(size)`, another one for each key.
 
     A Feistel network: a number is a pair, of which one half is moved by a keyed function of the other, in turn, modulo
     its size; what lands beyond `size` goes through it again. These are the generalized Feistel cipher and the cycle
@@ -36,8 +36,8 @@ def keyed(text: str) -> int:
 
 def spread(counts: Sequence[int], key: str) -> np.ndarray:
     """The numbers of parts, each as many times as its count says, spread evenly over a circle in another order for each
-    key: of a part that comes c times each one lies at random in its own of c equal stretches. Each place is as likely
-    to have any one of them; without the turn of the circle light parts would be rare at its beginning."""
+    key: of a part that comes c times each one lies at random in its own of c equal stretches. Each position is as
+    likely to have any one of them; without the turn of the circle light parts would be rare at its beginning."""
     total = sum(counts)
     if total == max(counts):  # one part, as most runs have: nothing to sort
         return np.full(total, np.argmax(counts))

@@ -1,5 +1,6 @@
-"""Stores: what lies at a URL such as `s3://bucket/folder`, listed and read through fsspec, without a copy on this
-machine. A request is tried again where it may pass."""
+"""Stores: the files at a URL such as `s3://bucket/folder`, listed and read through fsspec without a local copy.
+
+Requests are retried here: fsspec's HTTP has no retries of its own, and those of s3fs give up after two seconds."""
 
 import glob
 import io
@@ -14,11 +15,11 @@ from harness import base
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-TIMEOUT_SECONDS = 30  # of a request for a range, or for what is known about a file
-LISTING_SECONDS = 600  # of the names below a folder
+TIMEOUT_SECONDS = 30  # of a request for a range, or for information on a file
+LISTING_SECONDS = 600  # of a request for the names in a folder
 TRIES = 8
-FIRST_WAIT = 0.5  # seconds before the second try; twice as long before each further one
-# What a store calls the mark that changes with a file's content; the first that is there counts.
+FIRST_WAIT = 0.5  # seconds before the second try, doubled for each further one
+# Names of the mark that changes with a file's content; the first that a store gives counts.
 MARKS = ("generation", "ETag", "etag", "blob_id", "md5Hash", "mtime")
 
 
@@ -27,52 +28,51 @@ def is_http(url: str) -> bool:
 
 
 def without_query(url: str) -> str:
-    """A URL as messages have it: one of http without the query, which may be a signature."""
+    """Return a URL for messages: the query of an HTTP URL is removed, as it may be a signature."""
     return url.partition("?")[0] if is_http(url) else url
 
 
 def has_pattern(url: str) -> bool:
-    """Whether a URL stands for several files. In one of http only * does so; ? begins a query."""
+    """True if a URL is a pattern. In an HTTP URL only * makes one, as ? begins a query."""
     return "*" in url.partition("?")[0] if is_http(url) else glob.has_magic(url)
 
 
 def before_pattern(path: str) -> str:
-    """The folder, of a path or URL, below which a pattern begins."""
+    """Return the folder of a path or URL before its pattern."""
     return path[: min(path.find(sign) for sign in "*?[" if sign in path)].rpartition("/")[0]
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """(fsspec's file system for a URL, which belongs to this process and not to one forked from it; the path in it).
-    A UserError where there is none."""
+    """Return (fsspec's file system for a URL, the path in it); a UserError if there is none. A process that is forked
+    must call this again."""
     import fsspec
 
     scheme = url.partition(":")[0].lower()
     if "::" in url:
         raise base.UserError(f"--dataset {url}: chained URLs are not read; give the file's own")
     if urllib.parse.urlsplit(url).password:
-        problem = "a password in a URL would stand in logs"
+        problem = "a password in a URL would be logged"
         raise base.UserError(f"--dataset {scheme}://: {problem}; give it as {scheme}'s package takes it")
     base.answer_from_cache_without_network(url)
-    options: dict[str, Any] = {"use_listings_cache": False}  # a file may change while a run reads others
-    if scheme in ("s3", "s3a"):  # tries are counted here
-        given = fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})
-        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}} | given
+    options: dict[str, Any] = {"use_listings_cache": False}  # files may change during a run
+    if scheme in ("s3", "s3a"):  # retried here
+        user_options = fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}} | user_options
     try:
         filesystem, path = fsspec.core.url_to_fs(url, **options)
-    except Exception as error:  # among others a kind of store that fsspec does not know, or whose package is missing
+    except Exception as error:  # also for an unknown scheme, or a missing package
         raise describe_failure(error, url) from error
     if hasattr(filesystem, "retries"):
         filesystem.retries = 1
-    for package in ("s3fs", "gcsfs"):  # the UserError alone reports what goes wrong
+    for package in ("s3fs", "gcsfs"):  # the UserError reports it
         logging.getLogger(package).setLevel(logging.CRITICAL)
     return filesystem, path
 
 
 def ask(url: str, operation: str, seconds: float | None = None, **options: Any) -> Any:
-    """What an operation of the URL's file system gives, with the path in it as the first argument.
+    """Call an operation of the URL's file system with the path in it; retry it if the error is transient.
 
-    It is tried again where the error may pass. A FileNotFoundError where the store has no such thing; a UserError for
-    what fails for good.
+    A FileNotFoundError if the store has no such file; a UserError if the operation fails for good.
     """
     from fsspec.asyn import sync
 
@@ -81,7 +81,7 @@ def ask(url: str, operation: str, seconds: float | None = None, **options: Any) 
     for number in itertools.count(1):
         try:
             if filesystem.async_impl:
-                # private: the coroutine behind a public operation, which alone can be given up after some time
+                # the private coroutine of the operation, as only that takes a timeout
                 coroutine = getattr(filesystem, f"_{operation}")
                 return sync(filesystem.loop, coroutine, path, timeout=seconds or TIMEOUT_SECONDS, **options)
             return getattr(filesystem, operation)(path, **options)
@@ -98,15 +98,14 @@ def ask(url: str, operation: str, seconds: float | None = None, **options: Any) 
 
 
 def list_url(url: str) -> list[tuple[str, dict]]:
-    """(URL, what the store says of it) of the files at a URL, below a folder or where a pattern leads; none where there
-    is nothing."""
+    """List (URL, the store's information) of the files at a URL, in a folder or matching a pattern."""
     top = url
     try:
         if has_pattern(url):
             top = before_pattern(url)
             found = ask(url, "glob", detail=True, seconds=LISTING_SECONDS)
         else:
-            # a server of http has folders only as pages of links, which `info` takes for files
+            # folders of an HTTP server are pages of links, which `info` takes for files
             is_folder = "." not in without_query(url).rpartition("/")[2]
             if not is_folder:
                 info = ask(url, "info")
@@ -121,7 +120,7 @@ def list_url(url: str) -> list[tuple[str, dict]]:
     for path, info in found.items():
         within = path.removeprefix(path_of_top).strip("/")
         file = f"{top.rstrip('/')}/{within}" if within else url
-        if info["type"] == "directory" or path.endswith("/"):  # such names stand for empty folders
+        if info["type"] == "directory" or path.endswith("/"):  # an empty folder
             continue
         if info.get("size") is None:  # a page of links
             info = ask(file, "info")
@@ -130,20 +129,20 @@ def list_url(url: str) -> list[tuple[str, dict]]:
 
 
 def size_and_mark(url: str, info: dict) -> tuple[int, str]:
-    """(bytes of a file, what changes with its content) by what its store says of it."""
+    """Return (size in bytes, mark) of a file from its store's information."""
     if info.get("size") is None:
-        problem = "the server does not say how large it is"
+        problem = "the server does not give its size"
         raise base.UserError(f"--dataset {without_query(url)}: {problem}; copy it to a local disk")
     marks = [f"{name} {info[name]}" for name in MARKS if info.get(name)]
     return info["size"], marks[0] if marks else ""
 
 
 class RangeReader(io.RawIOBase):
-    """The bytes of a file in a store; each read is one request for a range. A UserError where the file is not the one
-    that was listed, and where the store gives no bytes after some tries."""
+    """The bytes of a file in a store; each read is one request for a range. A UserError if the file has changed since
+    it was listed, or if a request fails for good."""
 
     def __init__(self, url: str, size: int, mark: str):
-        self.url, self.size, self.place = url, size, 0
+        self.url, self.size, self.position = url, size, 0
         name = mark.partition(" ")[0]
         now = self._ask("info")
         if now.get("size") != size or (mark and f"{name} {now.get(name)}" != mark):
@@ -156,22 +155,22 @@ class RangeReader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
-        return self.place
+        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
+        return self.position
 
     def readinto(self, buffer: "Buffer") -> int:
         view = memoryview(buffer)
-        end = min(self.place + len(view), self.size)
-        if self.place >= end:
+        end = min(self.position + len(view), self.size)
+        if self.position >= end:
             return 0
-        content = self._ask("cat_file", start=self.place, end=end)
-        if len(content) > end - self.place:
+        content = self._ask("cat_file", start=self.position, end=end)
+        if len(content) > end - self.position:
             problem = "the server sends no ranges of a file"
             raise base.UserError(f"--dataset {without_query(self.url)}: {problem}; copy it to a local disk")
         if not content:
             raise changed(without_query(self.url))
         view[: len(content)] = content
-        self.place += len(content)
+        self.position += len(content)
         return len(content)
 
     def _ask(self, operation: str, **options: Any) -> Any:
@@ -186,14 +185,14 @@ def changed(name: str) -> base.UserError:
 
 
 def root_of(error: BaseException) -> BaseException:
-    """What was raised first; packages wrap it into errors of their own."""
+    """Return the first cause of an error."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def status_of(error: BaseException | None) -> int | None:
-    """The HTTP status that an error stands for, by the names that the packages give it; None where it is of none."""
+    """Return the HTTP status of an error, from the attributes that the packages give it; None without one."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):  # botocore's
@@ -208,7 +207,7 @@ def status_of(error: BaseException | None) -> int | None:
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether the same request may succeed later."""
+    """True if the same request may succeed later."""
     status, root = status_of(error), root_of(error)
     if status is not None:
         return status in (408, 425, 429) or status >= 500
@@ -217,13 +216,13 @@ def is_transient(error: Exception) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether it is about credentials; by the name of its type, as botocore's errors have no common one."""
+    """True for an error about credentials, by the name of its type: botocore's errors have no common base."""
     words = ("Permission", "Credential", "Token", "Auth", "ProfileNotFound")
     return any(word in type(error).__name__ for word in words)
 
 
 def describe_failure(error: Exception, url: str, tried: str = "") -> base.UserError:
-    """What to say of a request that failed for good."""
+    """Make the error for a request that failed for good."""
     cause, status, root = base.first_line(error), status_of(error), root_of(error)
     if status and str(status) not in cause:
         cause = f"HTTP {status}, {cause}"
@@ -232,5 +231,5 @@ def describe_failure(error: Exception, url: str, tried: str = "") -> base.UserEr
         cause, advice = f"no access, {cause}", "check the credentials of the store's package"
     elif tried:
         cause = f"{cause}, {tried}"
-        advice = "when the store answers again, --resume auto goes on from the newest checkpoint"
+        advice = "when the store answers again, --resume auto resumes from the newest checkpoint"
     return base.UserError(f"--dataset {without_query(url)}: cannot be read ({cause}); {advice}")

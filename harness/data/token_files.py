@@ -21,11 +21,11 @@ class TokenFile:
     tokens: np.ndarray  # flat, integers, mapped
     name: str = ""  # of the file, as messages have it; empty for the token cache and for an array
     kind: str = ""  # what the file was taken for, in words
-    # Where each document ends, int64, ascending, the last one at the end; None where only end-of-text tokens tell.
+    # The position after each document, int64, ascending, the last one at the end; None if only end-of-text tokens tell.
     find_ends: Callable[[], np.ndarray] | None = None
-    tokenizer: str | None = None  # the name of the one that made it, where the format has it
+    tokenizer: str | None = None  # the name of the one that made it, if the format has it
     is_checked: bool = False  # whether each id is known to be below the vocabulary's size
-    trained: np.ndarray | None = None  # where there is a mask, uint8: 1 for each token that is trained on
+    trained: np.ndarray | None = None  # the mask, if there is one, uint8: 1 for each token that is trained on
     reopen: Callable[[], "TokenFile"] | None = None  # opens the same file again; None for an array
 
     def __reduce__(self) -> Any:
@@ -34,7 +34,7 @@ class TokenFile:
 
 
 def map_numbers(file: str, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
-    """The numbers in a file from a byte on, mapped: a page of it is read when its numbers are. A UserError where the
+    """The numbers in a file from a byte on, mapped: a page of it is read when its numbers are. A UserError if the
     file is empty, or its size no multiple of theirs."""
     if os.path.getsize(file) <= offset:
         raise damaged(file, "it is empty, or ends within its header")
@@ -44,20 +44,20 @@ def map_numbers(file: str, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
     return content.view(np.ndarray).view(dtype)
 
 
-def damaged(place: Any, fault: str, advice: str = "restore the file, or make it anew") -> base.UserError:
-    """What to say of a token file that is not as its format wants it; `place` is the file, or a place in it."""
+def damaged(place: Any, fault: str, advice: str = "restore the file, or write it again") -> base.UserError:
+    """The error for a token file that breaks its format; `place` is the file, or a position in it."""
     return base.UserError(f"--dataset {place}: {fault}; {advice}")
 
 
 def describe(files: list[TokenFile]) -> str:
-    """What files were taken for, in words."""
+    """The kinds of the files, in words."""
     kinds = list(dict.fromkeys(file.kind for file in files))
     return f"read in place, {base.counted(len(files), 'file')} ({base.shortened(kinds, 2)})"
 
 
 def differing_tokenizer(files: list[TokenFile], tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """A warning where a file names another tokenizer than the run's; "" where none does. A path and a hub id are the
-    same where their last part is."""
+    """A warning if a file names another tokenizer than the run's; else "". A path and a hub id are the same if their
+    last part is."""
     for file in files:
         if file.tokenizer and tokenizer and last_part(file.tokenizer) != last_part(tokenizer.name_or_path):
             problem = f"{file.name} was tokenized by {file.tokenizer}"

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 import utils
 from harness.base.errors import UserError
 from harness.data.chat import TODAY, ChatFormat
-from harness.data.records import Conversation
-from harness.data.windows import PaddedDataset
+from harness.data.packing import PaddedDataset
+from harness.data.schema import Conversation
 
 TEMPLATE = """{%- for message in messages %}
 {%- if message['role'] == 'assistant' %}{{- 'A: ' }}
@@ -68,7 +68,7 @@ def test_conversations_are_found_by_their_first_record_rendered_and_marked_as_tr
     assert isinstance(data, PaddedDataset) and data.has_mask and data.document_mask
     expected = tokenizer.apply_chat_template(CONVERSATIONS, return_dict=True, return_assistant_tokens_mask=True)
     assert data.tokens[:].tolist() == list(itertools.chain(*expected["input_ids"]))
-    assert data.tokens.ends.tolist() == np.cumsum([len(ids) for ids in expected["input_ids"]]).tolist()
+    assert data.tokens.doc_ends.tolist() == np.cumsum([len(ids) for ids in expected["input_ids"]]).tolist()
     assert data.tokens.trained(0, len(data.tokens)).tolist() == list(itertools.chain(*expected["assistant_masks"]))
 
 
@@ -95,7 +95,7 @@ def test_what_the_template_refuses_is_a_bad_record_and_the_others_go_on(tokenize
     with pytest.raises(UserError, match=r"line 2.*the chat template fails, user first"):
         load(tokenizer, tmp_path, source, chat_template=str(strict))
     options = {"chat_template": str(strict), "skip_bad_records": True}
-    assert len(load(tokenizer, tmp_path, source, **options).tokens.ends) == 2
+    assert len(load(tokenizer, tmp_path, source, **options).tokens.doc_ends) == 2
     assert line_of(source, **options).endswith(", left out: bad records 1")
 
 
@@ -105,7 +105,7 @@ def test_tools_of_a_record_reach_the_template(tokenizer, tmp_path, as_text):
     given = json.dumps(tools) if as_text else tools
     records = [{"messages": CONVERSATIONS[0], "tools": given}, {"messages": CONVERSATIONS[1]}]
     data = load(tokenizer, tmp_path, write(tmp_path / "chat.jsonl", records))
-    texts = [tokenizer.decode(part) for part in np.split(data.tokens[:], data.tokens.ends[:-1])]
+    texts = [tokenizer.decode(part) for part in np.split(data.tokens[:], data.tokens.doc_ends[:-1])]
     assert "look" in texts[0] and "look" not in texts[1]
 
 
@@ -122,7 +122,7 @@ def test_a_template_that_marks_nothing_is_refused_and_one_conversation_without_a
     with pytest.raises(UserError, match=r"marks no token of any of the 1 conversations.*--chat-loss all"):
         load(tokenizer, tmp_path, write(tmp_path / "nobody.jsonl", nobody))
     both = write(tmp_path / "both.jsonl", [*nobody, {"messages": CONVERSATIONS[0]}])
-    assert len(load(tokenizer, tmp_path, both).tokens.ends) == 1
+    assert len(load(tokenizer, tmp_path, both).tokens.doc_ends) == 1
     assert line_of(both).endswith(", left out: conversations without a trained token 1")
 
 

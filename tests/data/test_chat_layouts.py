@@ -100,7 +100,7 @@ def load(tokenizer, tmp_path, source, **options):
     """The tokens of a source with their mask, as flat lists."""
     options = {"cache_dir": tmp_path / "cache", "shuffle": False} | options
     tokens = utils.get_dataset(tokenizer, 40, dataset=str(source), **options).tokens
-    return tokens[:].tolist(), tokens.trained(0, len(tokens)).tolist(), tokens.ends.tolist()
+    return tokens[:].tolist(), tokens.trained(0, len(tokens)).tolist(), tokens.doc_ends.tolist()
 
 
 def write_lines(path: pathlib.Path, records: list) -> pathlib.Path:
@@ -176,7 +176,10 @@ REFUSED = {
     "empty": ([GOOD, {"conversations": []}], "line 2: [] instead of a list of messages"),
     "strings": ([{"conversations": ["Hi", "Hello!"]}], 'conversations[0] is "Hi" instead of an object with role and'),
     "no value": ([{"conversations": [{"from": "human"}]}], "conversations[0] is"),
-    "another speaker": ([{"conversations": [said("narrator", "Hi")]}], 'from "narrator", where human, user,'),
+    "another speaker": (
+        [{"conversations": [said("narrator", "Hi")]}],
+        'from "narrator" instead of one of human, user,',
+    ),
     "a call that is no JSON": ([{"conversations": [said("function_call", "add(1)")]}], 'JSON such as {"name": "add"'),
     "a turn not to learn": (
         [{"conversations": [said("human", "Hi"), said("gpt", "Hello!", weight=0)]}],
@@ -185,7 +188,7 @@ REFUSED = {
     **{
         f"a turn with {field} {value!r}": (
             [{"messages": [TURN[0], says("assistant", "Hello!", **{field: value})]}],
-            f"messages[1] has {field} {json.dumps(value)}, and turns of the assistant are all trained on alike",
+            f"messages[1] has {field} {json.dumps(value)}, but all turns of the assistant are trained on",
         )
         for field, value in (
             ("loss", False),
@@ -244,7 +247,7 @@ REFUSED = {
         "line 2: no field 'conversations'",
         "a source of their own",
     ),
-    "preferences": ([{"prompt": "Hi", "chosen": "Hello!", "rejected": "No!"}], "pairs of preferences, for DPO"),
+    "preferences": ([{"prompt": "Hi", "chosen": "Hello!", "rejected": "No!"}], "preference pairs, for DPO"),
     "other names": ([{"question": "Hi", "answer": "Hello!"}], "rename fields: conversations are messages,"),
     "the assistant by another name": (
         [{"messages": [TURN[0], says("Assistant", "Hello!")]}],
@@ -358,7 +361,7 @@ def test_json_is_read_whatever_its_blocks_cut(tokenizer, tmp_path, monkeypatch):
     texts = ["Zwölf Füchse \U0001f98a", 'a "b" \\ ] , [ c', "d" * 99]
     (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts], ensure_ascii=False, indent=2))
     expected = utils.get_dataset(tokenizer, 9, dataset=str(tmp_path / "a.json"), cache_dir=tmp_path / "1").dataset
-    monkeypatch.setattr("harness.data.readers.json.BLOCK", 1)
+    monkeypatch.setattr("harness.data.formats.json.BLOCK", 1)
     found = utils.get_dataset(tokenizer, 9, dataset=str(tmp_path / "a.json"), cache_dir=tmp_path / "2").dataset
     assert np.array_equal(found.tokens[:], expected.tokens[:])
     text = tokenizer.decode(found.tokens[:].tolist())

@@ -15,7 +15,7 @@ import utils
 from harness import base
 from harness.base.errors import UserError
 from harness.data.chat import ChatFormat, describe_examples, read_prompt
-from harness.data.records import Conversation
+from harness.data.schema import Conversation
 
 TEMPLATES = {
     "chatml": """{%- for m in messages %}
@@ -147,7 +147,7 @@ PAIRS.remove(("thinking", "qwen3"))  # newer versions of transformers give templ
 def test_what_a_template_leaves_out_is_said(tokenizer, record, template, loss):
     messages, tools = copy.deepcopy(RECORDS[record])
     chat = ChatFormat(tokenizer, len(tokenizer), TEMPLATES[template], loss)
-    said = said_of(chat, Conversation(messages, tools, place="chat.jsonl, line 3"))
+    said = said_of(chat, Conversation(messages, tools, position="chat.jsonl, line 3"))
     expected = EXPECTED.get((record, template), "")
     words = expected.removeprefix("error: ")
     assert said.startswith("error: ") == expected.startswith("error: ")
@@ -203,7 +203,7 @@ def test_a_special_token_in_a_text_is_encoded_as_transformers_does_with_a_warnin
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]})
     messages = [says("user", question), says("assistant", answer)]
     chat = ChatFormat(tokenizer, len(tokenizer), template, "all")
-    said = said_of(chat, Conversation(messages, place="chat.jsonl, line 3"))
+    said = said_of(chat, Conversation(messages, position="chat.jsonl, line 3"))
     assert expected in said and bool(said) == bool(expected)
     assert said.startswith("error: ") == ("rendered" in expected)
     if "rendered" not in expected:
@@ -260,7 +260,7 @@ def test_a_template_with_a_name_writes_all_of_a_conversation_and_marks_what_the_
     messages, tools = copy.deepcopy(RECORDS.get(record, (PARTS, None)))
     chat = ChatFormat(tokenizer, len(tokenizer), template, "assistant")
     expected = NAMED.get((name, record), "")
-    said = said_of(chat, Conversation(messages, tools, place="chat.jsonl, line 3"))
+    said = said_of(chat, Conversation(messages, tools, position="chat.jsonl, line 3"))
     assert expected.removeprefix("error: ") in said and bool(said) == bool(expected)
     if said.startswith("error: "):
         return
@@ -298,7 +298,7 @@ def test_another_name_is_refused_with_those_that_there_are():
 def test_the_examples_are_one_of_each_kind(tokenizer):
     chat = ChatFormat(tokenizer, len(tokenizer), base.read_template("chatml"), "assistant")
     records = ["plain", "plain", "call", "thoughts", "tools", "system"]
-    documents = [Conversation(*RECORDS[record], place=f"line {number}") for number, record in enumerate(records, 1)]
+    documents = [Conversation(*RECORDS[record], position=f"line {number}") for number, record in enumerate(records, 1)]
     text = describe_examples(iter(documents), chat)
     titles = ["line 1: several turns", "line 3: tools", "line 4: reasoning", "line 6: system, several turns"]
     assert re.findall("^--- (.*)$", text, re.M) == titles

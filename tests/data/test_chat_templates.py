@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from harness.base.errors import UserError
 from harness.data.chat import ChatFormat
-from harness.data.records import Conversation
+from harness.data.schema import Conversation
 
 MARKS = re.compile(r"{%-? (end)?generation -?%}")
 
@@ -90,7 +90,7 @@ def chat_format(tokenizer, template: str, loss: str = "assistant") -> ChatFormat
 def test_without_marks_the_same_characters_and_tokens_are_trained_on_as_with_them(tokenizer, name, conversation):
     marked, plain = TEMPLATES[name], MARKS.sub("", TEMPLATES[name])
     assert "generation %}" in marked and "generation %}" not in plain
-    documents = [Conversation(CONVERSATIONS[conversation], place="chat.jsonl, line 1")]
+    documents = [Conversation(CONVERSATIONS[conversation], position="chat.jsonl, line 1")]
     if (name, conversation) in REFUSED:
         with pytest.raises(UserError, match=r"chat.jsonl, line 1: the chat template fails, roles must alternate"):
             chat_format(tokenizer, plain).encode(documents, Counter())
@@ -152,11 +152,11 @@ CHANGING = {
 @pytest.mark.parametrize("name", CHANGING)
 def test_a_template_that_changes_what_came_before_is_refused_and_all_tokens_can_be_trained_on(tokenizer, name):
     template = MARKS.sub("", CHANGING[name].template)
-    documents = [Conversation(CHANGING[name].conversation, place="chat.jsonl, line 7")]
+    documents = [Conversation(CHANGING[name].conversation, position="chat.jsonl, line 7")]
     with pytest.raises(UserError) as raised:
         chat_format(tokenizer, template).encode(documents, Counter())
     message = str(raised.value)
-    assert message.startswith("--dataset chat.jsonl, line 7: its chat template changes what came before")
+    assert message.startswith("--dataset chat.jsonl, line 7: its chat template changes earlier messages")
     assert CHANGING[name].becomes in message and "\n" not in message
     assert "{% generation %}" in message and message.endswith("train on all tokens with --chat-loss all")
     assert chat_format(tokenizer, template, "all").encode(documents, Counter()).trained[1:].all()
@@ -170,7 +170,7 @@ def test_what_a_template_drops_is_found_where_nothing_came_before_it(tokenizer):
 
 
 def test_a_conversation_that_the_assistant_begins_is_trained_on_where_the_template_has_a_prompt_for_it(tokenizer):
-    begun = Conversation([HELLO, HI, HELLO], place="chat.jsonl, line 2")
+    begun = Conversation([HELLO, HI, HELLO], position="chat.jsonl, line 2")
     text, spans = chat_format(tokenizer, MARKS.sub("", CHATML)).render(begun)
     assert [text[first:last] for first, last in spans] == ["Hello! <|im_end|>\n"] * 2
     with pytest.raises(UserError, match=r"line 2: it begins with the assistant.*--skip-bad-records"):
@@ -185,7 +185,7 @@ def test_the_header_says_how_turns_are_found_and_where_a_model_cannot_learn_to_s
     ]
     marked = "the assistant's turns, marked by the chat template"
     found = "the assistant's turns, found by rendering prefixes"
-    lacking = "; the template puts no end to them, from which a model learns to stop"
+    lacking = "; the template writes no end of turn, so a model does not learn to stop"
     split = "; their end, <|im_end|>, is 8 tokens of this tokenizer, so a model hardly learns to stop"
     assert lines == [marked + split, found + split, marked + lacking, found + lacking]
     tokenizer = copy.deepcopy(tokenizer)
@@ -244,7 +244,7 @@ MISREAD = {  # what stands in the place of the content in CHATML, messages, the 
 def test_what_the_template_does_not_read_is_refused_and_named(tokenizer, name, marks, loss):
     """Also where a list of tools, which it reads, or the user names the function."""
     content, messages, problem = MISREAD[name]
-    misread = Conversation(messages, tools=[CALL], place="chat.jsonl, line 3")
+    misread = Conversation(messages, tools=[CALL], position="chat.jsonl, line 3")
     template = "{{- tools | tojson }}" + CHATML.replace("message.content", content)
     template = template if marks else MARKS.sub("", template)
     with pytest.raises(UserError, match=f"line 3: .*{problem}"):

@@ -76,7 +76,7 @@ def test_what_is_not_trained_on_is_named_and_without_a_train_all_that_is_in_no_s
 def test_a_name_with_the_words_of_two_splits_is_refused(tmp_path, name):
     """`datasets` takes such a file for both."""
     make(tmp_path, name, "train.txt")
-    with pytest.raises(UserError, match=f"{name} is of two splits by its name, train and .*; rename it"):
+    with pytest.raises(UserError, match=f"the name {name} has keywords of two splits, train and .*; rename it"):
         files.find_files(str(tmp_path))
 
 
@@ -84,7 +84,7 @@ def test_a_name_with_the_words_of_two_splits_is_refused(tmp_path, name):
 def test_an_eval_dataset_of_its_own_is_its_test_split_if_it_has_no_validation(tmp_path, name):
     make(tmp_path, name)
     settings = parse(["--eval-split", tmp_path / "stories", "--eval-interval", "1"])
-    (file,) = corpora.find_apart(settings).files
+    (file,) = corpora.find_eval_dataset(settings).files
     assert file.path == str(tmp_path / name)
 
 
@@ -173,5 +173,5 @@ def test_a_hub_data_set_that_cannot_be_had_is_one_line(monkeypatch, load):
         raise ConnectionError("no route") from OSError("Network is unreachable")
 
     monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
-    with pytest.raises(UserError, match=r"not to be had from the hub \(.*\); without a network use a local"):
+    with pytest.raises(UserError, match=r"nor available from the hub \(.*\); without a network use a local"):
         load("someone/stories")

@@ -9,8 +9,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from conftest import words
 
-from harness.data.mixture import BLOCK, Mixture, Segment, describe_changes, read_record, record_of_run
+from harness.base import UserError
+from harness.data.datasets import recorded_data
+from harness.data.mixture import BLOCK, Mixture, Segment, describe_changes, make_record, read_record
 from harness.flags import parse_args
 
 WEIGHTS = {"a": 441, "b": 3, "c": 21, "d": 1000, "e": 452, "f": 2, "g": 1, "h": 1000, "i": 1000}
@@ -21,33 +24,31 @@ def segment(first: int, **weights) -> Segment:
     return Segment(first, fractions, dict.fromkeys(weights, Fraction(1)))
 
 
-def record(dataset: str, stages: str = "", *before, lanes: int = 1, samples_per_step: int = 8):
+def record(dataset: str, stages: str = "", *before, num_shards: int = 1, samples_per_step: int = 8):
     """What a run of these flags records, that begins or goes on from (record, steps, samples)."""
     settings = parse_args(["--dataset", *dataset.split(), "--num-steps", "100", *stages.split()])
     weights = {source.name: source.weight for source in settings.sources()}
     ones, rules = dict.fromkeys("abcde", Fraction(1)), {name: {} for name in weights}
-    return record_of_run(settings, rules, weights, ones, samples_per_step, lanes, *before)
+    return make_record(settings, rules, weights, ones, samples_per_step, num_shards, *before)
 
 
-@pytest.mark.parametrize("lanes", [1, 4, 7, 24])
-def test_a_mixture_that_changes_at_resumes_reads_each_source_on_from_where_it_was(lanes):
+@pytest.mark.parametrize("shards", [1, 4, 7, 24])
+def test_a_mixture_that_changes_at_resumes_reads_each_source_on_from_where_it_was(shards):
     """Also one that was left out for a while, in a stage as well; and any sample is found by its number alone."""
-    run = record("x/a:3 x/b:2 x/c:1", lanes=lanes, samples_per_step=40)
-    run = record("x/a:1 x/c:5", "--mixture-stage 0.5:a=1", run, 13, 520, lanes=lanes, samples_per_step=40)
+    run = record("x/a:3 x/b:2 x/c:1", num_shards=shards, samples_per_step=40)
+    run = record("x/a:1 x/c:5", "--mixture-stage 0.5:a=1", run, 13, 520, num_shards=shards, samples_per_step=40)
     run = record("x/c:1 x/b:1 x/e:0.001", "--mixture-stage 0.75:e=2,b=1", run, 60, 2400, samples_per_step=40)
     run = read_record({"data": json.loads(json.dumps(run.record()))})
     assert [segment.first for segment in run.segments] == [0, 520, 2000, 2400, 3000]
-    mixture, taken, in_lane = Mixture(run.segments, 42, lanes), Counter(), Counter()
+    mixture, taken, in_shard = Mixture(run.segments, 42, shards), Counter(), Counter()
     for sample in range(6000):
         name, number = mixture.locate(sample)
-        assert (number, mixture.number_in_lane(sample)) == (taken[name], in_lane[name, sample % lanes])
+        assert number == in_shard[name, sample % shards]
         taken[name] += 1
-        in_lane[name, sample % lanes] += 1
+        in_shard[name, sample % shards] += 1
     assert mixture.counts(6000) == taken and set(taken) == set("abce")
     for sample in random.Random(0).sample(range(6000), 40):
-        anew = Mixture(run.segments, 42, lanes)
-        assert anew.locate(sample) == mixture.locate(sample)
-        assert anew.number_in_lane(sample) == mixture.number_in_lane(sample)
+        assert Mixture(run.segments, 42, shards).locate(sample) == mixture.locate(sample)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +72,17 @@ def test_each_source_has_its_share_at_the_end_of_a_block_and_nearly_so_inside(we
     assert (apart <= within + 2 + 2 * shares * (len(weights) - 2)).all() and apart.max() < within + 3
 
 
-@pytest.mark.parametrize("weights, lanes", [({"a": 1, "b": 1}, 8), ({"a": 7, "b": 3}, 10), (WEIGHTS, 1024)])
-def test_each_lane_has_about_its_share_of_each_source(weights, lanes):
-    """Also where a regular order would give all samples of a source to every second lane."""
-    samples, total = 1000 * lanes, sum(weights.values())
-    mixture = Mixture([segment(0, **weights)], 3, lanes)
-    for name, of_lanes in mixture.cursors(samples).items():
+@pytest.mark.parametrize("weights, shards", [({"a": 1, "b": 1}, 8), ({"a": 7, "b": 3}, 10), (WEIGHTS, 1024)])
+def test_each_shard_has_about_its_share_of_each_source(weights, shards):
+    """Also where a regular order would give all samples of a source to every second shard."""
+    samples, total = 1000 * shards, sum(weights.values())
+    mixture = Mixture([segment(0, **weights)], 3, shards)
+    found = np.array([mixture.count_in_shard(1000, shard) for shard in range(shards)])
+    for name, by_shard in zip(mixture.names, found.T, strict=True):
         share = weights[name] / total
         spread = math.sqrt(1000 * share * (1 - share))  # of independent draws
-        assert np.abs(np.array(of_lanes) - 1000 * share).max() < 6 * spread + 2, name
+        assert np.abs(by_shard - 1000 * share).max() < 6 * spread + 2, name
+    assert mixture.counts(samples) == dict(zip(mixture.names, found.sum(0).tolist(), strict=True))
 
 
 def test_the_order_of_sources_is_the_one_that_checkpoints_go_on_in():
@@ -110,3 +113,25 @@ def test_the_same_shares_written_otherwise_are_the_same_mixture():
         assert now.segments == first.segments and describe_changes(first, now, 200) == []
     other = record("x/a:5 x/b:3 x/c:3", stage, first, 25, 200)
     assert other.segments != first.segments and describe_changes(first, other, 200)
+
+
+def in_old_format(record) -> dict:
+    """The manifest of a checkpoint from before mixtures of streams followed from (seed, shard, sample)."""
+    data = record.record()
+    for part in data["segments"]:
+        part["cursors"] = {name: [5] * data["lanes"] for name in part["weights"]}
+    return {"data": data, "step": 13, "samples": 104}
+
+
+@pytest.mark.parametrize("dataset, shards", [("x/a:3 x/b:2", 1), ("x/a:1", 4)])
+def test_a_checkpoint_with_cursors_continues_if_its_order_is_the_same(dataset, shards):
+    before = record(dataset, num_shards=shards)
+    settings = parse_args(["--dataset", *dataset.split(), "--num-steps", "100"])
+    assert recorded_data(settings, in_old_format(before)) == before
+
+
+def test_a_checkpoint_of_a_mixture_of_streams_with_cursors_is_refused_in_one_line():
+    before = in_old_format(record("x/a:3 x/b:2", num_shards=4))
+    settings = parse_args(words("--dataset x/a:3 x/b:2 --num-steps 100 --resume auto"))
+    with pytest.raises(UserError, match="--resume auto: its mixture of streams was recorded by"):
+        recorded_data(settings, before)

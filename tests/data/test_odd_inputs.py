@@ -17,9 +17,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from harness.base.errors import UserError
-from harness.data.encode import TextFormat, own_tokens_around
 from harness.data.files import find_files
 from harness.data.stream import Stream
+from harness.data.tokenize import TextFormat, own_tokens_around
 
 DEMO = ROOT / "assets" / "demo"
 TEXTS = ["A fox saw a red ball and ran.", "Two", "The end? <|endoftext|>", "Zażółć 日本語 \n\n in lines, " * 9]
@@ -340,16 +340,16 @@ ROWS = {  # fields beside or over IDS: (ids, which of them are trained on; None 
     "another field": ({"token_type_ids": [0, 0, 0, 0], "label": 3, "length": 4}, (IDS, None)),
 }
 REFUSED = {
-    "labels that are shifted": ({"labels": [6, 7, 8, -100]}, r"labels\[0\] is 6, where -100 and the token there, 5"),
-    "too few labels": ({"labels": [5, 6]}, r"labels is \[5, 6\] instead of 4 integers, one a token"),
-    "a label of the whole": ({"labels": 1}, r"labels is 1 instead of 4 integers, one a token"),
+    "labels that are shifted": ({"labels": [6, 7, 8, -100]}, r"labels\[0\] is 6 instead of -100 or its token id, 5"),
+    "too few labels": ({"labels": [5, 6]}, r"labels is \[5, 6\] instead of 4 integers, one per token"),
+    "a label of the whole": ({"labels": 1}, r"labels is 1 instead of 4 integers, one per token"),
     "labels that are no numbers": ({"labels": ["a", "b", "c", "d"]}, "labels is .* instead of 4 integers"),
     "labels that are fractions": ({"labels": [5.5, 6.0, 7.0, 8.0]}, "labels is .* instead of 4 integers"),
     "a label that is missing": ({"labels": [5, None, 7, 8]}, "labels is .* instead of 4 integers"),
     "several documents": ({"attention_mask": [1, 1, 2, 2]}, "attention_mask is .* instead of 0 and 1; give each"),
     "hidden tokens": ({"attention_mask": [1, 0, 1, 1]}, "attention_mask is 0 between tokens"),
     "lengths of several": ({"seq_lengths": [2, 2]}, "seq_lengths has several documents; give each document a record"),
-    "positions anew": ({"position_ids": [0, 1, 0, 1]}, "position_ids do not count from 0 on; give each document"),
+    "positions anew": ({"position_ids": [0, 1, 0, 1]}, "position_ids do not count up from 0; give each document"),
 }
 
 
@@ -363,7 +363,7 @@ def test_labels_and_masks_beside_ids_are_those_of_the_row(tmp_path, load, name, 
     assert data.tokens.has_mask == (trained is not None)
     if trained:
         assert data.tokens.trained(0, len(data.tokens)).tolist() == trained * 3
-        assert data.document_mask and data.tokens.ends.tolist() == [len(ids), 2 * len(ids), 3 * len(ids)]
+        assert data.document_mask and data.tokens.doc_ends.tolist() == [len(ids), 2 * len(ids), 3 * len(ids)]
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
@@ -376,7 +376,7 @@ def test_labels_and_masks_that_no_window_can_have_are_named(tmp_path, load, line
         load(file, vocab_size=16)
     both = write_jsonl(tmp_path / "both.jsonl", [good, {"input_ids": IDS} | beside, good])
     options = {"vocab_size": 16, "skip_bad_records": True}
-    assert len(load(both, **options).tokens.ends) == 2
+    assert len(load(both, **options).tokens.doc_ends) == 2
     assert line_of(both, **options).endswith(", left out: bad records 1")
 
 
@@ -404,7 +404,7 @@ def test_rows_without_a_trained_token_are_left_out_and_a_corpus_of_such_rows_is_
     with pytest.raises(UserError, match=r"none of its 1 rows has a token to train on by its labels and masks"):
         load(write_jsonl(tmp_path / "none.jsonl", [untrained]), vocab_size=16)
     file = write_jsonl(tmp_path / "a.jsonl", [untrained, {"input_ids": IDS, "labels": IDS}])
-    assert len(load(file, vocab_size=16).tokens.ends) == 1
+    assert len(load(file, vocab_size=16).tokens.doc_ends) == 1
     assert line_of(file, vocab_size=16).endswith(", left out: rows without a trained token 1")
 
 
@@ -446,7 +446,7 @@ def test_each_window_has_a_token_to_train_on_and_the_header_counts_those_left_ou
     assert train([*arguments, *flags], device) == 0  # 60 windows: a whole epoch
     out = capfd.readouterr().out
     data, held_out = re.search(r"^data .*an epoch.*$", out, re.M)[0], re.search(r"^held out .*$", out, re.M)[0]
-    left_out = re.search(r"left out (\d+) windows? without a trained token$", data)
+    left_out = re.search(r"left out (\d+) sequences? without a trained token$", data)
     assert left_out and int(left_out[1]) > 5
     assert "of them in the loss" in held_out
     windows = float(re.search(r"([\d.]+) steps an epoch", data)[1])
@@ -461,7 +461,7 @@ def test_windows_that_are_left_out_are_those_without_a_trained_token(tmp_path, l
     data = load(file, 16, chat_template=template[1], packing=packing)
     kept = [data[index] for index in range(len(data))]
     assert data.left_out > 0 and all(window.trained.any() for window in kept)
-    assert [data.trained_tokens(index) for index in range(len(data))] == [window.trained.sum() for window in kept]
+    assert data.trained_counts.tolist() == [window.trained.sum() for window in kept]
     whole = data.tokens.trained(0, len(data.tokens))
     if packing == "best-fit":  # each trained token but a document's first is a label once
         assert sum(window.trained.sum() for window in kept) == whole.sum()
@@ -479,7 +479,7 @@ def test_where_no_window_is_left_the_run_is_refused_before_its_first_step(tmp_pa
     folder.mkdir()
     write_jsonl(folder / "train.jsonl", [row])
     flags = ["--dataset", str(folder), *words("--packing concatenate --sequence-length 64 --batch-size 1")]
-    said = "none of its 1 window has a token to train on; use a longer --sequence-length, or other data"
+    said = "none of its 1 sequence has a token to train on; use a longer --sequence-length, or other data"
     assert said in mistake(*flags)
     write_jsonl(folder / "train.jsonl", [{"input_ids": [5] * 100, "labels": [5] * 100}] * 9)
     write_jsonl(folder / "validation.jsonl", [row])

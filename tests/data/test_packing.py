@@ -58,7 +58,7 @@ def test_a_conversation_alone_in_its_sequence_has_the_loss_that_transformers_giv
     for packing in ("none", "best-fit"):
         assert train([*run, "--packing", packing, "--run-name", packing], device) == 0
         losses[packing] = metrics_of(tmp_path / packing)[0]["eval_loss"]
-    assert "none, 8 documents in 9 windows, 1 longer than a window cut, padding " in capfd.readouterr().out
+    assert "none, 8 documents in 9 sequences, 1 longer than a sequence cut, padding " in capfd.readouterr().out
 
     summed, count = 0.0, 0
     for chat in conversations:

@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 
 from harness import base
 from harness.base import UserError, all_gather_objects
-from harness.data import contents, corpora, sources
+from harness.data import corpora, datasets, eval_split, formats
 from harness.data.files import DataFile, find_files
+from harness.data.reader import CorpusReader
 from harness.data.stream import Stream
 from harness.flags import ASSETS, Source
 from harness.job import start_processes, stop_processes
@@ -39,22 +40,22 @@ def test_of_a_stream_no_more_is_held_out_than_evaluations_take(device, flags, tm
         heads.clear()
         run = [*flags, "--dataset", STORIES / "train.jsonl", "--output-dir", tmp_path / name, *words(more)]
         train(run, device)
-        assert f"by content, the first {windows} windows: {16 * windows:,} tokens" in capfd.readouterr().out
+        assert f"by content, the first {windows} sequences: {16 * windows:,} tokens" in capfd.readouterr().out
         chunks = len([chunks for _, *chunks in heads if chunks])
         assert 1 <= chunks <= 3  # of 12
 
 
 def keeping_rank(*argv: str) -> None:
     """A rank of a run; prints how many windows all ranks hold, and how many of them it does."""
-    open_stream = sources.open_stream
+    open_stream = datasets.open_stream
 
     def open_and_tell(*args):
         opened = open_stream(*args)
-        windows = opened.held_out.windows
+        windows = opened.eval_data.sequences
         print(f"holds {len(windows.held)} of {len(windows)}", flush=True)
         return opened
 
-    sources.open_stream = open_and_tell
+    datasets.open_stream = open_and_tell
     multirank.program(*argv)
 
 
@@ -90,7 +91,9 @@ def slicing_rank(folder: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "demo")
     listing = dataclasses.replace(find_files(folder), is_hub=True)
     corpus = corpora.Corpus(Source("a", folder, None), listing, "train[:50%]", "text", False, False)
-    reading = corpora.Reading(tokenizer, 16, 1536, f"{folder}/../cache", is_main=dist.get_rank() == 0)
+    reading = CorpusReader(
+        tokenizer=tokenizer, seq_len=16, vocab_size=1536, cache_dir=f"{folder}/../cache", is_main=dist.get_rank() == 0
+    )
     opened, open_file = [], DataFile.open
 
     def open_and_note(file):
@@ -99,7 +102,7 @@ def slicing_rank(folder: str) -> None:
 
     def tokens():
         opened.clear()
-        return len(reading.open(corpus, corpus.split)[0]), len(opened)
+        return len(reading.open_tokens(corpus, corpus.split)[0]), len(opened)
 
     DataFile.open = open_and_note
     report_of_ranks(tokens)
@@ -127,16 +130,16 @@ def test_rank_0_alone_opens_the_footers_of_a_hub_slice_and_what_is_broken_is_one
 def mapping_rank(folder: str) -> None:
     """Token files on a node where rank 1 has none."""
     start_processes(timeout_minutes=1)
-    open_token_file = contents.open_token_file
+    open_token_file = formats.open_token_file
 
     def open_there(file, vocab_size):
         missing = dataclasses.replace(file, path=f"{folder}/gone/train.bin") if dist.get_rank() else file
         return open_token_file(missing, vocab_size)
 
-    contents.open_token_file = open_there
-    reading = corpora.Reading(None, 16, 1536)
+    formats.open_token_file = open_there
+    reading = CorpusReader(tokenizer=None, seq_len=16, vocab_size=1536)
     corpus = corpora.inspect_source(Source("a", folder, None), None, "text", None)
-    report_of_ranks(lambda: len(reading.open(corpus, "train")[0]))
+    report_of_ranks(lambda: len(reading.open_tokens(corpus, "train")[0]))
     stop_processes()
 
 
@@ -148,7 +151,7 @@ def finding_rank(*argv: str) -> None:
     for rank_with_it in (1, 0):
         found = rank_with_it == dist.get_rank()
         os.path.exists = lambda path, found=found: found if path == "held" else exists(path)
-        report_of_ranks(lambda: sources.choose_held_out(settings, corpus, None, sources.HELD_OUT, False))
+        report_of_ranks(lambda: eval_split.choose_eval_split(settings, corpus, None, eval_split.HELD_OUT, False))
     stop_processes()
 
 

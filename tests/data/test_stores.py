@@ -133,7 +133,7 @@ def test_a_file_that_changed_since_it_was_listed_or_is_gone_is_refused(store):
     [
         ("memory://bucket/nothing", "needs .* files"),
         ("filecache::memory://bucket/a.txt", "chained URLs are not read"),
-        ("s3://me:secret@bucket/a.txt", "a password in a URL would stand in logs"),
+        ("s3://me:secret@bucket/a.txt", "a password in a URL would be logged"),
     ],
 )
 def test_a_wrong_url_is_one_line_at_once(url, said):

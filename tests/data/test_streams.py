@@ -17,13 +17,13 @@ from conftest import STORIES, losses_of, metrics_of, train, words
 
 from harness.base.errors import UserError
 from harness.data import stream as streams
-from harness.data.batches import RankBatches, TrainingData
-from harness.data.encode import TextFormat
 from harness.data.files import find_files
+from harness.data.loader import RankBatches
 from harness.data.mixture import DataRecord, Segment, StepSize
-from harness.data.records import DOCUMENT_MARK
-from harness.data.sources import lanes_of_rank
-from harness.data.stream import LaneReader, Stream
+from harness.data.schema import DOCUMENT_MARK
+from harness.data.stream import ShardReader, Stream
+from harness.data.tokenize import TextFormat
+from harness.data.training_data import TrainingData
 
 SEQ_LEN = 16
 END = 0
@@ -51,20 +51,19 @@ def corpus(tmp_path_factory, texts):
 @pytest.fixture
 def open_stream(tokenizer, monkeypatch):
     """`open_stream(place, lanes)`: a stream in small chunks."""
-    monkeypatch.setattr(streams, "MOST_CHUNK", 1500)
-    monkeypatch.setattr(streams, "LEAST_CHUNK", 100)
-    monkeypatch.setattr("harness.data.readers.parquet.PART_BYTES", 1500)
+    monkeypatch.setattr(streams, "MAX_CHUNK", 1500)
+    monkeypatch.setattr(streams, "MIN_CHUNK", 100)
 
     def open_stream(place, lanes: int = 1, split: str = "train", **options) -> Stream:
         files = find_files(str(place)).files_in_split(split)
-        return Stream(files, TextFormat(tokenizer, 1536), "text", SEQ_LEN, 7, lanes=lanes, **options)
+        return Stream(files, TextFormat(tokenizer, 1536), "text", SEQ_LEN, 7, num_shards=lanes, **options)
 
     return open_stream
 
 
 def documents_of(stream: Stream, lane: int, epoch: int) -> list[str]:
     """The documents of one epoch of a lane in their order."""
-    chunks = len(stream.chunks_of(lane))
+    chunks = len(stream.shard_chunks(lane))
     found = []
     for chunk, _, documents in stream.pieces(lane, epoch * chunks, 0, Counter()):
         if chunk >= (epoch + 1) * chunks:
@@ -85,13 +84,23 @@ def test_an_epoch_of_all_lanes_holds_each_document_once_in_another_order_each_ti
     assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != texts
 
 
+def test_a_chunk_of_parquet_is_a_row_group_and_there_are_no_more_shards(tmp_path, open_stream, texts):
+    for name, part in (("a", texts[:20]), ("b", texts[20:30])):
+        pyarrow.parquet.write_table(pyarrow.table({"text": part}), tmp_path / f"{name}.parquet", row_group_size=5)
+    stream = open_stream(tmp_path, 6)
+    assert [len(list(stream.documents(chunk))) for chunk in stream.chunks] == [5] * 6
+    assert streams.max_shards(stream.files) == 6
+    assert [text for chunk in stream.chunks for text in stream.documents(chunk)] == texts[:30]
+    assert stream.fingerprint()["dataset"].endswith("then streamed by row groups")
+
+
 def test_the_memory_of_a_lane_is_bounded_whatever_the_size_of_its_file(tmp_path, open_stream, texts):
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "large.jsonl.gz").write_bytes(gzip.compress((lines * 40).encode()))
     stream = open_stream(tmp_path / "large.jsonl.gz")
-    reader, most = LaneReader(stream, 0, streams.BEGINNING, Counter()), 0
+    reader, most = ShardReader(stream, 0, streams.BEGINNING, Counter()), 0
     for number in range(0, 3000, 10):
-        reader.window(number)
+        reader.sequence(number)
         most = max(most, len(reader.tokens))
     assert most < 2000  # tokens, of some 400,000
 
@@ -102,7 +111,7 @@ def test_the_memory_of_a_lane_is_bounded_whatever_the_size_of_its_file(tmp_path,
 
 def batches_of(stream: Stream, batch_size: int, rank: int = 0, ranks: int = 1, first: int = 0) -> RankBatches:
     one = {"a": Fraction(1)}
-    record = DataRecord({"a": {}}, "a", stream.lanes, {}, [Segment(0, one, one)], [StepSize(0, 0, 1)])
+    record = DataRecord({"a": {}}, "a", stream.num_shards, {}, [Segment(0, one, one)], [StepSize(0, 0, 1)])
     settings = SimpleNamespace(batch_size=batch_size)
     return RankBatches(settings, TrainingData({"a": stream}, record, SEQ_LEN, 7), first, {}, rank, ranks)
 
@@ -114,10 +123,10 @@ def read_by(workers: int, stream: Stream, ranks: int, batch_size: int) -> tuple[
     tokens = np.zeros((96, SEQ_LEN + 1), int)
     for rank in range(ranks):
         for worker in range(workers):
-            parts = batches_of(stream, batch_size, rank, ranks).rows_of(worker, workers)
+            parts = batches_of(stream, batch_size, rank, ranks).worker_rows(worker, workers)
             for microbatch, part in enumerate(itertools.islice(parts, 96 // ranks // batch_size)):
-                for row, window in part["windows"].items():
-                    tokens[(microbatch * ranks + rank) * batch_size + row] = window
+                for row, sequence in part["sequences"].items():
+                    tokens[(microbatch * ranks + rank) * batch_size + row] = sequence
     return tokens, sum(tokenized)
 
 
@@ -137,16 +146,8 @@ def test_several_workers_read_the_samples_of_one_and_tokenize_no_document_twice(
 @pytest.mark.parametrize("workers", [2, 4])
 def test_workers_have_the_same_share_of_each_microbatch_wherever_a_run_goes_on(open_stream, corpus, workers):
     for worker in range(workers):
-        parts = batches_of(open_stream(corpus, 8), batch_size=8, first=19).rows_of(worker, workers)
-        assert [len(part["windows"]) for part in itertools.islice(parts, 3)] == [8 // workers] * 3
-
-
-def test_a_rank_knows_how_many_lanes_it_meets():
-    """Beside a count, at any of its batches and ranks."""
-    for lanes, batch_size, ranks in itertools.product((1, 2, 6, 8, 24, 35), (1, 2, 3, 8, 40), (1, 2, 3, 4)):
-        firsts = (microbatch * ranks * batch_size for microbatch in range(lanes))
-        met = {(first + row) % lanes for first in firsts for row in range(batch_size)}
-        assert lanes_of_rank(lanes, batch_size, ranks) == len(met), (lanes, batch_size, ranks)
+        parts = batches_of(open_stream(corpus, 8), batch_size=8, first=19).worker_rows(worker, workers)
+        assert [len(part["sequences"]) for part in itertools.islice(parts, 3)] == [8 // workers] * 3
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -207,11 +208,6 @@ def test_workers_change_no_loss_also_where_a_resume_has_others(device, flags, co
         train([*mixed, "--run-name", "several", "--resume", "auto", *steps_and_workers], device)
     train([*mixed, "--run-name", "none", "--num-steps", 6, "--num-workers", 0], device)
     assert losses_of(tmp_path / "several") == losses_of(tmp_path / "none")
-
-
-def test_workers_that_have_no_lane_are_told_of(device, flags, corpus, tmp_path, capfd):
-    train([*flags, *words("--streams 1 --num-workers 2 --num-steps 1 --output-dir"), tmp_path], device)
-    assert "a rank reads 1, so 1 of its 2 workers have none" in capfd.readouterr().out
 
 
 def test_a_stream_is_resumed_on_a_copy_of_its_data_elsewhere(device, flags, corpus, tmp_path):

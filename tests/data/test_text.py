@@ -17,10 +17,11 @@ from conftest import ROOT
 from transformers import AutoTokenizer
 
 from harness.base.errors import UserError
-from harness.data.contents import read_records
 from harness.data.files import find_files
-from harness.data.readers import json as json_reader
-from harness.data.records import DOCUMENT_MARK, read_documents
+from harness.data.formats import json as json_reader
+from harness.data.formats import read_records
+from harness.data.formats.parquet import row_group_parts
+from harness.data.schema import DOCUMENT_MARK, read_documents
 
 END = 0  # end-of-text of the demo tokenizer
 TEXTS = ["Once upon a time there was a fox.", "The end.", "Tom had a red ball.\nHe liked it.", "A", "Ünïcödé 狐狸"]
@@ -125,8 +126,8 @@ CUTTABLE = {
 
 @pytest.mark.parametrize("name", [*CUTTABLE, "rows.parquet"])
 def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("harness.data.records.BLOCK", 7)
-    monkeypatch.setattr("harness.data.records.FIRST_TAIL", 5)
+    monkeypatch.setattr("harness.data.formats.text.BLOCK", 7)
+    monkeypatch.setattr("harness.data.formats.text.FIRST_TAIL", 5)
     if name == "rows.parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": LONG * 9}), tmp_path / name, row_group_size=7)
     else:
@@ -142,6 +143,25 @@ def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_p
         borders = [file.size * number // parts for number in range(parts + 1)]
         found = [documents(first, end) for first, end in itertools.pairwise(borders) if first < end]
         assert list(itertools.chain(*found)) == whole
+
+
+def test_parts_of_a_parquet_file_are_its_row_groups_end_to_end(tmp_path):
+    texts = [f"{number} {'x' * 9000}" for number in range(60)]
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(
+        table, tmp_path / "a.parquet", row_group_size=7, compression="none", use_dictionary=False
+    )
+    (file,) = find_files(str(tmp_path)).splits["train"]
+    parts = row_group_parts(file)
+    assert parts[0][0] == 0 and parts[-1][1] == file.size
+    found = [[text for _, text in read_records(file, "text", *part)] for part in parts]
+    assert found == [texts[first : first + 7] for first in range(0, 60, 7)]
+    both = [text for _, text in read_records(file, "text", parts[2][0], parts[3][1])]
+    assert both == texts[14:28]
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    (file,) = find_files(str(tmp_path)).splits["train"]
+    with pytest.raises(UserError, match=r"a.parquet: cannot be read"):
+        row_group_parts(file)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -216,7 +236,7 @@ def test_a_cache_folder_that_cannot_be_made_is_named(load, write_jsonl, tmp_path
 GOOD = b'{"text": "Once upon a time there was a fox who had a red ball and liked it."}\n'
 UNUSABLE = [  # file, content, what the error says after the file's name
     ("data.jsonl", b'{"text": ""}\n', ": it holds no text"),
-    ("data.jsonl", b'{"text": "A"}\n', "too few for one window of --sequence-length"),
+    ("data.jsonl", b'{"text": "A"}\n', "too few for one sequence of --sequence-length"),
     ("data.parquet", b"no parquet", ": cannot be read (Parquet"),
     ("data.jsonl.gz", gzip.compress(b'{"text": "A fox."}\n' * 99, mtime=0)[:-9], ": cannot be read ("),
     ("data.jsonl.gz", gzip.compress(GOOD)[:12] + b"\xff" * 99, ": cannot be read ("),
@@ -226,7 +246,7 @@ UNUSABLE = [  # file, content, what the error says after the file's name
     ("data.jsonl", GOOD + b'{"story": "A fox."}\n', ', line 2: no field \'text\' in {"story": "A fox."}; name it'),
     ("data.jsonl", GOOD + b'\n{"text": "A fo', ", line 3: broken JSON, Unterminated string"),
     ("data.jsonl", GOOD * 5000 + b'{"text": "A", }\n' + GOOD, ", line 5,001: broken JSON"),
-    ("data.jsonl", b'{"text": null}\n' + GOOD, ", line 1: null instead of text; mend it, or leave bad records out"),
+    ("data.jsonl", b'{"text": null}\n' + GOOD, ", line 1: null instead of text; fix it, or leave bad records out"),
     ("data.jsonl", GOOD + b'{"text": "caf\xe9"}\n', ", line 2: bytes that are not UTF-8"),
     ("data.jsonl", GOOD + b'{"text": "a\\ud800b"}\n', ', line 2: "a\\ud800b" with half a surrogate pair'),
     ("data.jsonl", GOOD + b"[" * 100_000, ", line 2: broken JSON"),

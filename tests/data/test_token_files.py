@@ -1,6 +1,8 @@
 """Tokenized corpora are trained on where they lie: their documents, slices and what is held out of them, and one line
 says what is wrong with a file. test_promises.py has the windows of every format."""
 
+import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -19,10 +21,12 @@ from transformers import AutoTokenizer
 
 from harness import data
 from harness.base.errors import UserError
-from harness.data.contents import open_token_file
+from harness.data.eval_split import divide, eval_document_numbers
 from harness.data.files import find_files
+from harness.data.formats import open_token_file
+from harness.data.packing import PackedSequence
 from harness.data.token_files import TokenFile
-from harness.data.windows import Tokens, Window, held_out_numbers
+from harness.data.tokens import Tokens
 
 VOCAB = 1536  # of the demo model
 END = 0  # end-of-text of its tokenizer
@@ -80,7 +84,7 @@ def test_a_document_of_megatron_may_be_several_sequences_or_none(tmp_path):
     flat(tmp_path / "a.bin", range(10))
     formats.write_index(tmp_path / "a.idx", [2, 3, 1, 4], [0, 4, 10, 12], [0, 0, 2, 2, 4])
     tokens = open_tokens(tmp_path / "a.bin")
-    assert tokens.ends.tolist() == [5, 10]
+    assert tokens.doc_ends.tolist() == [5, 10]
 
 
 def test_a_slice_is_cut_at_the_ends_of_documents(tmp_path, load):
@@ -91,15 +95,25 @@ def test_a_slice_is_cut_at_the_ends_of_documents(tmp_path, load):
 
 
 def test_held_out_are_the_same_documents_by_an_index_and_by_end_of_text_tokens(tmp_path):
-    numbers = held_out_numbers(len(DOCUMENTS))
+    numbers = eval_document_numbers(len(DOCUMENTS))
     expected = np.concatenate([DOCUMENTS[number] for number in numbers]).tolist()
     for file in (datatrove(tmp_path), flat(tmp_path / "a.bin")):
-        kept, held = open_tokens(file).divide()
+        kept, held = divide(open_tokens(file))
         assert held[:].tolist() == expected
         assert sorted([*kept[:].tolist(), *expected]) == sorted(FLAT.tolist())
-        assert held.ends.tolist() == np.cumsum([len(DOCUMENTS[number]) for number in numbers]).tolist()
+        assert held.doc_ends.tolist() == np.cumsum([len(DOCUMENTS[number]) for number in numbers]).tolist()
     few = Tokens([TokenFile(FLAT[: ENDS[5]], find_ends=lambda: ENDS[:6])])
-    assert [len(part) for part in few.divide()] == [ENDS[5] * 95 // 100, ENDS[5] - ENDS[5] * 95 // 100]
+    assert [len(part) for part in divide(few)] == [ENDS[5] * 95 // 100, ENDS[5] - ENDS[5] * 95 // 100]
+
+
+def test_boundaries_are_the_same_before_and_after_they_are_searched_for_in_all_files():
+    """A document ends with its file, also without an end-of-text token there."""
+    tokens = Tokens([TokenFile(np.array([5, END, 6, 7])), TokenFile(np.array([8, 9, END]))], end_of_text=END)
+    searched = dataclasses.replace(tokens, known_doc_ends=tokens.file_doc_ends)
+    assert searched.doc_ends.tolist() == [2, 4, 7]
+    for first, last in itertools.combinations(range(8), 2):
+        assert tokens.starts_between(first, last).tolist() == searched.starts_between(first, last).tolist()
+    assert tokens.starts_between(1, 7).tolist() == [0, 1, 3]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -126,10 +140,10 @@ def write_bytes(file: pathlib.Path, content: bytes) -> pathlib.Path:
 
 DAMAGED = {  # how a file is written; what its error says
     "Megatron, cut": (lambda d: resized(megatron(d), -2), r"its index .*a\.idx has"),
-    "Megatron, a cut index": (lambda d: resized(megatron(d), -8, "a.idx"), r"a\.idx: .* its 60 sequences"),
+    "Megatron, a cut index": (lambda d: resized(megatron(d), -8, "a.idx"), r"a\.idx: .* for 60 sequences"),
     "Megatron, out of order": (lambda d: with_index(d, [12, 0]), "do not lie end to end in"),
-    "Megatron, floats": (lambda d: with_index(d, dtype="float32"), "type 7 of tokens, where integers"),
-    "Megatron, another version": (lambda d: with_index(d, version=2), "version 2 with type 8"),
+    "Megatron, floats": (lambda d: with_index(d, dtype="float32"), "dtype code 7 instead of integers"),
+    "Megatron, another version": (lambda d: with_index(d, version=2), "version 2 with dtype code 8"),
     "datatrove, cut": (lambda d: resized(datatrove(d, "gpt2|2"), -2), r"a\.ds: it has [\d,]+ tokens, its index"),
     "datatrove, a cut index": (lambda d: resized(datatrove(d), -8, "a.ds.index"), "its index or metadata"),
     "nanoGPT, empty": (lambda d: write_bytes(d / "a.bin", b""), r"a\.bin: it is empty"),
@@ -137,8 +151,11 @@ DAMAGED = {  # how a file is written; what its error says
     "llm.c, cut": (lambda d: resized(llmc(d), -2), r"it has [\d,]+ tokens, its header says"),
     "NumPy, cut": (lambda d: resized(npy(d / "a.npy", FLAT), -8), r"it has [\d,]+ tokens, its header says"),
     "NumPy, floats": (lambda d: npy(d / "a.npy", FLAT.astype(np.float32)), "its numbers are float32"),
-    "NumPy, columns": (lambda d: npy(d / "a.npy", np.asfortranarray(TWO_ROWS)), "with rows end to end"),
-    "packed": (lambda d: write_bytes(d / "a.ds.gz", b"x"), "it is packed, and token files are mapped; unpack it"),
+    "NumPy, columns": (lambda d: npy(d / "a.npy", np.asfortranarray(TWO_ROWS)), "or 2 in C order"),
+    "packed": (
+        lambda d: write_bytes(d / "a.ds.gz", b"x"),
+        "it is compressed, and token files are mapped; decompress it",
+    ),
 }
 
 
@@ -251,7 +268,7 @@ def test_windows_are_pickled_without_the_tokens_of_their_files(tmp_path, load, n
 
 
 def parts_of(window) -> tuple:
-    return (window.tokens, window.trained, window.starts) if isinstance(window, Window) else (window,)
+    return (window.tokens, window.trained, window.starts) if isinstance(window, PackedSequence) else (window,)
 
 
 @pytest.fixture

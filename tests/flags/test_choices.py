@@ -6,8 +6,7 @@ import re
 import pytest
 from conftest import ROOT
 
-from harness.data.readers import all_readers
-from harness.data.records import COMPRESSIONS
+from harness.data.formats import COMPRESSIONS, all_formats
 from harness.flags import choices
 
 
@@ -28,7 +27,7 @@ def test_each_file_of_a_folder_is_a_value_with_its_first_sentence_as_help(folder
 
 
 def test_the_suffixes_of_data_files_are_the_readers():
-    readers = all_readers()
+    readers = all_formats()
     assert set(choices.SUFFIXES) == readers.keys()
     assert set(choices.FIELD_SUFFIXES) == {s for s, reader in readers.items() if getattr(reader, "HAS_FIELDS", True)}
     assert set(choices.COMPRESSIONS) == COMPRESSIONS.keys()

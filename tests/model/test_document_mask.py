@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import train_fsdp
 from harness.base.errors import UserError
-from harness.data.windows import create_collate_fn
+from harness.data.packing import create_collate_fn
 from harness.model.masks import prepare_masks
 from harness.model.weights import decoder_layers
 

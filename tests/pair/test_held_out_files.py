@@ -83,10 +83,10 @@ PLACES = {  # --eval-split and what is beside it: its documents, None where they
 def test_a_place_of_its_own_is_held_out_whole_and_nothing_else_is(flags, device, more, documents):
     found = loaded(flags(f"--eval-split {more}"))
     trains_on_all = loaded(flags(more.partition(" ")[2] + " --eval-interval 0"))
-    (windows,) = found.held_out.values()
+    (windows,) = found.eval_data.values()
     assert found.record.record() == trains_on_all.record.record()
     if documents:
-        assert len(windows.tokens.ends) == documents
+        assert len(windows.tokens.doc_ends) == documents
     place = more.split()[0].removeprefix("{}/")
     assert found.header["held out"].partition(":")[0].rpartition("/")[2].startswith(place)
     assert "all of it" in found.header["held out"]
@@ -114,7 +114,7 @@ def test_held_out_chats_may_have_another_layout_which_is_said(flags, folder, dev
     alpaca = [{"instruction": user["content"], "output": answer["content"]} for user, answer in lines]
     (folder / "alpaca.jsonl").write_text("\n".join(map(json.dumps, alpaca)))
     chat = "--dataset {}/a-chats.jsonl --chat-template {}/template.jinja --eval-split"
-    found = [loaded(flags(f"{chat} {{}}/{name}.jsonl")).held_out_identity for name in ("chats", "alpaca")]
+    found = [loaded(flags(f"{chat} {{}}/{name}.jsonl")).eval_identity for name in ("chats", "alpaca")]
     assert [*found[0].values()] == [*found[1].values()]  # the same tokens and masks
     assert f"{folder}/alpaca.jsonl: instruction, input and output, as Alpaca" in capfd.readouterr().out
 

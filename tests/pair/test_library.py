@@ -39,7 +39,7 @@ def fresh_model():
 def test_the_printed_loop_trains_as_the_trainer_of_transformers_does(printed, tmp_path):
     class OnTheSameWindows(Trainer):
         def get_train_dataloader(self):
-            return DataLoader(printed["windows"], 4, collate_fn=whole_windows)
+            return DataLoader(printed["sequences"], 4, collate_fn=whole_windows)
 
     def whole_windows(windows):
         tokens = torch.stack([torch.from_numpy(window.astype("int64")) for window in windows])
@@ -58,7 +58,7 @@ def test_the_printed_loop_trains_as_the_trainer_of_transformers_does(printed, tm
         disable_tqdm=True,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    trainer = OnTheSameWindows(model, arguments, train_dataset=printed["windows"], optimizers=(optimizer, None))
+    trainer = OnTheSameWindows(model, arguments, train_dataset=printed["sequences"], optimizers=(optimizer, None))
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert len(printed["losses"]) == 8

@@ -281,7 +281,7 @@ REASONS = {  # files by name, flags: what is said of the reason, which a library
         "--dataset {}/n.jsonl --skip-bad-records",
         "n.jsonl: it holds no text, 1 bad record left out",
     ),
-    "a short file": ({"s.jsonl": '{"text": "a"}'}, "--dataset {}/s.jsonl", "2 tokens, too few for one window of"),
+    "a short file": ({"s.jsonl": '{"text": "a"}'}, "--dataset {}/s.jsonl", "2 tokens, too few for one sequence of"),
 }
 
 

@@ -25,9 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynami
 from transformers.models.auto import tokenization_auto
 
 from harness.base import saved
-from harness.data.contents import read_records
 from harness.data.files import find_files
-from harness.data.records import read_documents
+from harness.data.formats import read_records
+from harness.data.schema import read_documents
 from harness.model.configs import load_config
 from harness.model.patches import any_class_from_name
 from harness.model.weights import on_meta

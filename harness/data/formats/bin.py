@@ -1,10 +1,10 @@
-""".bin files of tokens: Megatron's and NeMo's where an .idx lies beside, llm.c's where it begins with a header of 256
-int32 (a magic number, which tells uint16 from uint32, a version, the number of tokens), and nanoGPT's uint16 otherwise.
+""".bin files of tokens: Megatron's and NeMo's if there is an .idx, llm.c's if it begins with a header of 256 int32 (a
+magic number, which tells uint16 from uint32, a version, the number of tokens), and nanoGPT's uint16 otherwise.
 
-Megatron's .idx has the layout of `megatron.core.datasets.indexed_dataset`, all little-endian: the magic, the version (8
-bytes), a code of the type of a token (1), the numbers of sequences and of entries of the document index (8 each); then
-the sequences' lengths (int32), their places in the .bin in bytes (int64), and for each document the sequence that it
-begins with (int64), with the number of sequences as the last entry.
+Megatron's .idx has the layout of `megatron.core.datasets.indexed_dataset`, little-endian: the magic, the version (8
+bytes), a code of the tokens' dtype (1), the numbers of sequences and of entries of the document index (8 each); then
+the sequences' lengths (int32), their offsets in the .bin in bytes (int64), and the first sequence of each document
+(int64), with the number of sequences as the last entry.
 """
 
 import functools
@@ -22,12 +22,12 @@ HAS_FIELDS = False
 
 HEADER_BYTES = 256 * 4  # of llm.c
 LLMC: dict[int, np.dtype] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}  # by its magic number
-SAMPLE = 4096  # tokens that are looked at
-CHUNK = 2**18  # entries of an index that are read at once: pages of a mapped one would stay in memory
+SAMPLE = 4096  # tokens that tell the dtype
+CHUNK = 2**18  # entries of an index per read; if it was mapped, its pages would stay in memory
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
-INTEGERS = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # by the code of the type of a token
+INTEGERS = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # by the code of the dtype
 
 
 def open_tokens(file: str, vocab_size: int) -> TokenFile:
@@ -45,7 +45,7 @@ def open_tokens(file: str, vocab_size: int) -> TokenFile:
 
 
 def open_headless(file: str, vocab_size: int) -> TokenFile:
-    """A file as nanoGPT writes it; an error where its tokens seem to have 4 bytes."""
+    """Map a file of nanoGPT; an error if its tokens seem to have 4 bytes."""
     tokens = map_numbers(file, "<u2")
     start = tokens[:SAMPLE]
     largest_high_half = (vocab_size - 1) >> 16
@@ -57,33 +57,33 @@ def open_headless(file: str, vocab_size: int) -> TokenFile:
 
 
 def open_megatron(file: str, index: str) -> TokenFile:
-    """A file with its index; an error where the two do not fit, or hold what cannot be trained on."""
+    """Map a file with an index; an error if the two do not match, or have more than text."""
     with open(index, "rb") as opened:
         header = opened.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise damaged(index, f"it begins with {header[:9]!r}: it is no whole index of Megatron's")
+        raise damaged(index, f"it begins with {header[:9]!r}: it is no complete index of Megatron's")
     _, version, code, sequences, documents = HEADER.unpack(header)
     if version != 1 or code not in INTEGERS:
-        raise damaged(index, f"version {version} with type {code} of tokens, where integers of version 1 are known")
+        raise damaged(index, f"version {version} with dtype code {code} instead of integers of version 1")
     size, wanted = os.path.getsize(index), HEADER.size + 12 * sequences + 8 * documents
-    if size != wanted:  # that of a multimodal corpus has a byte more for each sequence
-        fault = f"{size:,} bytes, where its {sequences:,} sequences and {documents:,} document entries take {wanted:,}"
-        raise damaged(index, fault, "restore it; one of text and nothing else can be trained on")
+    if size != wanted:  # a multimodal corpus has a byte more per sequence
+        fault = f"{size:,} bytes instead of {wanted:,} for {sequences:,} sequences and {documents:,} document entries"
+        raise damaged(index, fault, "restore it; only text can be trained on")
     tokens = map_numbers(file, INTEGERS[code])
     check_sequences(index, sequences, file, tokens)
-    find_ends = functools.partial(document_ends, index, sequences, documents)  # read when they are asked for
+    find_ends = functools.partial(document_ends, index, sequences, documents)  # read on demand
     return TokenFile(tokens, file, f"Megatron's .bin with .idx, {tokens.dtype.name}", find_ends)
 
 
 def check_sequences(index: str, sequences: int, file: str, tokens: np.ndarray) -> None:
-    """An error where the sequences do not lie end to end in the file, from its beginning to its end."""
-    end = 0  # of the sequences so far, in bytes
+    """Raise an error unless the sequences lie end to end and fill the file."""
+    end = 0  # of the previous sequences, in bytes
     for first in range(0, sequences, CHUNK):
         count = min(CHUNK, sequences - first)
         lengths = np.fromfile(index, "<i4", count, offset=HEADER.size + 4 * first)
-        places = np.fromfile(index, "<i8", count, offset=HEADER.size + 4 * sequences + 8 * first)
+        offsets = np.fromfile(index, "<i8", count, offset=HEADER.size + 4 * sequences + 8 * first)
         ends = end + np.cumsum(lengths, dtype=np.int64) * tokens.itemsize
-        if places[0] != end or (places[1:] != ends[:-1]).any():
+        if offsets[0] != end or (offsets[1:] != ends[:-1]).any():
             raise damaged(index, f"its sequences do not lie end to end in {file}", "write them in their order")
         end = int(ends[-1])
     if end != tokens.nbytes:
@@ -91,12 +91,12 @@ def check_sequences(index: str, sequences: int, file: str, tokens: np.ndarray) -
 
 
 def document_ends(index: str, sequences: int, documents: int) -> np.ndarray:
-    """Where each document ends; where the index has no documents, where each sequence does."""
+    """Return the end of each document, in tokens; of each sequence if the index has no documents."""
     ends = np.zeros(sequences + 1, np.int64)
     np.cumsum(np.fromfile(index, "<i4", sequences, offset=HEADER.size), dtype=np.int64, out=ends[1:])
     if documents < 2:
         return ends[1:]
     first_sequences = np.fromfile(index, "<i8", documents, offset=HEADER.size + 12 * sequences)
     if first_sequences[0] != 0 or first_sequences[-1] != sequences:
-        raise damaged(index, f"its documents do not take its {sequences:,} sequences")
+        raise damaged(index, f"its documents do not cover its {sequences:,} sequences")
     return ends[first_sequences[1:]]

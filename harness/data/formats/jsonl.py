@@ -1,14 +1,14 @@
-"""JSON lines: an object a line, with its text, its token ids or its conversation in fields."""
+"""JSON lines: an object per line, with a text, token ids or a conversation in its fields."""
 
 import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from harness.data.conversations import find_document
-from harness.data.records import BadRecord, Field, Record, field_names, split_records
+from harness.data.formats.text import split_records
+from harness.data.schema import BadRecord, Field, Record, field_names, find_document
 
 SUFFIXES = (".jsonl",)
-PLACE = "line"
+RECORD_NAME = "line"
 CAN_BE_CUT = True
 
 
@@ -19,7 +19,7 @@ def read(stream: BinaryIO, text_field: Field, start: int = 0, end: int | None = 
 
 
 def parse(line: bytes, names: tuple[str, ...]) -> Record:
-    """The document of a line; None of a blank one, which is no mistake."""
+    """Return the document of a line; None for a blank one, which is no error."""
     if not line.strip():
         return None
     try:

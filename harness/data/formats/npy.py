@@ -1,4 +1,4 @@
-"""NumPy's .npy: an array of token ids with one dimension, or with two, whose rows are then end to end."""
+"""NumPy's .npy: an array of token ids with one dimension, or with two, whose rows are joined."""
 
 import math
 
@@ -19,9 +19,9 @@ def open_tokens(file: str, vocab_size: int) -> TokenFile:
         shape, is_by_columns, dtype = read_header(opened)
         offset = opened.tell()
     if dtype.kind not in "iu":
-        raise damaged(file, f"its numbers are {dtype.name}, where token ids are integers", "convert it")
+        raise damaged(file, f"its numbers are {dtype.name}; token ids are integers", "convert it")
     if len(shape) not in (1, 2) or (is_by_columns and len(shape) == 2):
-        fault = f"it has {len(shape)} dimensions, where token ids have 1, or 2 with rows end to end"
+        fault = f"it has {len(shape)} dimensions; token ids have 1, or 2 in C order"
         raise damaged(file, fault, "save it with np.ascontiguousarray")
     tokens = map_numbers(file, dtype, offset)
     if len(tokens) != math.prod(shape):

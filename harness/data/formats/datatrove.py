@@ -1,6 +1,6 @@
-"""datatrove's token files, also nanotron's: NAME.ds has the tokens, 2 or 4 bytes each; NAME.ds.index where each
-document ends (uint64, counted in tokens); NAME.ds.metadata the tokenizer's name, the bytes of a token and the number
-of tokens. All is little-endian, in shuffled files too. The layout is that of `datatrove.pipeline.tokens.tokenizer`."""
+"""datatrove's token files, also nanotron's: NAME.ds has the tokens, 2 or 4 bytes each; NAME.ds.index the end of each
+document (uint64, in tokens); NAME.ds.metadata the tokenizer's name, the bytes per token and the number of tokens. All
+are little-endian, also in shuffled files. The layout is that of `datatrove.pipeline.tokens.tokenizer`."""
 
 import functools
 import os
@@ -11,11 +11,11 @@ SUFFIXES = (".ds",)
 COMPANIONS = (".ds.index", ".ds.metadata")
 HAS_FIELDS = False
 
-UNKNOWN = "Unknown Tokenizer"  # what datatrove writes for a tokenizer without a name
+UNKNOWN = "Unknown Tokenizer"  # datatrove's name of a tokenizer without one
 
 
 def open_tokens(file: str, vocab_size: int) -> TokenFile:
-    """A file without metadata has 2 or 4 bytes a token as its index says, or as datatrove chooses for a vocabulary."""
+    """Map a file. Without metadata the bytes per token follow from its index, or else from the vocabulary's size."""
     index, metadata = f"{file}.index", f"{file}.metadata"
     count = None
     if os.path.exists(index):
@@ -28,7 +28,7 @@ def open_tokens(file: str, vocab_size: int) -> TokenFile:
     elif count:
         itemsize = os.path.getsize(file) // count
     if itemsize not in (2, 4):
-        raise damaged(file, f"{itemsize} bytes a token, where 2 and 4 are known")
+        raise damaged(file, f"{itemsize} bytes per token instead of 2 or 4")
     tokens = map_numbers(file, f"<u{itemsize}")
     if count not in (None, len(tokens)):
         raise damaged(file, f"it has {len(tokens):,} tokens, its index or metadata says {count:,}")
@@ -37,7 +37,7 @@ def open_tokens(file: str, vocab_size: int) -> TokenFile:
 
 
 def read_metadata(file: str) -> tuple[str | None, int, int | None]:
-    """(name of the tokenizer, bytes a token, number of tokens); None for a name or number that is not there."""
+    """Return (name of the tokenizer, bytes per token, number of tokens); None for a missing name or number."""
     with open(file, encoding="utf-8") as opened:
         name, _, itemsize = opened.readline().strip().partition("|")
         count = opened.readline().strip()

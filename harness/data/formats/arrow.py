@@ -1,24 +1,24 @@
-"""Arrow's IPC, as a stream or as a file: what `datasets` has in its cache and in folders of `save_to_disk`. A row each
-document, with columns as in Parquet."""
+"""Arrow IPC, stream or file: what `datasets` writes to its cache and with `save_to_disk`. A document per row, with
+columns as in Parquet."""
 
 import io
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from harness.data.readers.parquet import BATCH_ROWS, READ_AHEAD, choose_columns, read_batch
-from harness.data.records import Field, Record
+from harness.data.formats.parquet import BATCH_ROWS, READ_AHEAD, choose_columns, read_batch
+from harness.data.schema import Field, Record
 
 SUFFIXES = (".arrow",)
-PLACE = "row"
+RECORD_NAME = "row"
 
-FILE_MAGIC = b"ARROW1"  # what the file format begins with, and a stream does not
+FILE_MAGIC = b"ARROW1"  # first bytes of the file format, not of a stream
 
 
 def read(stream: BinaryIO, text_field: Field) -> Iterator[Record]:
-    """The rows of a file; one of no byte has none, as in other formats."""
+    """Yield the rows of a file; an empty file has none, as in other formats."""
     import pyarrow.ipc
 
-    buffered = io.BufferedReader(stream, READ_AHEAD)  # type: ignore[type-var]  # what is unpacked is no RawIOBase
+    buffered = io.BufferedReader(stream, READ_AHEAD)  # type: ignore[type-var]  # decompressed is no RawIOBase
     beginning = buffered.peek(len(FILE_MAGIC))
     if not beginning:
         return

@@ -1,4 +1,4 @@
-"""Parquet files: a row each document, with its text, its token ids or its conversation in columns."""
+"""Parquet: a document per row, with a text, token ids or a conversation in its columns. A file is cut at row groups."""
 
 import io
 import itertools
@@ -7,62 +7,86 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.data.conversations import choose_field, columns_beside, layout_of, read_fields
-from harness.data.records import BESIDE_IDS, BLOCK, MAX_TOKEN_ID, Field, Record, check_ids
+from harness.data.formats import BLOCK, report_read_errors
+from harness.data.schema import (
+    ID_FIELDS,
+    MAX_TOKEN_ID,
+    Field,
+    Record,
+    check_ids,
+    choose_field,
+    columns_beside,
+    layout_of,
+    read_fields,
+)
 
 if TYPE_CHECKING:
     import pyarrow
 
+    from harness.data.files import DataFile
+
 SUFFIXES = (".parquet",)
-PLACE = "row"
+RECORD_NAME = "row"
 CAN_BE_CUT = True
-PART_BYTES = 2**25  # of a part of a file: a row group is read from its beginning for each part of it
 BATCH_ROWS = 256
-READ_AHEAD = 2**22  # bytes of a file that is read as a whole
+READ_AHEAD = 2**22  # bytes per read of a full file
 
 
 def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
-    """The rows whose share of the file lies there, as if all were equally long; of row groups only those with such rows
-    are read. A file of no byte has none, as in other formats."""
+    """Yield the rows of the row groups whose first byte is within [start, end), so a group is never read in part. An
+    empty file has no rows, as in other formats."""
     import pyarrow.parquet
 
-    size = stream.seek(0, io.SEEK_END)
-    if not size:
+    if not stream.seek(0, io.SEEK_END):
         return
     buffer_size = READ_AHEAD if end is None else BLOCK
     parquet = pyarrow.parquet.ParquetFile(
         io.BufferedReader(stream, buffer_size), buffer_size=buffer_size, pre_buffer=False
     )
     field, columns = choose_columns(parquet.schema_arrow, text_field)
-    rows = parquet.metadata.num_rows
-    first, last = -(-rows * start // size), rows if end is None else -(-rows * end // size)
-    group_start = 0
-    for group in range(parquet.num_row_groups):
-        row, group_end = group_start, group_start + parquet.metadata.row_group(group).num_rows
-        if group_start < last and group_end > first:
+    for group, first in enumerate(row_group_starts(parquet.metadata)):
+        if start <= first and (end is None or first < end):
             for batch in parquet.iter_batches(BATCH_ROWS, [group], columns=columns, use_threads=end is None):
-                wanted = batch[max(0, first - row) : max(0, last - row)]
-                yield from read_batch(wanted, field)
-                row += batch.num_rows
-                if row >= last:
-                    return
-        group_start = group_end
+                yield from read_batch(batch, field)
+
+
+def row_group_parts(file: "DataFile") -> list[tuple[int, int]]:
+    """The parts that a file can be cut into: (start, end) in bytes of each row group, in order.
+
+    The parts lie end to end, from 0 to the size of the file; `read` with the start of one part and the end of the same
+    or a later one gives the rows of these groups. An empty file has no part. Only the footer is read, but through a
+    store it is a request: list the parts on one rank. A UserError if the file cannot be read.
+    """
+    import pyarrow.parquet
+
+    if not file.size:
+        return []
+    with report_read_errors(file), file.open() as stream:
+        metadata = pyarrow.parquet.ParquetFile(io.BufferedReader(stream, BLOCK)).metadata
+    starts = sorted({0, *row_group_starts(metadata)[1:]})
+    return list(itertools.pairwise([*starts, file.size]))
+
+
+def row_group_starts(metadata: "pyarrow.parquet.FileMetaData") -> list[int]:
+    """The position of the first byte of each row group; 0 for one without rows."""
+    columns = (metadata.row_group(group).column(0) for group in range(metadata.num_row_groups))
+    return [column.dictionary_page_offset or column.data_page_offset for column in columns]
 
 
 def choose_columns(schema: "pyarrow.Schema", text_field: Field) -> tuple[str, list[str]]:
-    """(the field or layout that is read, the columns that it takes)."""
+    """Return (the field or layout that is read, the columns that it needs)."""
     field = choose_field(schema.names, text_field)
     if is_text_or_ids(schema, field):
-        return field, [field, *(name for name in BESIDE_IDS if name in schema.names)]
+        return field, [field, *(name for name in ID_FIELDS if name in schema.names)]
     layout = layout_of(field)
     return field, [*layout.needs, *columns_beside(layout, schema.names)]
 
 
 def is_text_or_ids(schema: "pyarrow.Schema", name: str) -> bool:
-    """Whether a column holds no messages."""
+    """True for a column without messages."""
     from pyarrow import types
 
-    if name not in schema.names:  # a layout of several columns
+    if name not in schema.names:  # a layout
         return False
     kind = schema.field(name).type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
@@ -70,7 +94,7 @@ def is_text_or_ids(schema: "pyarrow.Schema", name: str) -> bool:
 
 
 def count(stream: io.RawIOBase) -> int:
-    """How many rows a file has, by what stands at its end."""
+    """Return the number of rows of a file, from its footer."""
     import pyarrow.parquet
 
     if not stream.seek(0, io.SEEK_END):
@@ -79,7 +103,7 @@ def count(stream: io.RawIOBase) -> int:
 
 
 def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
-    """The documents of rows in Arrow."""
+    """Yield the documents of Arrow rows."""
     columns = {name: rows_of_integers(batch[name]) for name in batch.schema.names}
     ids = columns.pop(field, None)
     if ids is None or None in columns.values() or not are_token_ids(ids):
@@ -87,12 +111,12 @@ def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
             yield read_fields({name: without_nulls(value) for name, value in fields.items()}, field)
         return
     for row, values in enumerate(ids):
-        yield check_ids(values, {name: of_rows[row] for name, of_rows in columns.items()})
+        yield check_ids(values, {name: rows[row] for name, rows in columns.items()})
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the fields that are null: Arrow gives each object of a column all fields that any of them has, so
-    null and absent are one; a template would render a null, and what it renders is trained on."""
+    """Remove null fields from a value. In a column, Arrow gives each struct all fields that any of them has, so null
+    means absent; a template would render the null."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     if isinstance(value, list):
@@ -105,8 +129,7 @@ def are_token_ids(rows: list[np.ndarray]) -> bool:
 
 
 def rows_of_integers(column: "pyarrow.Array") -> list[np.ndarray] | None:
-    """The integers of each row, slices of one array; None where a row has anything else, which is then found row by
-    row."""
+    """Return the integers of each row, as slices of one array; None if a row has anything else."""
     import pyarrow.compute
     from pyarrow import types
 

@@ -1,5 +1,5 @@
-"""JSON: a list of objects, as Alpaca and ShareGPT come, or objects and lists one after another; each object with its
-text, its token ids or its conversation in fields."""
+"""JSON: a list of objects, as Alpaca and ShareGPT, or objects and lists one after another; each object with a text,
+token ids or a conversation in its fields."""
 
 import codecs
 import json
@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from harness.data.conversations import find_document
-from harness.data.records import BLOCK, Field, Record, field_names
+from harness.data.formats import BLOCK
+from harness.data.schema import Field, Record, field_names, find_document
 
 SUFFIXES = (".json",)
-PLACE = "record"
-ONLY_ALONE = True  # beside data such files are notes of tools
+RECORD_NAME = "record"
+ONLY_ALONE = True  # next to other data files, JSON files are metadata
 
-BETWEEN = {True: re.compile(r"[\s,]*"), False: re.compile(r"\s*")}  # values, in a list and without one
+SEPARATORS = {True: re.compile(r"[\s,]*"), False: re.compile(r"\s*")}  # between values, by whether in a list
 
 
 def read(stream: BinaryIO, text_field: Field) -> Iterator[Record]:
@@ -24,17 +24,17 @@ def read(stream: BinaryIO, text_field: Field) -> Iterator[Record]:
 
 
 def values_in(stream: BinaryIO) -> Iterator[Any]:
-    """The values of a file and of its lists, of which no more than a few are in memory."""
-    decoder, of_bytes = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
+    """Yield the values of a file and of its lists, with only a few of them in memory."""
+    decoder, utf8 = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
     text, at, is_list, number, at_end = "", 0, False, 0, False
     while True:
-        at = next(BETWEEN[is_list].finditer(text, at)).end()
+        at = next(SEPARATORS[is_list].finditer(text, at)).end()
         if text[at : at + 1] == ("]" if is_list else "["):
             at, is_list = at + 1, not is_list
             continue
         try:
             value, end = decoder.raw_decode(text, at)
-            is_whole = end < len(text) or at_end  # what the block's end cuts off may be a value too
+            is_whole = end < len(text) or at_end  # the end of a block may cut a value into a shorter one
         except (ValueError, RecursionError) as error:
             is_whole, problem = False, getattr(error, "msg", str(error))
         if is_whole:
@@ -45,6 +45,6 @@ def values_in(stream: BinaryIO) -> Iterator[Any]:
             return
         if at_end:
             raise ValueError(f"broken JSON after {number:,} records, {problem}")
-        block = stream.read(max(BLOCK, len(text) - at))  # a long value is not read again for each block
+        block = stream.read(max(BLOCK, len(text) - at))  # blocks grow, so a long value is not parsed for each of them
         at_end = not block
-        text, at = text[at:] + of_bytes.decode(block, final=at_end), 0
+        text, at = text[at:] + utf8.decode(block, final=at_end), 0

@@ -1,0 +1,462 @@
+"""Data sets: the sources of a run opened, divided into training and eval data, and mixed."""
+
+import bisect
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Subset
+
+from harness import base, flags, job
+from harness.data import stream, token_files
+from harness.data.corpora import (
+    Corpus,
+    are_token_files,
+    inspect_source,
+    named_by_eval_split,
+    parse_split,
+    refuse_unused,
+)
+from harness.data.eval_split import (
+    EVERY,
+    HELD_OUT,
+    HELD_OUT_BY_CONTENT,
+    EvalData,
+    choose_eval_split,
+    divide,
+    find_trained_spec,
+)
+from harness.data.header import describe, describe_eval_data, describe_packing, describe_step
+from harness.data.mixture import DataRecord, SequenceOrder, make_record, read_record, renamed
+from harness.data.packing import PackedDataset, PaddedDataset, SyntheticDataset
+from harness.data.prompts import first_words
+from harness.data.reader import CorpusReader
+from harness.data.schema import Field
+from harness.data.stream import Stream
+from harness.data.training_data import OpenedSource, TrainingData, mix
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+SYNTHETIC_EVAL_SEQUENCES = 1024
+STREAM_EVAL_SEQUENCES = 256  # of a stream without an eval split, whose eval documents are spread over the whole corpus
+
+
+def load(
+    settings: flags.Settings,
+    corpora: list[Corpus],
+    tokenizer: "PreTrainedTokenizerBase | None",
+    config: "PretrainedConfig",
+    manifest: dict | None = None,
+    trained_on: list[dict[str, Any]] | None = None,
+) -> TrainingData:
+    """Open the training and eval data of a run, with the header's lines about them; only the eval dataset if nothing is
+    trained and --eval-split is one of its own. Every rank calls this.
+
+    Args:
+        manifest: of the checkpoint that the run resumes from: its specs decide how sources are read, and its mixture
+            continues.
+        trained_on: if nothing is trained, the known specs of the sources that the weights were trained on. Any other
+        source
+            without an eval split is evaluated in full.
+    """
+    eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_only), None)
+    corpora = [corpus for corpus in corpora if not corpus.is_eval_only]
+    reader = make_reader(settings, tokenizer, config)
+    if eval_corpus and not settings.num_steps:
+        return load_eval_dataset(settings, eval_corpus, reader, trained_on or [])
+    per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
+    before = recorded_data(settings, manifest)
+    num_shards = choose_num_shards(settings, corpora, before, per_step)
+    if before and (settings.num_epochs or settings.eval_interval == "epoch"):
+        refuse_other_sources(settings, corpora, before)
+    opened: dict[str, OpenedSource] = {}
+    if settings.dataset == "synthetic":
+        opened["synthetic"] = open_synthetic(settings, reader.vocab_size)
+    for corpus in corpora:
+        spec = before.sources.get(corpus.name) if before else None
+        if before and spec is None and not settings.num_steps:
+            known = ", ".join(before.sources)
+            raise base.UserError(
+                f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}"
+            )
+        if settings.streaming and not corpus.is_mapped:
+            opened[corpus.name] = open_stream(settings, corpus, reader, spec, num_shards, trained_on)
+        else:
+            opened[corpus.name] = open_cached(settings, corpus, reader, spec, trained_on)
+    record = make_record(
+        settings,
+        {name: source.spec for name, source in opened.items()},
+        local_weights(settings, opened),
+        {name: sample_tokens(source.train, settings) for name, source in opened.items()},
+        per_step,
+        num_shards,
+        before,
+        manifest["step"] if manifest else 0,
+        manifest["samples"] if manifest else 0,
+    )
+    data = TrainingData(
+        {name: source.train for name, source in opened.items()}, record, settings.sequence_length, settings.seed
+    )
+    eval_data = {name: source.eval_data for name, source in opened.items() if source.eval_data}
+    if eval_corpus:
+        eval_data = {
+            eval_corpus.name: open_eval_dataset(
+                settings, eval_corpus, reader, [source.spec for source in opened.values()]
+            )
+        }
+    if settings.eval_interval:
+        data.eval_data = {name: source_eval.sequences for name, source_eval in eval_data.items()}
+        data.eval_identity = {name: source_eval.identity() for name, source_eval in eval_data.items()}
+    if settings.num_steps:
+        check_size(settings, data, corpora, per_step)
+    data.header = describe(settings, data, opened, corpora, per_step, tokenizer)
+    if eval_corpus:
+        data.header["held out"] = describe_eval_data(eval_data[eval_corpus.name])
+    data.beginning = base.broadcast_from_rank_0(lambda: first_words(corpora, data.eval_data or data.sources, tokenizer))
+    return data
+
+
+def make_reader(
+    settings: flags.Flags, tokenizer: "PreTrainedTokenizerBase | None", config: "PretrainedConfig"
+) -> CorpusReader:
+    """The reader of a run's corpora."""
+    from accelerate import PartialState  # not with this file: it loads much that nothing here needs
+
+    return CorpusReader(
+        tokenizer=tokenizer,
+        seq_len=int(settings.sequence_length or 0),
+        vocab_size=config.get_text_config().vocab_size,
+        cache_dir=settings.cache_dir,
+        skip_bad_records=settings.skip_bad_records,
+        packing=settings.packing,
+        chat_template=settings.chat_template,
+        chat_loss=settings.chat_loss,
+        document_mask=bool(settings.document_mask),
+        seed=settings.seed,
+        is_main=PartialState(cpu=not torch.cuda.is_available()).is_local_main_process,
+    )
+
+
+def count_epoch(
+    settings: flags.Settings,
+    corpora: list[Corpus],
+    tokenizer: "PreTrainedTokenizerBase | None",
+    config: "PretrainedConfig",
+    manifest: dict | None,
+) -> int:
+    """The samples of an epoch: the sequences of all sources that are trained on. Every rank calls this.
+
+    Args:
+        manifest: as `load` has it.
+    """
+    before, reader = recorded_data(settings, manifest), make_reader(settings, tokenizer, config)
+    sequences = 0
+    for corpus in corpora:
+        if not corpus.is_eval_only:
+            spec = before.sources.get(corpus.name) if before else None
+            _, rule = choose_eval_split(settings, corpus, spec, HELD_OUT, whole=False)
+            tokens, line = reader.open_tokens(corpus, corpus.split, warn=False)
+            if line.startswith("tokenized"):  # `load` finds it in the cache then
+                job.print0("data      ", line)
+            if rule:
+                tokens, _ = divide(reader.with_doc_ends(tokens))
+            sequences += len(reader.pack(tokens, f"{corpus.source.dataset}, split {corpus.split!r}"))
+    return sequences
+
+
+def refuse_other_sources(settings: flags.Flags, corpora: list[Corpus], before: DataRecord) -> None:
+    """Raise a UserError if a run that counts epochs has other sources than its checkpoint, or had weights: each source
+    continues from its own position, and there is no epoch of all."""
+    had_weights = len(before.sources) > 1 and any(before.asked["weights"].values())
+    if had_weights or len(before.segments) > 1 or {corpus.name for corpus in corpora} != before.sources.keys():
+        flag, advice = "--eval-interval epoch", "a number of steps"
+        if settings.num_epochs:
+            flag, advice = "--num-epochs", "--num-steps or --num-tokens"
+        problem = "the sources or their weights are not those of the run's beginning, so they have no epoch in common"
+        raise base.UserError(f"{flag}: {problem}; give {advice}")
+
+
+def open_eval_dataset(
+    settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: list[dict[str, Any]]
+) -> EvalData:
+    """Open an --eval-split that is a dataset of its own, from the token cache or token files, also with --streaming. It
+    is an error if one of the sources in `trained_on` has the same tokens."""
+    name = settings.eval_split
+    if corpus.has_mask and not settings.document_mask and "document_mask" not in settings.explicit:
+        problem = "its documents do not see each other, and those that the run trains on do"
+        raise base.UserError(f"--eval-split {name}: {problem}; give --document-mask or --no-document-mask")
+    with named_by_eval_split():
+        tokens, line = reader.open_tokens(corpus, corpus.split)
+        if find_trained_spec(trained_on, tokens, reader):
+            raise base.UserError(f"--eval-split {name}: its tokens were trained on; give what was not")
+        sequences = reader.pack(tokens, f"{name}, split {corpus.split!r}")
+    job.print0("data      ", f"{name}: {line}")
+    if corpus.is_chat:
+        lines = base.broadcast_from_rank_0(lambda: reader.chat_format(corpus).describe())
+        job.print0("format    ", f"{name}: {lines['format']}")
+    documents = f", {base.counted(len(tokens.doc_ends), 'document')}" if tokens.has_doc_ends else ""
+    split = f", {corpus.split}" if len(corpus.listing.splits) > 1 else ""
+    return EvalData(sequences, f"{name}{split}, all of it{documents}")
+
+
+def load_eval_dataset(
+    settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: list[dict[str, Any]]
+) -> TrainingData:
+    """Open an --eval-split that is a dataset of its own for an evaluation without training."""
+    eval_data = open_eval_dataset(settings, corpus, reader, trained_on)
+    data = mix({corpus.name: eval_data.sequences}, {corpus.name: None}, settings.sequence_length, settings.seed)
+    data.eval_data, data.header = {corpus.name: eval_data.sequences}, {"held out": describe_eval_data(eval_data)}
+    data.record.sources[corpus.name]["chat"] = corpus.is_chat
+    return data
+
+
+def recorded_data(settings: flags.Flags, manifest: dict | None) -> DataRecord | None:
+    """The data record of a checkpoint's manifest; a single source gets the name that it has now. A UserError for a
+    mixture of streams from an earlier version, which had another order."""
+    if not manifest:
+        return None
+    record = read_record(manifest)
+    is_mixture = len({name for segment in record.segments for name in segment.weights}) > 1
+    if settings.num_steps and record.num_shards > 1 and is_mixture and "cursors" in manifest["data"]["segments"][0]:
+        problem = "its mixture of streams was recorded by an earlier version, which had another order"
+        raise base.UserError(f"--resume {settings.resume}: {problem}; start a new run from an --export of it")
+    return renamed(record, [source.name for source in settings.sources()])
+
+
+def open_synthetic(settings: flags.Settings, vocab_size: int) -> OpenedSource:
+    """Random sequences to train on, and others to evaluate on."""
+    length, seed = settings.sequence_length, settings.seed
+    train = SyntheticDataset(vocab_size, length, seed)
+    eval_data = None
+    if settings.eval_interval:
+        eval_data = EvalData(SyntheticDataset(vocab_size, length, seed + 1, SYNTHETIC_EVAL_SEQUENCES), "synthetic")
+    return OpenedSource(train, eval_data, {"dataset": f"synthetic, {vocab_size:,} ids"})
+
+
+def open_cached(
+    settings: flags.Settings,
+    corpus: Corpus,
+    reader: CorpusReader,
+    spec: dict[str, Any] | None,
+    trained_on: list[dict[str, Any]] | None,
+) -> OpenedSource:
+    """A source from the token cache or from token files."""
+    opened = None
+    if trained_on:
+        opened = reader.open_tokens(corpus, corpus.split)
+        spec = find_trained_spec(trained_on, opened[0], reader)
+    whole = trained_on is not None and not spec
+    split, rule = choose_eval_split(settings, corpus, spec, HELD_OUT, whole)
+    data_name = f"{corpus.source.dataset}, split {corpus.split!r}"
+    tokens, line = opened or reader.open_tokens(corpus, corpus.split)
+    prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
+    job.print0("data      ", prefix + line)
+    warning = token_files.differing_tokenizer(tokens.files, reader.tokenizer)
+    if warning:
+        job.warn(warning)
+    eval_data = None
+    if rule:
+        tokens = reader.with_doc_ends(tokens)
+        documents = len(tokens.doc_ends)
+        divided = divide(tokens)
+        tokens = divided[0]
+        name = f"{rule}, {len(divided[1].doc_ends):,} of {documents:,}"
+        if len(tokens.starts) == 1:
+            name = f"the last {100 // EVERY} % of it"
+        if not flags.is_place(settings.eval_split):
+            eval_data = EvalData(reader.pack(divided[1], f"{data_name}, {rule}"), name)
+    if split:
+        split_tokens = tokens
+        if split != corpus.split:
+            split_tokens, line = reader.open_tokens(corpus, split)
+            job.print0("data      ", prefix + line)
+        eval_data = EvalData(reader.pack(split_tokens, f"{corpus.source.dataset}, split {split!r}"), split)
+        if split_tokens is tokens and tokens.has_doc_ends:  # else all tokens would be read to count them
+            eval_data.name = f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
+    train = reader.pack(tokens, data_name)
+    trains = settings.num_steps > 0 and not settings.show_samples
+    for word, line in describe_packing(corpus, train, reader, with_example=trains).items():
+        job.print0(f"{word:10}", prefix + line)
+    recorded: dict[str, Any] = {"held_out": rule, "dataset": tokens.fingerprint()}
+    if corpus.is_chat:
+        recorded["chat"] = True
+    return OpenedSource(train, eval_data, recorded)
+
+
+def open_stream(
+    settings: flags.Settings,
+    corpus: Corpus,
+    reader: CorpusReader,
+    spec: dict[str, Any] | None,
+    num_shards: int,
+    trained_on: list[dict[str, Any]] | None,
+) -> OpenedSource:
+    """A source that is read while training."""
+    dataset = corpus.source.dataset
+    if corpus.has_mask:
+        holds = "conversations" if corpus.is_chat else "token ids with labels"
+        raise base.UserError(
+            f"--dataset {dataset}: holds {holds}, whose masks are in the token cache; leave out --streaming"
+        )
+
+    def open_split(split: str) -> Stream:
+        name, bounds = parse_split(split)
+        if bounds:
+            raise base.UserError(
+                f"--dataset {dataset}, split {split!r}: a stream takes whole splits; leave out --streaming"
+            )
+        split_files = corpus.listing.files_in_split(name)
+        if are_token_files(split_files):
+            raise base.UserError(
+                f"--dataset {dataset}: has token files, which are read in place; leave out --streaming"
+            )
+        return Stream(
+            split_files,
+            reader.encoder(corpus),
+            corpus.text_field,
+            settings.sequence_length,
+            settings.seed,
+            settings.skip_bad_records,
+            num_shards,
+            bool(settings.document_mask),
+        )
+
+    train = open_split(corpus.split)
+    fingerprint = base.broadcast_from_rank_0(train.fingerprint)
+    if trained_on:
+        spec = next((spec for spec in trained_on if spec.get("corpus") == fingerprint["corpus"]), None)
+    whole = trained_on is not None and not spec
+    split, rule = choose_eval_split(settings, corpus, spec, HELD_OUT_BY_CONTENT, whole)
+    eval_stream = open_split(split) if split else copy.copy(train)
+    if rule:
+        train.eval_only = False
+    if rule and not split:
+        eval_stream.eval_only = True
+    evaluated = None
+    if settings.eval_interval and not flags.is_place(settings.eval_split):
+        count = settings.eval_windows
+        if not split:
+            count = count or STREAM_EVAL_SEQUENCES
+        evaluated = EvalData(eval_stream.eval_sequences(count, settings.batch_size), split or rule or "")
+        if len(evaluated.sequences) == count:
+            evaluated.name += f", the first {base.counted(count, 'sequence')}"
+    return OpenedSource(train, evaluated, {"held_out": rule} | fingerprint)
+
+
+def choose_num_shards(settings: flags.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
+    """The number of stream shards of a run: the checkpoint's, or --streams, and no more than the chunks of any source.
+    By default the smallest multiple of a step's samples that is not below the number of files: each step then takes one
+    sequence or none of each shard, and a shard reads about a file or less."""
+    if before:
+        return before.num_shards
+    streamed = [corpus for corpus in corpora if settings.streaming and not corpus.is_mapped]
+    if not streamed:
+        return 1
+    files_by_source = [corpus.listing.files_in_split(parse_split(corpus.split)[0]) for corpus in streamed]
+    num_shards = settings.streams or math.ceil(max(map(len, files_by_source)) / per_step) * per_step
+    return min(num_shards, *map(stream.max_shards, files_by_source))
+
+
+def local_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
+    """The weight of each source: as given, or its number of tokens."""
+    weights = {}
+    for source in settings.sources():
+        train = opened[source.name].train
+        if source.weight is not None:
+            weights[source.name] = source.weight
+        elif len(opened) == 1:
+            weights[source.name] = Fraction(1)
+        elif isinstance(train, Stream):
+            raise base.UserError(
+                f"--dataset {source.dataset}: how large a stream is, is not known; give each source a weight, as in "
+                f"{source.name}={source.dataset}:0.5"
+            )
+        else:
+            weights[source.name] = Fraction(train.total_tokens())
+    return weights
+
+
+def sample_tokens(train: PackedDataset | SyntheticDataset | Stream, settings: flags.Settings) -> Fraction:
+    """Tokens of a sequence that are not padding, on average."""
+    if isinstance(train, PaddedDataset):
+        return Fraction(train.total_tokens(), len(train))
+    return Fraction(settings.sequence_length)
+
+
+def check_size(settings: flags.Settings, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:
+    """Raise a UserError if a single source has fewer sequences than one step takes, or if a source would be repeated
+    more often than --max-epochs."""
+    if len(data.sources) == 1 and data.orders:
+        (order,) = data.orders.values()
+        if order.sequences < per_step:
+            sequences = f"{base.counted(order.sequences, 'sequence')} of {settings.sequence_length} tokens"
+            problem = f"{sequences}, too few for one global batch"
+            advice = "use a smaller batch, a shorter sequence or more text"
+            split = f", split {corpora[0].split!r}" if corpora else ""
+            raise base.UserError(f"--dataset {settings.describe_dataset()}{split}: {problem} of {per_step}; {advice}")
+    last = data.record.samples_of_step(settings.num_steps)
+    if settings.max_epochs:
+        for name, epochs in data.epochs(last.stop).items():
+            if data.epochs(last.start)[name] >= settings.max_epochs:  # the last step may begin the next epoch
+                problem = f"{name} would be read {epochs:.4g} times in {settings.num_steps:,} steps"
+                steps = step_that_reads(data, name, settings.max_epochs, settings.num_steps)
+                advice = f"--max-epochs {settings.max_epochs:g} of it is --num-steps {steps}"
+                if len(data.sources) > 1:
+                    advice += ", or give it a smaller weight"
+                raise base.UserError(f"--max-epochs {settings.max_epochs:g}: {problem}; {advice}")
+
+
+def step_that_reads(data: TrainingData, name: str, epochs: float, num_steps: int) -> int:
+    """The first optimizer step, up to `num_steps`, by which a source has been read so often."""
+
+    def read_by(step: int) -> float:
+        return data.epochs(data.record.samples_of_step(step).stop)[name]
+
+    return bisect.bisect_left(range(num_steps), epochs, lo=1, key=read_by)
+
+
+def show_samples(
+    settings: flags.Settings, data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None", recorded: dict | None
+) -> None:
+    """Print the samples of the step --show-samples, in the order that a run's manifest or config.json recorded, if
+    there is one."""
+    record = recorded_data(settings, recorded)
+    if record:
+        data = dataclasses.replace(data, record=record)
+    job.print0(describe_step(data, tokenizer, settings.show_samples))
+
+
+def open_sequences(
+    reader: CorpusReader,
+    dataset: str | Sequence[str],
+    split: str | None,
+    text_field: Field,
+    subset: str | None,
+    shuffle: bool,
+) -> PackedDataset | Subset | TrainingData:
+    """The sequences of one corpus, or of several mixed, for `utils.get_dataset`."""
+    if not (shuffle or isinstance(dataset, str)):
+        raise base.UserError("shuffle=False: a mixture has the order that its shares and its seed give; leave it out")
+    sources = flags.parse_sources(dataset if isinstance(dataset, str) else tuple(dataset))
+    look = functools.partial(inspect_source, split=split, text_field=text_field, subset=subset)
+    corpora = base.broadcast_from_node_main(lambda: [look(source) for source in sources], reader.is_main)
+    refuse_unused(["--chat-template"] if reader.chat_template else [], corpora)
+    sequences = {}
+    for source, corpus in zip(sources, corpora, strict=True):
+        name = f"{source.dataset}, split {corpus.split!r}"
+        tokens, _ = reader.open_tokens(corpus, corpus.split)
+        sequences[source.name] = reader.pack(tokens, name)
+    if isinstance(dataset, str):
+        packed = sequences[sources[0].name]
+        if not shuffle:
+            return packed
+        order: Any = SequenceOrder(len(packed), reader.seed)  # computes each number when it is asked for
+        return Subset(packed, order)
+    return mix(sequences, {source.name: source.weight for source in sources}, reader.seq_len, reader.seed)

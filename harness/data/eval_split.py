@@ -1,0 +1,147 @@
+"""The eval split: the documents that a run does not train on, to evaluate on them."""
+
+import dataclasses
+import os
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from harness import base, flags
+from harness.data.corpora import DEFAULT_EVAL_SPLIT, Corpus, find_corpus, find_eval_dataset, parse_split
+from harness.data.packing import PackedDataset
+from harness.data.reader import CorpusReader
+from harness.data.tokens import Tokens
+
+EVERY = 20  # one of so many documents is an eval document
+HELD_OUT = f"one of every {EVERY} documents of it"  # the rules, as a checkpoint records them
+HELD_OUT_BY_CONTENT = f"{HELD_OUT}, by content"
+
+
+@dataclass
+class EvalData:
+    """Sequences that are evaluated."""
+
+    sequences: Any
+    name: str  # in words
+
+    def identity(self) -> str:
+        """A checksum of its tokens; for a stream its name."""
+        return self.sequences.tokens.fingerprint() if isinstance(self.sequences, PackedDataset) else self.name
+
+
+def divide(tokens: Tokens) -> tuple[Tokens, Tokens]:
+    """(the tokens to train on, the eval tokens): one document of every 20 in a row, drawn by a checksum of their
+    number, as a corpus may repeat itself every few documents. Of fewer than 20 documents the last 5 % of the tokens."""
+    ends = tokens.doc_ends
+    if len(ends) < EVERY:
+        cut = len(tokens) * (EVERY - 1) // EVERY
+        return tokens.between(0, cut), tokens.between(cut, len(tokens))
+    numbers = eval_document_numbers(len(ends))
+    starts = np.concatenate([[0], ends[:-1]])
+    eval_starts, eval_stops = starts[numbers], ends[numbers]
+    kept_starts, kept_stops = np.concatenate([[0], eval_stops]), np.concatenate([eval_starts, [len(tokens)]])
+    return tokens.cut(kept_starts, kept_stops), tokens.cut(eval_starts, eval_stops)
+
+
+def eval_document_numbers(documents: int) -> np.ndarray:
+    """The numbers, from 0 on, of the eval documents among so many, int64."""
+    groups = range(-(-documents // EVERY))
+    numbers = np.array([EVERY * group + zlib.crc32(str(group).encode()) % EVERY for group in groups], np.int64)
+    return numbers[numbers < documents]
+
+
+def is_eval_document(document: str | np.ndarray) -> bool:
+    """True if a document of a stream is an eval document, by the checksum of its UTF-8, or of its ids as little-endian
+    uint32, so the corpus need not be read before. Copies of a document are treated alike."""
+    content = document.encode() if isinstance(document, str) else np.asarray(document).astype("<u4").tobytes()
+    return zlib.crc32(content) % EVERY == 0
+
+
+def choose_eval_split(
+    settings: flags.Flags, corpus: Corpus, spec: dict[str, Any] | None, rule: str, whole: bool
+) -> tuple[str | None, str | None]:
+    """(the eval split, the rule that takes eval documents out of the training split); None for what does not apply. The
+    eval split is --eval-split, by default `validation`; if there is none, some of the documents are eval documents, or
+    with `whole` all. With an eval dataset of its own, only documents that were eval documents before stay so. `spec` is
+    the source's in the checkpoint that a run resumes from."""
+    if not settings.eval_interval:
+        return None, None
+    was_divided = bool(spec and spec["held_out"])
+    split, is_eval_only = settings.eval_split, flags.is_place(settings.eval_split)
+    is_unknown = bool(split) and not is_eval_only and parse_split(split)[0] not in corpus.listing.splits
+    if is_unknown and base.broadcast_from_rank_0(lambda: os.path.exists(split)):
+        problem = f"{corpus.source.dataset} has no split of that name"
+        raise base.UserError(f"--eval-split {split}: {problem}; for the file or folder of that name give ./{split}")
+    if split is None and not was_divided and DEFAULT_EVAL_SPLIT in corpus.listing.splits:
+        split = DEFAULT_EVAL_SPLIT
+    if split is None and whole:
+        split = corpus.split
+    if spec and split is None and not was_divided:
+        problem = f"the run held out nothing of {corpus.source.dataset}, it trained on all of it"
+        raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
+    if was_divided and spec["held_out"] != rule:
+        how = "needs" if rule == HELD_OUT else "was read without"
+        raise base.UserError(f"--dataset {corpus.source.dataset}: what the run held out of it {how} --streaming")
+    if is_eval_only:
+        return None, rule if was_divided else None
+    return split, rule if split is None or was_divided else None
+
+
+def find_trained_spec(trained_on: list[dict[str, Any]], tokens: Tokens, reader: CorpusReader) -> dict[str, Any] | None:
+    """The spec of the source in `trained_on` that has these tokens, or these without the eval documents; None if none
+    has."""
+    by_digest = {spec["dataset"]: spec for spec in trained_on}
+    digests = [tokens.fingerprint()] if trained_on else []
+    if any(spec.get("held_out") == HELD_OUT for spec in trained_on):
+        digests.append(divide(reader.with_doc_ends(tokens))[0].fingerprint())
+    return next((by_digest[digest] for digest in digests if digest in by_digest), None)
+
+
+def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
+    """True if an evaluation of a run's checkpoint reads sources of the run, whose eval documents its record knows; a
+    UserError if it reads a part of what the run trained on, or more than that."""
+    before = manifest["flags"]
+    dataset = before["dataset"] if isinstance(before["dataset"], str) else tuple(before["dataset"])
+    run = dataclasses.replace(
+        settings, dataset=dataset, dataset_split=before["dataset_split"], streaming=before["streaming"]
+    )
+    if flags.is_place(settings.eval_split):
+        trained = training_files(run) if dataset != "synthetic" else {}
+        for eval_file in find_eval_dataset(settings).files:
+            if eval_file.version()[0] in trained:
+                problem = f"the run trained on {eval_file}"
+                raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give what it did not train on")
+        return False
+    trained, read = training_files(run), training_files(settings)
+    shared = trained.keys() & read.keys()
+    for file in shared:
+        if settings.eval_split and flags.splits_overlap(trained[file][1], settings.eval_split):
+            problem = f"it overlaps {trained[file][1]!r}, which the run trained on"
+            raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give one that does not")
+    own = {trained[file][0] for file in shared}
+    own_files = {file: split for file, (name, split) in trained.items() if name in own}
+    if shared and own_files == {file: split for file, (_, split) in read.items()}:
+        return True
+    for file in shared:
+        if flags.splits_overlap(trained[file][1], read[file][1]):
+            problem = f"the run trained on {trained[file][1]!r} of {file}"
+            advice = "leave out --dataset and --dataset-split, or give what it did not train on"
+            raise base.UserError(f"--dataset {settings.describe_dataset()}: {problem}; {advice}")
+    return False
+
+
+def training_files(settings: flags.Flags) -> dict[str, tuple[str, str]]:
+    """(source, training split) of each file of a run's sources, by its real path; by the source's name if it is
+    gone."""
+    found = {}
+    for source in settings.sources():
+        try:
+            corpus = find_corpus(settings, source)
+        except base.UserError:  # nor can it be read then
+            found[source.dataset] = (source.name, settings.dataset_split or "train")
+            continue
+        for file in corpus.listing.files_in_split(parse_split(corpus.split)[0]):
+            found[file.version()[0]] = (source.name, corpus.split)
+    return found

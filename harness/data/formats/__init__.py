@@ -1,0 +1,146 @@
+"""Formats: one module for each format of corpus files, found here by the suffixes of its files.
+
+A format has `SUFFIXES`, the ends of its files' names, and one of these:
+
+- `read(stream, text_field)`, a generator: for each record its text, its token ids, a conversation, a `schema.BadRecord`
+  that says what is wrong, or None for nothing. `stream` has the file's bytes, decompressed. `RECORD_NAME` is what its
+  records are called ("line", "row"). In `schema`, `find_document` (for objects) or `choose_field` and `read_fields`
+  (for columns) find what is read of a record and check it. `text_field` may be several names, the best first.
+- `open_tokens(file, vocab_size)`: maps a file of token ids as a `token_files.TokenFile`. Tokens are neither copied nor
+  read. What is cheap to check is checked here; a fault is `token_files.damaged`.
+
+`CAN_BE_CUT = True`: `read(stream, text_field, start, end)` gives the records that begin within these bytes, so parts
+end to end hold each record once. With `row_group_parts(file)` too, a file is cut at these positions only; a record
+begins where its row group does. Other files, and compressed ones, are read as a whole.
+
+Files that cannot be read raise an OSError or a ValueError. `HAS_FIELDS = False`: records have no fields that
+--text-field could name. `ONLY_ALONE = True`: files are data only if no other data files are in their folder.
+`COMPANIONS`: suffixes of files that belong to a data file. `harness/flags/choices.py` has the suffixes too.
+"""
+
+import bz2
+import contextlib
+import functools
+import gzip
+import importlib
+import io
+import os
+import pkgutil
+import zlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from harness import base
+from harness.data.schema import LAYOUTS, Field, NoFieldError, Record, field_advice, field_names
+from harness.data.token_files import TokenFile, damaged
+
+if TYPE_CHECKING:
+    from harness.data.files import DataFile
+
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # suffix: Arrow's name
+BLOCK = 2**18  # bytes per read
+
+
+@functools.cache
+def all_formats() -> dict[str, ModuleType]:
+    """Return the modules of this folder by the suffixes that they read."""
+    found = {}
+    for entry in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{entry.name}")
+        found.update(dict.fromkeys(module.SUFFIXES, module))
+    return found
+
+
+def suffixes() -> list[str]:
+    """Return the suffixes of data files; other cases and compressed files count too: .TXT, .jsonl.gz."""
+    return sorted(all_formats())
+
+
+def find_format(name: str) -> ModuleType | None:
+    """Return the format of a file by its name, compressed or not; None if it is no data file."""
+    stem, compression = os.path.splitext(name.lower())
+    if compression not in COMPRESSIONS:
+        stem += compression
+    return next((module for suffix, module in all_formats().items() if stem.endswith(suffix)), None)
+
+
+def companions() -> tuple[str, ...]:
+    """Return the suffixes of files that belong to a data file, such as its index."""
+    return tuple(suffix for module in all_formats().values() for suffix in getattr(module, "COMPANIONS", ()))
+
+
+def is_token_file(name: str) -> bool:
+    """True if the tokens of a file are mapped; otherwise its records are read."""
+    return hasattr(find_format(name), "open_tokens")
+
+
+@contextlib.contextmanager
+def report_read_errors(file: "DataFile") -> Iterator[None]:
+    """Raise a UserError that names the file for what the reading of one raises."""
+    try:
+        yield
+    except (
+        OSError,
+        ValueError,
+        NotImplementedError,
+        EOFError,
+        zlib.error,
+    ) as error:  # the second and third are Arrow's
+        raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
+
+
+@contextlib.contextmanager
+def decompressed(file: "DataFile", raw: io.RawIOBase) -> Iterator[BinaryIO]:
+    """Give the bytes of an open file, decompressed by the suffix of its name."""
+    if file.compression is None:
+        yield cast(BinaryIO, raw)
+        return
+    buffered: Any = io.BufferedReader(raw, BLOCK)
+    stream: Any
+    if file.compression == "gzip":  # Arrow refuses zeros after the end, which tapes and block devices leave
+        stream = gzip.GzipFile(fileobj=buffered)
+    elif file.compression == "bz2":  # as gzip
+        stream = bz2.BZ2File(buffered)
+    else:
+        import pyarrow
+
+        stream = pyarrow.input_stream(buffered, compression=file.compression)
+    with stream:
+        yield stream
+
+
+def read_records(
+    file: "DataFile", text_field: Field, start: int = 0, end: int | None = None
+) -> Iterator[tuple[str, Record]]:
+    """Yield (position in words, record) of a file, or of the part [start, end) of one that can be cut; a UserError if
+    it cannot be read."""
+    file_format = find_format(file.name)
+    after = f" after byte {start:,}" if start else ""
+    part = (start, end) if (start, end) != (0, None) else ()
+    try:
+        with report_read_errors(file), file.open() as raw, decompressed(file, raw) as stream:
+            for number, record in enumerate(file_format.read(stream, text_field, *part), 1):
+                yield f"{file}, {file_format.RECORD_NAME} {number:,}{after}", record
+    except NoFieldError as error:
+        raise no_such_field(file, text_field, error.args[0]) from error
+
+
+def no_such_field(file: "DataFile", text_field: Field, fields: list[str]) -> base.UserError:
+    """Make the error for a file of columns that has none of `text_field`."""
+    wanted = field_names(text_field)[-1]
+    found = f"(fields: {', '.join(fields)}); {field_advice(wanted, fields)}"
+    if wanted in LAYOUTS:
+        needs = " and ".join(LAYOUTS[wanted].needs)
+        return base.UserError(f"--dataset {file}: no {needs}, which the first file has {found}")
+    return base.UserError(f"--text-field {wanted}: no such field in {file} {found}")
+
+
+def open_token_file(file: "DataFile", vocab_size: int) -> TokenFile:
+    """Map a token file; a UserError if it is damaged or compressed."""
+    if file.compression:
+        raise damaged(file, "it is compressed, and token files are mapped", "decompress it")
+    with report_read_errors(file):
+        opened = find_format(file.name).open_tokens(file.path, vocab_size)
+    opened.reopen = functools.partial(open_token_file, file, vocab_size)
+    return opened

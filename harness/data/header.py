@@ -1,0 +1,183 @@
+"""The lines of the header about data, and the samples of a step for --show-samples."""
+
+import dataclasses
+import itertools
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch.distributed as dist
+
+from harness import base, flags, job
+from harness.data.chat import describe_examples
+from harness.data.corpora import Corpus, parse_split
+from harness.data.eval_split import EvalData
+from harness.data.formats import read_records
+from harness.data.packing import PackedDataset, PaddedDataset, SyntheticDataset, sequence_tokens
+from harness.data.reader import CorpusReader
+from harness.data.schema import read_documents
+from harness.data.stream import EvalSequences, Stream
+from harness.data.tokenize import own_tokens_around
+from harness.data.training_data import OpenedSource, SampleReader, TrainingData
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_CUT_SHARE = 0.1  # of conversations that are longer than a sequence, without a warning
+EXAMPLE_RECORDS = 1000  # that are looked through for examples
+EXCERPT = 200  # characters of a document that are printed
+
+
+def describe(
+    settings: flags.Settings,
+    data: TrainingData,
+    opened: dict[str, OpenedSource],
+    corpora: list[Corpus],
+    per_step: int,
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> dict[str, str]:
+    """The lines of the header about data: the training data with their shares, the eval data, and what is left out."""
+    if settings.dataset == "synthetic":
+        return {"data": "synthetic, random tokens"}
+    is_single = len(corpora) == 1
+    epochs = data.epochs(data.record.samples_of_step(settings.num_steps).stop)
+    found: dict[str, list[str]] = {"data": [], "files": [], "tokenizer": [], "held out": []}
+    for corpus in corpora:
+        source = opened[corpus.name]
+        train, size = source.train, "streamed"
+        if corpus.name in epochs:
+            read = f"{len(train) / per_step:,.1f} steps an epoch" if is_single else f"{epochs[corpus.name]:.1f} epochs"
+            size = f"{train.total_tokens():,} tokens, {read}{describe_left_out(train)}"
+        name = ", ".join(filter(None, [corpus.source.dataset, settings.dataset_config, corpus.split]))
+        files = corpus.listing.describe(parse_split(corpus.split)[0])
+        own = [f"{name}: {size}", files, describe_tokenizer(train), describe_eval_data(source.eval_data)]
+        for texts, text in zip(found.values(), own, strict=True):
+            if text:
+                texts.append(text if is_single else f"{corpus.name}: {text}")
+    lines = {word: "; ".join(texts) for word, texts in found.items() if texts}
+    if any(corpus.kind == "text" for corpus in corpora):
+        lines["documents"] = describe_ends(tokenizer)
+    if not is_single:
+        first, *later = data.record.segments
+        shares = [first.describe()]
+        shares += [f"from step {data.record.step_of_sample(segment.first):,} {segment.describe()}" for segment in later]
+        lines["mixture"] = "; ".join(shares)
+    if data.has_streams:
+        lines["streams"] = (
+            f"{base.counted(data.record.num_shards, 'shard')} of each source, divided among ranks and workers"
+        )
+        if data.record.num_shards < dist.get_world_size():
+            lines["streams"] += "; ranks outnumber them, so several read the same"
+    return lines
+
+
+def describe_eval_data(eval_data: EvalData | None) -> str:
+    """The header's text about the eval data of a source, or about an eval dataset; "" if there is none."""
+    if eval_data is None:
+        return ""
+    sequences = eval_data.sequences
+    line = f"{eval_data.name}: {sequences.total_tokens():,} tokens"
+    if sequences.has_mask:
+        line += f", {sequences.total_trained():,} of them in the loss"
+    return line + describe_left_out(sequences)
+
+
+def describe_left_out(sequences: PackedDataset | SyntheticDataset | EvalSequences) -> str:
+    """The number of sequences without a token to train on, in words to append; "" for none."""
+    if not sequences.left_out:
+        return ""
+    return f", left out {base.counted(sequences.left_out, 'sequence')} without a trained token"
+
+
+def describe_ends(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The header's text about the token after each text, and those that the tokenizer's own rule would add."""
+    before, after = own_tokens_around(tokenizer)
+    own = [*before, *(token for token in after if token != tokenizer.eos_token_id)]
+    line = f"{tokenizer.eos_token} after each text"
+    if own:
+        names = " ".join(tokenizer.convert_ids_to_tokens(own))
+        line += f"; not {names}, which this tokenizer's own rule adds: docs/DATA.md (Text) says how to have it"
+    return line
+
+
+def describe_tokenizer(train: PackedDataset | Stream) -> str:
+    """The header's text about the tokenizer that made token files; "" for others."""
+    if isinstance(train, Stream) or not train.tokens.is_mapped:
+        return ""
+    named = next((file.tokenizer for file in train.tokens.files if file.tokenizer), None)
+    return f"{f'{named}, as the files say' if named else 'not known'} (tokens are read in place)"
+
+
+def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader, with_example: bool) -> dict[str, str]:
+    """The lines about documents that are packed whole, and about what is trained on of conversations and rows."""
+    lines: dict[str, str] = {}
+    if corpus.is_chat:
+        lines |= base.broadcast_from_rank_0(lambda: reader.chat_format(corpus).describe())
+    if isinstance(train, PaddedDataset):
+        lines["packing"] = train.describe()
+    if train.has_mask:
+        share = train.total_trained() / len(train.tokens)
+        word, document = ("chat", "conversation") if corpus.is_chat else ("labels", "row")
+        if isinstance(train, PaddedDataset) and (warning := warn_of_cuts(train, document)):
+            job.warn(warning)
+        documents = base.counted(len(train.tokens.doc_ends), document)
+        lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
+    if train.has_mask and with_example:
+        examples = base.broadcast_from_rank_0(lambda: find_examples(corpus, reader))
+        lines["examples"] = f"([[ ]] is around what is trained on)\n{examples}"
+    return lines
+
+
+def warn_of_cuts(train: PaddedDataset, document: str) -> str:
+    """A warning if more documents than MAX_CUT_SHARE are longer than a sequence; else ""."""
+    lengths, cut = np.diff(train.tokens.doc_ends, prepend=0), train.count_cut()
+    if cut <= MAX_CUT_SHARE * len(lengths):
+        return ""
+    problem = f"{cut:,} of {base.counted(len(lengths), document)} are longer and are cut into pieces"
+    return f"--sequence-length {train.seq_len}: {problem}; give a longer one (the longest has {lengths.max():,} tokens)"
+
+
+def find_examples(corpus: Corpus, reader: CorpusReader) -> str:
+    """The first conversations of each kind in the files of a corpus, as they are trained on."""
+    records = itertools.chain.from_iterable(read_records(file, corpus.text_field) for file in corpus.files)
+    first = itertools.islice(records, EXAMPLE_RECORDS)
+    documents = read_documents(first, reader.vocab_size, True, Counter(), corpus.kind)
+    return describe_examples(documents, dataclasses.replace(reader, skip_bad_records=True).encoder(corpus))
+
+
+def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None", step: int) -> str:
+    """The samples of an optimizer step: each with its source and the beginnings of its documents. A UserError if a
+    source is no longer one of the run's."""
+    samples = data.record.samples_of_step(step)
+    reader = SampleReader(data, {})
+    lines = [f"step {step:,}: {len(samples):,} samples, from sample {samples.start:,} on"]
+    for sample in samples:
+        lines.append("")
+        name, _ = data.mixture.locate(sample)
+        if name not in data.sources:
+            raise base.UserError(
+                f"--show-samples {step}: sample {sample:,} is of the source {name}, which was removed since; give it "
+                f"too, as in --dataset {name}=FILE:1 beside the others"
+            )
+        (sequence,), _ = reader.read(range(sample, sample + 1))
+        tokens = sequence_tokens(sequence)
+        if not isinstance(data.sources[name], PackedDataset):  # a stream, or random tokens
+            shard = sample % data.record.num_shards
+            lines += [f"sample {sample:,}: {name}, shard {shard:,}", f"  {excerpt(tokens, tokenizer)}"]
+            continue
+        source, index = data.locate(sample)
+        lines.append(f"sample {sample:,}: {name}, sequence {index:,} of {len(source):,}")
+        borders = [*source.starts_in(index), source.real_tokens(index)]
+        for start, end in itertools.pairwise(borders):
+            lines.append(f"  from token {start:,}: {excerpt(tokens[start:end], tokenizer)}")
+    return "\n".join(lines)
+
+
+def excerpt(tokens: np.ndarray, tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    """The beginning of a stretch of tokens, in one line; as ids without a tokenizer."""
+    if tokenizer is None:
+        return " ".join(map(str, tokens[: EXCERPT // 8]))
+    text = tokenizer.decode(tokens)
+    assert isinstance(text, str)  # of one list of ids
+    text = " ".join(text.split())
+    return text if len(text) <= EXCERPT else f"{text[:EXCERPT]}..."

@@ -1,0 +1,225 @@
+"""The loader: the microbatches of one rank, read ahead by data workers and moved to its device; evaluation batches."""
+
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from harness import base, flags, job
+from harness.base import IGNORE_INDEX
+from harness.data.packing import PackedDataset, PackedSequence, SyntheticDataset, create_collate_fn, document_lengths
+from harness.data.stream import EvalSequences
+from harness.data.training_data import Positions, SampleReader, TrainingData
+
+STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a shard reads its next chunk
+NOT_OF_MODEL = ("loss_divisor", "document_lengths")  # entries of a batch that are no inputs of the model
+
+
+class DataPosition(Protocol):
+    """The part of a run's `TrainState` that is read and moved here."""
+
+    samples: int
+    positions: Positions
+
+    def move_positions(self, positions: Positions) -> None: ...
+
+
+class Batches:
+    """The batches that a run trains on, for `next`; the last one, and the last that gave a finite loss."""
+
+    def __init__(self, batches: Iterator[dict[str, Any]]):
+        self.batches = batches
+        self.last: dict[str, Any] = {}
+        self.finite: dict[str, Any] = {}
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        self.last = next(self.batches)
+        return dict(self.last)  # a step takes out what the model does not get
+
+    def last_finite(self, was_skipped: bool) -> dict[str, Any]:
+        """The last batch; if its step was skipped, an earlier one that this returned, if there is one."""
+        if not (was_skipped and self.finite):
+            self.finite = {name: value for name, value in self.last.items() if name not in NOT_OF_MODEL}
+        return self.finite
+
+
+def training_batches(
+    settings: flags.Settings, data: TrainingData, state: DataPosition, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Endless microbatches of this rank on its device, from the global sample `state.samples` on.
+
+    `state` is the run's `TrainState`; `state.positions` moves with the batches. A batch has `document_lengths`, the
+    tokens of each document in it, by which its FLOPs are counted. If not every label counts, a batch has a
+    `loss_divisor`: its mean loss divided by it, summed over a step's microbatches and averaged over ranks, is the mean
+    over each trained token of the global batch. A UserError that a data worker met is raised here. The number of bad
+    records of streams that rank 0 has left out is printed at the first one and each time that it is ten times as large.
+    """
+    batches = read_batches(settings, data, state, device)
+    return batches if data.is_uniform else count_labels(batches, settings.gradient_accumulation_steps)
+
+
+def count_labels(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[dict[str, Any]]:
+    """Microbatches with their `loss_divisor`, by the labels of all `per_step` of a step on all ranks. Every rank calls
+    this; the sum stays on the device. The loss of a step without a label is NaN."""
+    while microbatches := list(itertools.islice(batches, per_step)):
+        trained = torch.stack([(batch["labels"] != IGNORE_INDEX).sum() for batch in microbatches]).double()
+        in_step = trained.sum()
+        dist.all_reduce(in_step)
+        for batch, divisor in zip(microbatches, (in_step / (trained * dist.get_world_size())).float(), strict=True):
+            yield batch | {"loss_divisor": divisor}
+
+
+def read_batches(
+    settings: flags.Settings, data: TrainingData, state: DataPosition, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """The microbatches of `training_batches`, without a `loss_divisor`."""
+    loader = DataLoader(
+        RankBatches(settings, data, state.samples, state.positions, dist.get_rank(), dist.get_world_size()),
+        batch_size=None,
+        collate_fn=unchanged,
+        num_workers=settings.num_workers,
+        prefetch_factor=STREAM_PREFETCH if data.has_streams and settings.num_workers else None,
+        worker_init_fn=job.ignore_signals,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # its own: it draws a seed when it begins, which a resumed run would draw again
+    )
+    items: Iterator[dict[str, Any]] = map(raised, loader)
+    if data.has_streams:
+        items = join_rows(items, max(settings.num_workers, 1), state, pins=device.type == "cuda")
+    for batch in items:
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        yield batch | {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+
+def unchanged(item: Any) -> Any:
+    """By default a DataLoader makes a tensor of each array, which goes through shared memory, a file for each."""
+    return item
+
+
+def raised(item: dict[str, Any] | base.UserError) -> dict[str, Any]:
+    if isinstance(item, base.UserError):
+        raise item
+    return item
+
+
+def join_rows(
+    items: Iterator[dict[str, Any]], workers: int, state: DataPosition, pins: bool
+) -> Iterator[dict[str, Any]]:
+    """The microbatches of which each of so many workers reads some rows; see `RankBatches.worker_rows`."""
+    collate = create_collate_fn(shift_labels=False)
+    reported = 0
+    while True:
+        sequences: dict[int, Any] = {}  # by row
+        bad = 0
+        for item in itertools.islice(items, workers):
+            sequences |= item["sequences"]
+            bad += item["bad_records"]
+            state.move_positions(item["positions"])
+        if bad >= max(1, 10 * reported):
+            job.print0("data      ", f"left out so far: bad records {bad:,}")
+            reported = bad
+        rows = [sequences[row] for row in sorted(sequences)]
+        batch = {name: tensor.pin_memory() if pins else tensor for name, tensor in collate(rows).items()}
+        yield {**batch, "document_lengths": lengths_in(rows)}
+
+
+def lengths_in(sequences: Sequence[np.ndarray | PackedSequence]) -> np.ndarray:
+    """The `document_lengths` of some sequences together."""
+    return np.concatenate([document_lengths(sequence) for sequence in sequences])
+
+
+@dataclass(eq=False)
+class RankBatches(IterableDataset):
+    """Endless microbatches of one rank: ranks are disjoint, and a step's samples do not depend on how many ranks or
+    microbatches share them. Of token caches and files each data worker reads whole microbatches in turn. Of streams it
+    reads some rows of each, those of its own shards: a shard is tokenized by one worker. A UserError comes as the last
+    item, as a DataLoader would wrap it into a traceback."""
+
+    settings: flags.Settings
+    data: TrainingData
+    first_sample: int
+    positions: Positions
+    rank: int
+    world_size: int
+
+    def __iter__(self) -> Iterator[dict[str, Any] | base.UserError]:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a tokenizer's threads do not survive the fork of a worker
+        worker = get_worker_info()
+        read = self.worker_rows if self.data.has_streams else self.worker_batches
+        try:
+            yield from read(worker.id if worker else 0, worker.num_workers if worker else 1)
+        except base.UserError as error:
+            yield base.UserError(str(error), exit_code=1)
+
+    def worker_batches(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
+        """Every batch of one of so many workers: a DataLoader takes one of each in turn."""
+        reader = SampleReader(self.data, self.positions)
+        collate = create_collate_fn(shift_labels=False)
+        for microbatch in itertools.count(worker, workers):
+            samples = self.microbatch_samples(microbatch)
+            sequences, _ = reader.read(samples)
+            yield {**collate(sequences), "document_lengths": lengths_in(sequences)}
+
+    def worker_rows(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
+        """Of every microbatch the sequences of the worker's own shards, by row, and the positions of these shards. The
+        rank's shards are dealt to its workers as it meets them, so each worker knows whose they all are."""
+        reader = SampleReader(self.data, self.positions)
+        num_shards = self.data.record.num_shards
+        owners: dict[int, int] = {}  # by shard
+        for microbatch in itertools.count():
+            samples = self.microbatch_samples(microbatch)
+            for sample in samples:
+                owners.setdefault(sample % num_shards, len(owners) % workers)
+            rows = [row for row, sample in enumerate(samples) if owners[sample % num_shards] == worker]
+            sequences, positions = reader.read([samples[row] for row in rows])
+            by_row = dict(zip(rows, sequences, strict=True))
+            yield {"sequences": by_row, "positions": positions, "bad_records": reader.counts["bad records"]}
+
+    def microbatch_samples(self, microbatch: int) -> range:
+        first = self.first_sample + (microbatch * self.world_size + self.rank) * self.settings.batch_size
+        return range(first, first + self.settings.batch_size)
+
+
+def eval_batches(
+    settings: flags.Settings, dataset: PackedDataset | SyntheticDataset | EvalSequences, device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's share of the eval sequences. Each sequence is taken once over all ranks, and every rank gets the
+    same number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
+    per_round = settings.batch_size * dist.get_world_size()
+    sequences = min(len(dataset), settings.eval_windows or len(dataset))
+    collate = create_collate_fn(shift_labels=False)
+    for number in range(math.ceil(sequences / per_round)):
+        first = number * per_round + dist.get_rank() * settings.batch_size
+        indices = range(first, first + settings.batch_size)
+        batch = collate([dataset[index if index < sequences else 0] for index in indices])
+        left_over = [index >= sequences for index in indices]
+        batch["labels"][left_over] = IGNORE_INDEX
+        yield {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def mean_losses(held_out: Iterable[str], totals: torch.Tensor) -> tuple[dict[str, float], int]:
+    """`eval_loss`, the mean over every token, and of several sources also `eval_loss/NAME`; and how many tokens these
+    are. `totals` has the summed loss and the tokens of each source of `held_out`, (sources, 2), of all ranks.
+
+    Raises:
+        UserError: a source has no token that is trained on.
+    """
+    by_source = {}
+    for name, (summed_loss, tokens) in zip(held_out, totals.tolist(), strict=True):
+        if not tokens:
+            problem = f"the eval sequences of {name} have no trained token"
+            raise base.UserError(f"--eval-interval: {problem}; use a longer --sequence-length or other data", 1)
+        by_source[f"eval_loss/{name}"] = summed_loss / tokens
+    summed_loss, tokens = totals.sum(0).tolist()
+    losses = {"eval_loss": summed_loss / tokens}
+    return (losses | by_source if len(by_source) > 1 else losses), int(tokens)

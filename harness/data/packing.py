@@ -1,0 +1,323 @@
+"""Packing: tokens as sequences of `seq_len + 1` tokens, cut anywhere or of whole documents with padding at their end;
+random ones; and batches of them."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from harness import base
+from harness.base import IGNORE_INDEX
+from harness.data.token_files import TokenFile
+from harness.data.tokens import Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSequence:
+    """A sample that is more than tokens: labels that are not trained on, or documents that do not see each other."""
+
+    tokens: np.ndarray  # unsigned integers, shape (seq_len + 1,); there may be padding at its end
+    trained: np.ndarray | None = None  # bool, shape (seq_len,): which labels count; None for all
+    starts: np.ndarray | None = None  # input positions at which documents begin, 0 among them, and the padding
+    real: int | None = None  # inputs before the padding; None for all
+
+
+def sequence_tokens(sequence: np.ndarray | PackedSequence) -> np.ndarray:
+    """The tokens of a sequence, shape (seq_len + 1,)."""
+    return sequence.tokens if isinstance(sequence, PackedSequence) else sequence
+
+
+def document_lengths(sequence: np.ndarray | PackedSequence) -> np.ndarray:
+    """Inputs of each document, or piece of one, in a sequence, without padding, int64; their sum alone if documents
+    see those before them."""
+    if not isinstance(sequence, PackedSequence):
+        return np.array([len(sequence) - 1])
+    real = len(sequence.tokens) - 1 if sequence.real is None else sequence.real
+    starts = np.array([0]) if sequence.starts is None else sequence.starts
+    return np.diff(np.append(starts[starts < real], real))
+
+
+class PackedDataset(Dataset):
+    """Sequences of `seq_len + 1` tokens; consecutive sequences share one token.
+
+    PackedSequence i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly
+    once and nothing is lost but the last partial sequence, and sequences without a label that is trained on. A sequence
+    is a plain array, or a `PackedSequence` if not all is trained on or documents are not to see each other: then the
+    last token of one does not predict the first of the next either.
+    """
+
+    def __init__(
+        self, tokens: Tokens | np.ndarray, seq_len: int, document_mask: bool = False, end_of_text: int | None = None
+    ):
+        """`end_of_text` ends a document of a plain array."""
+        self.tokens = tokens if isinstance(tokens, Tokens) else Tokens([TokenFile(tokens)], end_of_text=end_of_text)
+        self.seq_len, self.document_mask = seq_len, document_mask
+        self.has_mask = self.tokens.has_mask
+        # whether each sequence has `seq_len` inputs and labels that count
+        self.is_uniform = not (self.has_mask or document_mask)
+        self.cut = max(0, (len(self.tokens) - 1) // seq_len)  # sequences, those that are left out too
+
+    @functools.cached_property
+    def trained_in_cut(self) -> np.ndarray:
+        """Labels that count in each sequence that is cut, of data with a mask, which is read once."""
+        last = self.cut * self.seq_len + 1
+        mask = self.tokens.trained(1, last)
+        counts = mask.reshape(-1, self.seq_len).sum(1, dtype=np.int32)
+        if self.document_mask:
+            labels = self.tokens.starts_between(0, last)[1:] - 1  # that begin a document
+            counts -= np.bincount(labels // self.seq_len, mask[labels], self.cut).astype(np.int32)
+        return counts
+
+    @functools.cached_property
+    def numbers(self) -> np.ndarray | range:
+        """Which of the sequences that are cut have a label that counts: these are the sequences of the data set.
+        Without a mask all are: a sequence of documents of one token each has not been met."""
+        return np.flatnonzero(self.trained_in_cut) if self.has_mask else range(self.cut)
+
+    @functools.cached_property
+    def trained_counts(self) -> np.ndarray:
+        """Labels that count in each sequence, of data with a mask."""
+        return self.trained_in_cut[self.numbers]
+
+    @functools.cached_property
+    def left_out(self) -> int:
+        """The number of sequences that were left out because none of their labels counts."""
+        return self.cut - len(self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> np.ndarray | PackedSequence:
+        """Tokens of shape (seq_len + 1,), unsigned integers."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        first, last = self.input_range(index)
+        tokens, trained, starts = self.tokens[first : last + 1], None, None
+        if self.has_mask:
+            trained = self.tokens.trained(first + 1, last + 1).astype(bool)
+        if self.document_mask:
+            trained, starts = end_labels(self.tokens.starts_between(first, last + 1), self.seq_len, trained)
+        if starts is None and trained is None:
+            return tokens
+        return PackedSequence(tokens, trained, starts)
+
+    def input_range(self, index: int) -> tuple[int, int]:
+        """(the first input of a sequence, the one after its last) among the tokens."""
+        first = int(self.numbers[index]) * self.seq_len
+        return first, first + self.seq_len
+
+    def real_tokens(self, index: int) -> int:
+        """Inputs of a sequence that are not padding."""
+        return self.seq_len
+
+    def total_trained(self) -> int:
+        """Labels of all sequences that count, of data with a mask."""
+        return int(self.trained_counts.sum())
+
+    def total_tokens(self) -> int:
+        """Inputs of all sequences that are not padding."""
+        return len(self) * self.seq_len
+
+    def starts_in(self, index: int) -> list[int]:
+        """The positions at which documents begin among the inputs of a sequence, 0 first."""
+        return self.tokens.starts_between(*self.input_range(index)).tolist()
+
+
+def end_labels(begins: np.ndarray, seq_len: int, trained: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(which labels of a sequence count, where its documents begin among its inputs): of those labels that are
+    `trained`, by default all, not the ones that begin a document. `begins` are the positions from 0 to `seq_len`, 0
+    first, of the tokens that begin one."""
+    trained = np.ones(seq_len, bool) if trained is None else trained
+    trained[begins[1:] - 1] = False  # the label of a position is the token behind it
+    return trained, begins[begins < seq_len]
+
+
+class PaddedDataset(PackedDataset):
+    """Sequences of `seq_len + 1` tokens that hold whole documents, or one, and then padding.
+
+    A document's labels end with it: its last token does not predict the first of the next. Padding is not trained on
+    and counts as no token. A document longer than a sequence is cut into pieces, see `cut_long`.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, packing: str, padding: int, seed: int, document_mask: bool):
+        """`packing` is best-fit, or none for one document, or a piece of one, in each sequence; `padding` is a token
+        id; without `document_mask` the documents of a sequence see those before them."""
+        super().__init__(tokens, seq_len, document_mask)
+        self.is_uniform, self.packing, self.padding = False, packing, padding
+        self.starts, self.lengths = cut_long(tokens.doc_ends, seq_len)  # of the pieces, in tokens
+        if packing == "none":
+            self.items, self.begins = np.arange(len(self.lengths)), np.arange(len(self.lengths) + 1)
+        else:
+            self.items, self.begins = best_fit(self.lengths, seq_len + 1, seed)
+        trained = self.lengths - 1
+        if tokens.has_mask:
+            mask = np.append(tokens.trained(0, len(tokens)), np.uint8(0))
+            borders = np.stack([self.starts + 1, self.starts + self.lengths], axis=1).ravel()
+            trained = np.add.reduceat(mask, borders, dtype=np.int64)[::2]
+            trained[self.lengths == 1] = 0  # of an empty range reduceat gives the item there
+        trained_counts = self.sums(trained)
+        is_trained, sizes = trained_counts > 0, np.diff(self.begins)
+        self.items = self.items[np.repeat(is_trained, sizes)]
+        self.begins = np.concatenate([[0], np.cumsum(sizes[is_trained])])
+        self.trained_counts, self.left_out = trained_counts[is_trained], int((~is_trained).sum())
+        self.real = np.minimum(self.sums(self.lengths), seq_len)
+
+    def sums(self, piece_values: np.ndarray) -> np.ndarray:
+        """The sum of a number of each piece over each sequence."""
+        if not len(self.items):
+            return np.zeros(0, np.int64)
+        return np.add.reduceat(piece_values[self.items], self.begins[:-1], dtype=np.int64)
+
+    def sequence_pieces(self, index: int) -> np.ndarray:
+        """The numbers of the pieces in a sequence."""
+        return self.items[self.begins[index] : self.begins[index + 1]]
+
+    def __len__(self) -> int:
+        return len(self.begins) - 1
+
+    def __getitem__(self, index: int) -> PackedSequence:
+        """The documents of a bin, the longest first."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        tokens = np.full(self.seq_len + 1, self.padding, self.tokens.dtype)
+        trained, starts, filled = np.zeros(self.seq_len + 1, bool), [], 0
+        for piece in self.sequence_pieces(index):
+            start, length = int(self.starts[piece]), int(self.lengths[piece])
+            tokens[filled : filled + length] = self.tokens[start : start + length]
+            trained[filled + 1 : filled + length] = True
+            if self.has_mask:
+                trained[filled + 1 : filled + length] = self.tokens.trained(start + 1, start + length)
+            starts.append(filled)
+            filled += length
+        starts.append(filled)  # of the padding
+        begins = np.array([start for start in starts if start < self.seq_len], np.int64)
+        return PackedSequence(tokens, trained[1:], begins if self.document_mask else None, min(filled, self.seq_len))
+
+    def real_tokens(self, index: int) -> int:
+        return int(self.real[index])
+
+    def total_tokens(self) -> int:
+        return int(self.real.sum())
+
+    def starts_in(self, index: int) -> list[int]:
+        lengths = self.lengths[self.sequence_pieces(index)]
+        return (np.cumsum(lengths) - lengths).tolist()
+
+    def count_cut(self) -> int:
+        """The number of documents that are longer than a sequence, and are cut."""
+        return int((np.diff(self.tokens.doc_ends, prepend=0) > self.seq_len + 1).sum())
+
+    def describe(self) -> str:
+        """The packing in words."""
+        documents, sequences = base.counted(len(self.tokens.doc_ends), "document"), base.counted(len(self), "sequence")
+        cut = self.count_cut()
+        longer = f", {cut:,} longer than a sequence cut" if cut else ""
+        padding = 1 - self.total_tokens() / (len(self) * self.seq_len)
+        return f"{self.packing}, {documents} in {sequences}{longer}, padding {100 * padding:.1f} %"
+
+
+def cut_long(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """(where each piece begins, its tokens): documents as pieces of at most `seq_len + 1` tokens, what a sequence has.
+    Consecutive pieces of a document share one token, as consecutive sequences do: each token but a document's first is
+    a label exactly once."""
+    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    lengths = ends - starts
+    counts = np.where(lengths > seq_len + 1, -(-(lengths - 1) // seq_len), 1)
+    documents = np.repeat(np.arange(len(lengths)), counts)
+    offsets = (np.arange(len(documents)) - (np.cumsum(counts) - counts)[documents]) * seq_len
+    return starts[documents] + offsets, np.minimum(lengths[documents] - offsets, seq_len + 1).astype(np.int32)
+
+
+def best_fit(lengths: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack items into bins of `size`, best-fit decreasing: the longest first, each into the bin with the least room
+    that is enough, or a new one. A pure function of its arguments.
+
+    `lengths` are from 1 to `size`. Returns the items, bin after bin, and where each bin begins among them, with their
+    number at the end. Which items of a length meet, and the order of the bins, are drawn with `seed`.
+    """
+    generator = np.random.Generator(np.random.PCG64(seed))
+    items = generator.permutation(len(lengths)).astype(np.int32)
+    items = items[np.argsort(-lengths[items].astype(np.int64), kind="stable")]
+    bins_with_room: list[list[int]] = [[] for _ in range(size + 1)]
+    rooms = 0  # bit r is set where a bin has room for r more
+    chosen: list[int] = []  # the bin of each item
+    bins = 0
+    for length in lengths[items].tolist():
+        enough = rooms >> length
+        if enough:
+            room = length + (enough & -enough).bit_length() - 1
+            with_room = bins_with_room[room]
+            bin_number = with_room.pop()
+            if not with_room:
+                rooms ^= 1 << room
+        else:
+            room, bin_number = size, bins
+            bins += 1
+        chosen.append(bin_number)
+        if room > length:
+            bins_with_room[room - length].append(bin_number)
+            rooms |= 1 << (room - length)
+    item_bins = generator.permutation(bins).astype(np.int32)[np.array(chosen, np.int32)]
+    begins = np.concatenate([[0], np.cumsum(np.bincount(item_bins, minlength=bins))])
+    return items[np.argsort(item_bins, kind="stable")], begins
+
+
+class SyntheticDataset(Dataset):
+    """Random tokens for throughput runs: sequence i is a pure function of (seed, i) and is stored nowhere."""
+
+    is_uniform = True
+    has_mask = False
+    left_out = 0
+
+    def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, sequences: int = 2**20):
+        self.vocab_size, self.seq_len, self.seed, self.sequences = vocab_size, seq_len, seed, sequences
+
+    def __len__(self) -> int:
+        return self.sequences
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        generator = np.random.Generator(np.random.Philox(key=(self.seed << 32) + index))
+        return generator.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.uint32)
+
+    def total_tokens(self) -> int:
+        return self.sequences * self.seq_len
+
+
+def create_collate_fn(
+    end_of_text: int | None = None, shift_labels: bool = True
+) -> Callable[[list[np.ndarray | PackedSequence]], dict[str, torch.Tensor]]:
+    """Make a batch of sequences: `input_ids`, `labels` and `shift_labels`, int64 of shape (batch, seq_len).
+
+    The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`, or IGNORE_INDEX where
+    the sequence does not train on it. A plain transformers model would shift `labels` once more; it takes
+    `shift_labels` as they are, but for families that ignore them: prophetnet. Where a sequence has `starts`, there are
+    `position_ids` too, which begin again at 0 there. With `end_of_text` they do so after each such token of a plain
+    array, whose own label is IGNORE_INDEX: it is the first token of the next document.
+    """
+
+    def collate(sequences: list[np.ndarray | PackedSequence]) -> dict[str, torch.Tensor]:
+        tokens = np.stack([sequence_tokens(sequence) for sequence in sequences])
+        batch = {"input_ids": tokens[:, :-1].astype(np.int64), "labels": tokens[:, 1:].astype(np.int64)}
+        richer = [(row, sequence) for row, sequence in enumerate(sequences) if isinstance(sequence, PackedSequence)]
+        if end_of_text is not None or any(sequence.starts is not None for _, sequence in richer):
+            starts = np.zeros_like(batch["labels"])  # at each token where a document begins, its position
+            if end_of_text is not None:
+                is_end = tokens[:, :-1] == end_of_text
+                is_end[[row for row, sequence in richer if sequence.starts is not None]] = False
+                starts[:, 1:] = np.where(is_end[:, :-1], np.arange(1, starts.shape[1]), 0)
+                batch["labels"][is_end] = IGNORE_INDEX
+            for row, sequence in richer:
+                if sequence.starts is not None:
+                    starts[row, sequence.starts] = sequence.starts
+            batch["position_ids"] = np.arange(starts.shape[1]) - np.maximum.accumulate(starts, axis=1)
+        for row, sequence in richer:
+            if sequence.trained is not None:
+                batch["labels"][row, ~sequence.trained] = IGNORE_INDEX
+        if shift_labels:
+            batch["shift_labels"] = batch["labels"].copy()
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    return collate

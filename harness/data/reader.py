@@ -1,0 +1,153 @@
+"""The reader of corpora: their tokens, from the token cache or from token files, as packed sequences."""
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from harness import base, job
+from harness.data import formats, token_files
+from harness.data.chat import ChatFormat, nothing_trained
+from harness.data.corpora import Corpus, are_token_files, cut_positions, parse_split, slice_rows
+from harness.data.files import DataFile
+from harness.data.formats import read_records
+from harness.data.packing import PackedDataset, PaddedDataset
+from harness.data.schema import read_documents
+from harness.data.tokenize import RowFormat, TextFormat, describe_cache, open_cache, take, tokenize_once, warnings_in
+from harness.data.tokens import Tokens
+
+TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusReader:
+    """Reads corpora as tokens and packs these; the fields are arguments of `utils.get_dataset`."""
+
+    tokenizer: Any
+    seq_len: int
+    vocab_size: int
+    cache_dir: str | os.PathLike | None = None
+    skip_bad_records: bool = False
+    packing: str | None = None
+    chat_template: str | None = None
+    chat_loss: str = "assistant"
+    document_mask: bool | None = None
+    seed: int = 0
+    is_main: bool = True  # True for the process of each node that tokenizes for the others
+
+    @property
+    def end_of_text(self) -> int | None:
+        return None if self.tokenizer is None else self.tokenizer.eos_token_id
+
+    def encoder(self, corpus: Corpus) -> TextFormat:
+        if corpus.kind == "labels":
+            return RowFormat(self.tokenizer, self.vocab_size)
+        if not corpus.is_chat:
+            return TextFormat(self.tokenizer, self.vocab_size)
+        chat = self.chat_format(corpus)
+        chat.check(corpus.source.dataset)
+        return chat
+
+    def chat_format(self, corpus: Corpus) -> ChatFormat:
+        template = base.read_template(self.chat_template)
+        layout = str(corpus.text_field)
+        return ChatFormat(self.tokenizer, self.vocab_size, template, self.chat_loss, self.skip_bad_records, layout)
+
+    def open_tokens(self, corpus: Corpus, split: str, warn: bool = True) -> tuple[Tokens, str]:
+        """(the tokens of a split, mapped; where they come from, in words). Text is tokenized unless the cache has it;
+        `warn` False omits warnings about what was read. A slice is cut at document boundaries."""
+        name, bounds = parse_split(split)
+        split_files = corpus.listing.files_in_split(name)
+        if corpus.is_mapped and are_token_files(split_files):
+            opened = base.call_on_all_ranks(  # on one node alone a file may be missing
+                lambda: [formats.open_token_file(file, self.vocab_size) for file in split_files]
+            )
+            line = token_files.describe(opened)
+        else:
+            rows = None
+            if corpus.listing.is_hub and bounds:
+                rows = base.broadcast_from_rank_0(functools.partial(slice_rows, split_files, bounds))
+            if rows:
+                bounds = []
+            found = base.broadcast_from_node_main(
+                functools.partial(self._tokenize, corpus, split_files, rows), self.is_main
+            )
+            opened, line = [open_cache(found[0], self.vocab_size)], describe_cache(*found)
+            for warning in warnings_in(found[1]) if warn else ():
+                job.warn(warning)
+        tokens = Tokens(opened, self.vocab_size, self.end_of_text)
+        if bounds:
+            tokens = self.with_doc_ends(tokens)
+            tokens = tokens.between(*cut_positions(bounds, tokens.doc_ends, len(tokens)))
+        return tokens, line
+
+    def _tokenize(self, corpus: Corpus, split_files: list[DataFile], rows: tuple[int, int] | None) -> tuple:
+        """Call `tokenize_once` for these files, or for some of their rows."""
+        encoder = self.encoder(corpus)
+        content = [file.version() for file in split_files]
+        identity = [content, rows, corpus.text_field, corpus.has_mask, *encoder.identity()]
+
+        def tokenize(counts: Counter) -> Iterator:
+            records = itertools.chain.from_iterable(read_records(file, corpus.text_field) for file in split_files)
+            if rows:
+                records = itertools.islice(records, *rows)  # type: ignore[assignment]
+            documents = read_documents(records, self.vocab_size, self.skip_bad_records, counts, corpus.kind)
+            while batch := list(take(documents, TOKENIZE_BATCH)):
+                yield encoder.encode(batch, counts)
+            if not counts["tokens"]:
+                left_out = counts["conversations without a trained token"]
+                if left_out:
+                    raise nothing_trained(corpus.source.dataset, left_out, encoder)
+                if left_out := counts["rows without a trained token"]:
+                    problem = f"none of its {left_out:,} rows has a token to train on by its labels and masks"
+                    raise base.UserError(f"--dataset {corpus.source.dataset}: {problem}; fix these, or drop them")
+                bad = counts["bad records"]
+                without = f", {base.counted(bad, 'bad record')} left out" if bad else ""
+                raise base.UserError(f"--dataset {corpus.source.dataset}: it holds no text{without}")
+
+        return tokenize_once(identity, tokenize, self.cache_dir, self.skip_bad_records)
+
+    def with_doc_ends(self, tokens: Tokens) -> Tokens:
+        """The tokens with their document boundaries. If the files do not have these, one process of a node reads all
+        tokens for it. A UserError if nothing says where documents end."""
+        if tokens.has_doc_ends:
+            return tokens
+        self.check_doc_ends(tokens)
+        found = base.broadcast_from_node_main(lambda: tokens.file_doc_ends, self.is_main)
+        return dataclasses.replace(tokens, known_doc_ends=found)
+
+    def check_doc_ends(self, tokens: Tokens) -> None:
+        """Raise a UserError if neither the files nor an end-of-text token say where documents end."""
+        if tokens.has_doc_ends or self.end_of_text is not None:
+            return
+        name = getattr(self.tokenizer, "name_or_path", "the tokenizer")
+        problem = f"it does not say where its documents end, and {name} has no end-of-text token (eos_token)"
+        raise base.UserError(f"--dataset {tokens.files[0].name}: {problem}")
+
+    def pack(self, tokens: Tokens, name: str) -> PackedDataset:
+        """Pack tokens as sequences; a UserError, which names the data `name`, if there is not one to train on."""
+        packing = self.packing or ("best-fit" if tokens.has_mask else "concatenate")
+        mask = tokens.has_mask if self.document_mask is None else self.document_mask
+        mask = mask and packing != "none"  # a sequence has one document
+        packed: PackedDataset
+        if packing != "concatenate":
+            tokenizer = self.tokenizer
+            ids = [getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0]
+            padding = next(token for token in ids if token is not None)
+            packed = PaddedDataset(self.with_doc_ends(tokens), self.seq_len, packing, padding, self.seed, mask)
+        else:
+            if mask:
+                self.check_doc_ends(tokens)
+            packed = PackedDataset(tokens, self.seq_len, mask)
+        if packed.left_out and not len(packed):
+            problem = f"none of its {base.counted(packed.left_out, 'sequence')} has a token to train on"
+            raise base.UserError(f"--dataset {name}: {problem}; use a longer --sequence-length, or other data")
+        if not len(packed):
+            found = base.counted(len(tokens), "token")
+            problem = f"{found}, too few for one sequence of --sequence-length {self.seq_len}"
+            raise base.UserError(f"--dataset {name}: {problem}; use a shorter sequence or more text")
+        return packed

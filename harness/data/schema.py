@@ -1,0 +1,498 @@
+"""Schema: from a record of a file to its document: a text, token ids, token ids with labels, or a conversation.
+
+LAYOUTS has the layouts of conversations; the first that a record has is read. A column that --text-field names and that
+holds messages is one too. All but `messages` are converted to role and content:
+
+- ShareGPT's `conversations` have `from` and `value`; the names in ROLES are known, a call of functions is JSON.
+- `prompt` and `completion` are both text or both lists of messages, as TRL has them; what is in the prompt is not
+  trained on.
+- Alpaca's `instruction` and `input`, joined by a blank line, are the user's turn, `output` the assistant's; `history`
+  may have pairs of earlier turns.
+
+A text in one of SYSTEM in the same record is the first message; `tools` are a list, or a list as JSON text.
+"""
+
+import contextlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from harness import base
+
+DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a text, as in the original TinyStories files
+MAX_TOKEN_ID = 2**32 - 1
+
+Field = str | tuple[str, ...]  # the field that is trained on, or several: the first that a record has
+LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")  # 1 for each trained token
+PER_TOKEN_FIELDS = ("labels", "attention_mask", "position_ids", *LOSS_MASKS)  # an integer for each token id
+ID_FIELDS = (*PER_TOKEN_FIELDS, "seq_lengths")  # read together with token ids
+
+
+class BadRecord(NamedTuple):
+    """A record that cannot be trained on."""
+
+    fault: str
+    layout: str = ""  # of the conversation that it should have been
+
+
+@dataclass(frozen=True, eq=False)
+class Conversation:
+    """The messages of a record, and the tools that they may call."""
+
+    messages: list[dict]
+    tools: list[dict] | None = None
+    layout: str = "messages"  # of its record: one of LAYOUTS, or a column
+    first_trained: int = 0  # index of a message; those before it are a prompt
+    is_text: bool = False  # True for a prompt and a completion that are text
+    position: str = ""  # of the record, for messages to the user
+
+    def __len__(self) -> int:
+        """The approximate number of characters; never 0."""
+        return len(self.messages) + sum(len(message.get("content") or "") for message in self.messages)
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledIds:
+    """Token ids with a loss mask."""
+
+    ids: np.ndarray
+    trained: np.ndarray  # bool, same shape
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class NoFieldError(Exception):
+    """A file has none of the wanted fields; the argument is the list of its fields."""
+
+
+Document = str | np.ndarray | LabelledIds | Conversation
+Record = Document | BadRecord | None  # None of a blank line
+
+
+KINDS = {"text": "text", "ids": "token ids", "labels": "token ids with labels", "chat": "messages"}
+MASKED_KINDS = {"labels", "chat"}  # kinds with a loss mask
+
+
+def kind_of(document: Document) -> str:
+    """Return the kind of a document, one of KINDS."""
+    if isinstance(document, Conversation):
+        return "chat"
+    if isinstance(document, LabelledIds):
+        return "labels"
+    return "text" if isinstance(document, str) else "ids"
+
+
+def field_names(text_field: Field) -> tuple[str, ...]:
+    return (text_field,) if isinstance(text_field, str) else text_field
+
+
+def read_value(fields: dict[str, Any], field: str) -> Record:
+    """Return the document in a field that has no conversation: token ids in `input_ids`, text or token ids in any
+    other; with what ID_FIELDS of the record say about ids."""
+    value = fields[field]
+    if field == "input_ids" or (value and isinstance(value, list)):
+        are_ints = isinstance(value, list) and set(map(type, value)) <= {int}
+        if are_ints and 0 <= min(value, default=0) <= max(value, default=0) <= MAX_TOKEN_ID:
+            return check_ids(np.array(value, np.uint32), fields)
+        wanted = "token ids" if field == "input_ids" or are_ints else "text"
+        return BadRecord(f"{excerpt(value)} instead of {wanted}")
+    if not isinstance(value, str):
+        return BadRecord(f"{excerpt(value)} instead of text")
+    if has_lone_surrogate(value):
+        return BadRecord(f"{excerpt(value)} with half a surrogate pair")
+    return value
+
+
+def check_ids(ids: np.ndarray, fields: dict[str, Any]) -> np.ndarray | LabelledIds | BadRecord:
+    """Apply ID_FIELDS to token ids as transformers does: padding (`attention_mask` 0) is removed, and ids with the
+    label -100 or a 0 in one of LOSS_MASKS are not trained on. What a sequence cannot express is a bad record."""
+    if np.size(fields.get("seq_lengths", ())) > 1:
+        return BadRecord("seq_lengths has several documents; give each document a record")
+    values_by_name = {name: fields[name] for name in PER_TOKEN_FIELDS if fields.get(name) is not None}
+    if not values_by_name:
+        return ids
+    arrays = {name: np.asarray(values) for name, values in values_by_name.items() if is_flat(values)}
+    for name, values in values_by_name.items():
+        if name not in arrays or arrays[name].shape != ids.shape or (len(ids) and arrays[name].dtype.kind not in "bui"):
+            shown = excerpt(values.tolist() if isinstance(values, np.ndarray) else values)
+            return BadRecord(f"{name} is {shown} instead of {base.counted(len(ids), 'integer')}, one per token")
+    for name in ("attention_mask", *LOSS_MASKS):
+        if name in arrays and not np.isin(arrays[name], (0, 1)).all():
+            shown = excerpt(arrays[name].tolist())
+            return BadRecord(f"{name} is {shown} instead of 0 and 1; give each document a record")
+    attended = np.flatnonzero(arrays.get("attention_mask", np.ones(len(ids))))
+    if len(attended) and attended[-1] - attended[0] >= len(attended):
+        return BadRecord("attention_mask is 0 between tokens; it may be 0 only before and after them")
+    kept = slice(attended[0], attended[-1] + 1) if len(attended) else slice(0)
+    ids, arrays = ids[kept], {name: values[kept] for name, values in arrays.items()}
+    if (arrays.get("position_ids", np.arange(len(ids))) != np.arange(len(ids))).any():
+        return BadRecord("position_ids do not count up from 0; give each document a record")
+    if arrays.keys().isdisjoint(("labels", *LOSS_MASKS)):
+        return ids
+    labels = arrays.get("labels", ids)
+    wrong = (labels != base.IGNORE_INDEX) & (labels != ids)
+    if wrong.any():
+        at = int(wrong.argmax())
+        problem = f"labels[{at + kept.start}] is {labels[at]} instead of -100 or its token id, {ids[at]}"
+        return BadRecord(f"{problem} (labels are not shifted)")
+    trained = labels != base.IGNORE_INDEX
+    for name in LOSS_MASKS:
+        trained &= arrays.get(name, np.ones(len(ids))).astype(bool)
+    return LabelledIds(ids, trained)
+
+
+def is_flat(values: Any) -> bool:
+    return isinstance(values, np.ndarray) or (
+        isinstance(values, list) and not any(isinstance(value, list) for value in values)
+    )
+
+
+def has_lone_surrogate(text: str) -> bool:
+    """True if a text has half a surrogate pair, which an escape in JSON may leave and which is no character."""
+    return not text.isascii() and re.search("[\ud800-\udfff]", text) is not None
+
+
+def excerpt(value: Any) -> str:
+    """Return the first 60 characters of a value as JSON."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:60] + "..."
+
+
+def read_documents(
+    records: Iterator[tuple[str, Record]], vocab_size: int, skip_bad: bool, counts: Counter, kind: str = "text"
+) -> Iterator[Document]:
+    """Yield the documents in (position, record), without empty ones.
+
+    `kind` is the kind of all of them, see `kind_of`. A bad record is a UserError, or is left out if `skip_bad`;
+    `counts` gets the numbers of these and of empty texts. A token id that is not below `vocab_size` is a UserError."""
+    checked, fits = None, False
+    for position, record in records:
+        if isinstance(record, BadRecord):
+            refuse_or_count(position, record.fault, skip_bad, counts)
+            continue
+        if isinstance(record, np.ndarray | LabelledIds):
+            ids = record.ids if isinstance(record, LabelledIds) else record
+            # rows of a batch are slices of one array, which is checked once
+            whole = ids.base if isinstance(ids.base, np.ndarray) else ids
+            if whole is not checked:
+                checked, fits = whole, bool(np.max(whole, initial=0) < vocab_size)
+            if not fits and ids.max(initial=0) >= vocab_size:
+                wrong = int(ids[(ids >= vocab_size).argmax()])
+                problem = f"token id {wrong}, the model has {vocab_size:,}"
+                raise base.UserError(
+                    f"--dataset {position}: {problem}; it was made with another tokenizer, or is damaged"
+                )
+        if record is None or (len(record) == 0 and not isinstance(record, str)):
+            continue
+        found = kind_of(record)
+        if MASKED_KINDS & {kind, found} and found != kind:
+            fault = f"{KINDS[found]} instead of {KINDS[kind]}, as the first record has"
+            refuse_or_count(position, fault, skip_bad, counts)
+        elif isinstance(record, Conversation):
+            yield replace(record, position=position)
+        elif not isinstance(record, str):
+            yield record
+        else:
+            texts = [part.strip("\n") for part in record.split(DOCUMENT_MARK)] if DOCUMENT_MARK in record else [record]
+            if not any(text.strip("\n") for text in texts):
+                counts["empty documents"] += 1
+            yield from filter(None, texts)
+
+
+def refuse_or_count(position: str, fault: str, skip_bad: bool, counts: Counter) -> None:
+    """Count a bad record that is left out, or raise a UserError for it."""
+    if not skip_bad:
+        advice = "fix it, or leave bad records out with --skip-bad-records"
+        raise base.UserError(f"--dataset {position}: {fault}; {advice}")
+    counts["bad records"] += 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Conversations
+
+ROLES = {  # of chat templates, by ShareGPT's `from`
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "bot", "model"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response", "tool_response"), "tool"),
+    "system": "system",
+}
+CALLS = ("function_call", "tool_call")  # of functions, by the assistant
+# Fields that may exclude a turn of the assistant, with the values that do not. A mask of 1 has both meanings.
+TRAINED = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)) | {"mask": ()}
+# Fields of a message that a template need not write; contents and calls are checked one by one.
+NAMES_AND_WEIGHTS = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *TRAINED}
+SYSTEM = ("system", "system_prompt", "system_message")
+NOT_READ = {  # fields that would change the text of a conversation, and what to do instead
+    "functions": "name them tools",
+    "chat_template_kwargs": "set them in a template for --chat-template FILE",
+}
+CHAT_FIELDS = (*SYSTEM, "tools", *NOT_READ)  # read together with any layout
+PREFERENCE_ADVICE = (
+    "chosen and rejected are preference pairs, for DPO, which is not supported; to train on the chosen ones, rename "
+    "them to completion, with a prompt, or to messages"
+)
+
+
+class Layout(NamedTuple):
+    """A layout of conversations in records."""
+
+    title: str  # for the header
+    needs: tuple[str, ...]  # required fields
+    may_have: tuple[str, ...]  # optional fields, in addition to CHAT_FIELDS
+    read: Callable[[dict[str, Any]], tuple[list[dict], int]]  # gives messages, and the index of the first trained one
+
+
+def read_fields(fields: dict[str, Any], name: str) -> Record:
+    """Return the document of a record: its field `name`, or its conversation in the layout `name`."""
+    layout = layout_of(name)
+    value = fields.get(name)
+    if isinstance(value, str) or not (name in LAYOUTS or is_objects(value)):
+        return read_value(fields, name)
+    try:
+        return conversation_of(fields, layout, name)
+    except ValueError as error:
+        return BadRecord(str(error), layout=name)
+
+
+def find_document(record: Any, names: tuple[str, ...]) -> Record:
+    """Return the document of a JSON value: of the first of `names`, fields or layouts, that it has."""
+    fields = record if isinstance(record, dict) else {}
+    for name in names:
+        if has_layout(fields, name) if name in LAYOUTS else name in fields:
+            return read_fields(fields, name)
+    wanted = names[-1]
+    if isinstance(fields.get(wanted), str):  # `--text-field messages` for texts
+        return read_fields(fields, wanted)
+    missing = missing_in(fields, LAYOUTS[wanted]) if wanted in LAYOUTS else wanted
+    others = f", only {', '.join(fields)}" if len(fields) > 1 else ""
+    return BadRecord(f"no field {missing!r} in {excerpt(record)}{others}; {field_advice(wanted, fields)}")
+
+
+def field_advice(wanted: str, fields: Iterable[str]) -> str:
+    """Say what to do if a record or file has `fields`, but not the field or layout `wanted`."""
+    if wanted in LAYOUTS:
+        return "give files of another layout a source of their own: --dataset FILE FILE"
+    if {"chosen", "rejected"} <= set(fields):
+        return PREFERENCE_ADVICE
+    return f"name it with --text-field, or rename fields: conversations are {describe_layouts()}"
+
+
+def columns_beside(layout: Layout, columns: list[str]) -> list[str]:
+    """Return the columns that are read in addition to those that a layout needs."""
+    optional = (*layout.may_have, *CHAT_FIELDS)
+    return [name for name in columns if name in optional or (is_named_like_tools(name) and name not in layout.needs)]
+
+
+def choose_field(columns: list[str], text_field: Field) -> str:
+    """Return the column or layout of `text_field` that is read of a file; a NoFieldError if it has none."""
+    for name in field_names(text_field):
+        if set(layout_of(name).needs) <= set(columns):
+            return name
+    raise NoFieldError(columns)
+
+
+def layout_of(name: str) -> Layout:
+    """Return the layout `name`, or that of a column of messages."""
+    return LAYOUTS.get(name) or layout_of_messages(name, f"{name} (a list of messages)")
+
+
+def layout_of_messages(name: str, title: str) -> Layout:
+    return Layout(title, (name,), (), lambda fields: (messages_in(fields.get(name), name), 0))
+
+
+def has_layout(fields: dict[str, Any], name: str) -> bool:
+    """True if a record has the fields of a layout: not null, and a list if it is the only field."""
+    needs = LAYOUTS[name].needs
+    return all(fields.get(need) is not None for need in needs) and not (
+        len(needs) == 1 and isinstance(fields[needs[0]], str)
+    )
+
+
+def missing_in(fields: dict[str, Any], layout: Layout) -> str:
+    return next((need for need in layout.needs if fields.get(need) is None), layout.needs[0])
+
+
+def describe_layouts() -> str:
+    *others, last = (" and ".join(layout.needs) for layout in LAYOUTS.values())
+    return f"{', '.join(others)}, or {last}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The messages of a record; a ValueError has its fault
+
+
+def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conversation:
+    if len(layout.needs) > 1 and not has_layout(fields, name):
+        raise ValueError(f"{missing_in(fields, layout)} is null; a record needs {' and '.join(layout.needs)}")
+    fields = {field: value for field, value in fields.items() if value is not None}
+    messages, first_trained = layout.read(fields)
+    for field in SYSTEM:
+        system, first = fields.get(field, ""), messages[0]
+        if not isinstance(system, str):
+            raise ValueError(f"{field} is {excerpt(system)} instead of text")
+        if system.strip() and first["role"] not in ("system", "developer"):
+            messages, first_trained = [{"role": "system", "content": system}, *messages], first_trained + 1
+        elif system.strip() and first.get("content") != system:
+            raise ValueError(f"{field} is {excerpt(system)}, and the first message is another system prompt")
+    for field, value in fields.items():
+        advice = NOT_READ.get(field) or ("name them tools" if is_named_like_tools(field) and are_tools(value) else "")
+        if value and advice:
+            raise ValueError(f"{field} is {excerpt(value)}, which is not read; {advice}")
+    tools = read_tools(fields.get("tools"))
+    if not isinstance(tools, list | None):
+        raise ValueError(f"tools are {excerpt(tools)} instead of a list")
+    if has_lone_surrogate(json.dumps([messages, tools], ensure_ascii=False, default=str)):
+        raise ValueError(f"{excerpt(messages)} with half a surrogate pair")
+    is_text = "completion" in layout.needs and isinstance(fields["completion"], str)
+    return Conversation(messages, tools or None, name, first_trained, is_text)
+
+
+def read_completion(fields: dict[str, Any]) -> tuple[list[dict], int]:
+    prompt, completion = fields["prompt"], fields["completion"]
+    label = fields.get("label", True)
+    if label == 0 or str(label).lower() == "false":
+        raise ValueError(f"label is {excerpt(label)}, so the completion is not to be trained on")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], 1
+    for name in ("prompt", "completion"):
+        if not isinstance(fields[name], list):
+            shown = excerpt(fields[name])
+            raise ValueError(f"{name} is {shown}; prompt and completion must both be text, or both lists of messages")
+    before = messages_in(prompt, "prompt")
+    return before + messages_in(completion, "completion"), len(before)
+
+
+def read_alpaca(fields: dict[str, Any]) -> tuple[list[dict], int]:
+    texts = {name: fields.get(name, "") for name in ("instruction", "input", "output")}
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{name} is {excerpt(value)} instead of text")
+    if fields.get("context"):
+        raise ValueError(f"context is {excerpt(fields['context'])}, which is not read; name it input")
+    question = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text.strip())
+    messages = []
+    history = fields.get("history", [])
+    for turns in [*history, (question, texts["output"])] if isinstance(history, list) else [history]:
+        if not (isinstance(turns, list | tuple) and len(turns) == 2 and all(isinstance(turn, str) for turn in turns)):
+            raise ValueError(f"history is {excerpt(history)} instead of pairs of a question and its answer")
+        messages += [{"role": "user", "content": turns[0]}, {"role": "assistant", "content": turns[1]}]
+    return messages, 0
+
+
+def messages_in(items: Any, name: str) -> list[dict]:
+    """Check a list of messages, and convert ShareGPT's `from` and `value`. A message has a role, and as its content a
+    text or a list of parts; only a message that calls tools may lack a content."""
+    if not isinstance(items, list) or not items:
+        raise ValueError(f"{excerpt(items)} instead of a list of messages")
+    messages = []
+    for number, message in enumerate(items):
+        position = f"{name}[{number}]"
+        if isinstance(message, dict) and "role" not in message and isinstance(message.get("from"), str):
+            message = from_sharegpt(message, position)
+        if not is_message(message):
+            wanted = "an object with role and content"
+            if name == "conversations":
+                wanted += ", or with from and value"
+            raise ValueError(f"{position} is {excerpt(message)} instead of {wanted}")
+        if message["role"] == "assistant":
+            for field, values in TRAINED.items():
+                if field in message and message[field] not in values:
+                    problem = f"{position} has {field} {excerpt(message[field])}, but all turns of the assistant are"
+                    raise ValueError(f"{problem} trained on; remove that field, or the turn")
+        for part in parts_of(message):
+            if not isinstance(part, dict) or not any(isinstance(part.get(name), str) for name in ("text", "thinking")):
+                raise ValueError(f"{position} has a part that is not text, {excerpt(part)}")
+        if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls_of(message)):
+            called = excerpt(message.get("tool_calls") or message.get("function_call"))
+            raise ValueError(f"{position} calls {called} instead of functions with a name and arguments")
+        messages.append({field: value for field, value in message.items() if value is not None})
+    return messages
+
+
+def parts_of(message: dict) -> list:
+    """Return the parts of a content; [] for a text."""
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def calls_of(message: dict) -> list:
+    """Return the functions that a message calls, each with a name and arguments, also of OpenAI's older field
+    `function_call`."""
+    calls = message.get("tool_calls") or []
+    functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
+    older = message.get("function_call")
+    return [*functions, older] if older else functions
+
+
+def from_sharegpt(message: dict, position: str) -> dict:
+    """Convert a message of ShareGPT to role and content."""
+    speaker, value = message["from"].lower(), message.get("value")
+    others = {name: field for name, field in message.items() if name not in ("from", "value")}
+    if speaker in ROLES:
+        return {"role": ROLES[speaker], "content": value, **others}
+    if speaker not in CALLS:
+        known = ", ".join([*ROLES, *CALLS])
+        raise ValueError(f"{position} is from {excerpt(message['from'])} instead of one of {known}")
+    calls = None
+    with contextlib.suppress(ValueError, TypeError):
+        calls = json.loads(value)
+    calls = [calls] if isinstance(calls, dict) else calls
+    if not is_objects(calls) or not all(isinstance(call.get("name"), str) for call in calls):
+        wanted = 'JSON such as {"name": "add", "arguments": {"a": 1}}'
+        raise ValueError(f"{position} is a {speaker} of {excerpt(value)} instead of {wanted}")
+    called = [{"type": "function", "function": call} for call in calls]
+    return {"role": "assistant", "content": "", "tool_calls": called, **others}
+
+
+def read_tools(value: Any) -> Any:
+    """Return the tools of a record, parsed if they are JSON text."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return json.loads(value) if value.strip() else None
+    return value
+
+
+def are_tools(value: Any) -> bool:
+    """True for a list of functions, or one as JSON text."""
+    tools = read_tools(value)
+    functions = [tool.get("function", tool) for tool in tools] if is_objects(tools) else []
+    return any(
+        isinstance(function, dict) and "name" in function and {"description", "parameters"} & function.keys()
+        for function in functions
+    )
+
+
+def is_named_like_tools(column: str) -> bool:
+    """True for a column that may hold tools under another name: tool_defs, available_functions."""
+    return column != "tools" and re.search("tool|function", column.lower()) is not None
+
+
+def is_message(message: Any) -> bool:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    return isinstance(content, str | list) or (content is None and bool(calls_of(message)))
+
+
+def is_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+LAYOUTS = {
+    "messages": layout_of_messages("messages", "messages"),
+    "conversations": layout_of_messages("conversations", "conversations, as ShareGPT's"),
+    "conversation": layout_of_messages("conversation", "conversation"),
+    "prompt+completion": Layout("prompt and completion", ("prompt", "completion"), ("label",), read_completion),
+    "instruction+output": Layout(
+        "instruction, input and output, as Alpaca's",
+        ("instruction", "output"),
+        ("input", "history", "context"),
+        read_alpaca,
+    ),
+}

@@ -1,0 +1,269 @@
+"""Tokenize: documents as token ids, for a stream and for the token cache, in which a corpus is tokenized once, on all
+cores, and mapped afterwards. Next to the tokens of a cache are the ends of its documents and, for conversations and
+labels, the mask of what is trained on; a record, written last, has their sizes."""
+
+import functools
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from harness import base, job
+from harness.data.schema import LabelledIds
+from harness.data.token_files import TokenFile, map_numbers
+
+if TYPE_CHECKING:
+    import tokenizers
+    from transformers import PreTrainedTokenizerBase
+
+BATCH_CHARACTERS = 2**21  # per call of the tokenizer, which takes a hundred times this in memory
+VERSION = 7  # of the files; another version is not read
+LEFT_OUT = (
+    "empty documents",
+    "bad records",
+    *(f"{name} without a trained token" for name in ("conversations", "rows")),
+)
+WARNING = "warning: "  # prefix of the counts of warnings; then the position of the first conversation and the warning
+FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # until the first line of progress, and between lines
+
+
+class Encoded(NamedTuple):
+    """Documents as token ids, end to end."""
+
+    tokens: np.ndarray  # flat
+    lengths: np.ndarray  # of each document, int64
+    trained: np.ndarray | None = None  # loss mask, uint8: 1 for each token that is trained on; None: all are
+
+
+def take(documents: Iterator, count: int, characters: int = BATCH_CHARACTERS) -> Iterator:
+    """Yield the next documents: up to `count`, fewer if these have more than `characters`."""
+    for document in itertools.islice(documents, count):
+        yield document
+        characters -= len(document)
+        if characters < 0:
+            return
+
+
+class TextFormat:
+    """Encoder of texts, with an end-of-text token after each, and of token ids, which are kept."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self.dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+
+    def identity(self) -> list:
+        """Return all that decides the tokens of a document, as JSON takes it: part of the key of the token cache."""
+        tokenizer = self.tokenizer
+        return [vocabulary_of(tokenizer), tokenizer.eos_token_id, self.vocab_size] if tokenizer else [self.vocab_size]
+
+    def encode(self, documents: list, counts: Counter) -> Encoded:
+        """Encode texts and token ids; `counts` gets the numbers of documents and tokens. A UserError if the tokenizer
+        has no end-of-text token, or gives an id that the model does not have."""
+        texts = [document for document in documents if isinstance(document, str)]
+        if not texts:
+            return self.join(documents, counts)
+        if self.tokenizer is None or self.tokenizer.eos_token_id is None:
+            name = getattr(self.tokenizer, "name_or_path", "there is none")
+            raise base.UserError(f"--tokenizer {name}: it has no end-of-text token (eos_token), which text needs")
+        encoded = iter(encode_texts(self.tokenizer, texts))
+        arrays = []
+        for document in documents:
+            if isinstance(document, str):
+                arrays.append(np.array([*next(encoded), self.tokenizer.eos_token_id], np.uint32))
+            else:
+                arrays.append(document)
+        return self.join(arrays, counts)
+
+    def join_trained(self, documents: Iterable[tuple[np.ndarray, np.ndarray]], counts: Counter, name: str) -> Encoded:
+        """Join (token ids, mask) of documents. Documents without a token to train on are left out and counted as `name`
+        without a trained token."""
+        arrays, masks = [], [np.empty(0, np.uint8)]
+        for ids, trained in documents:
+            trained = trained.astype(np.uint8)
+            trained[:1] = 0  # no token precedes it
+            if trained.any():
+                arrays.append(ids)
+                masks.append(trained)
+            else:
+                counts[f"{name} without a trained token"] += 1
+        return self.join(arrays, counts, np.concatenate(masks))
+
+    def join(self, arrays: list[np.ndarray], counts: Counter, trained: np.ndarray | None = None) -> Encoded:
+        """Lay token ids end to end, in the cache's dtype."""
+        lengths = np.array([len(array) for array in arrays], np.int64)
+        tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
+        largest = int(tokens.max(initial=0))
+        if largest >= self.vocab_size:  # ids of files were checked where they were read
+            raise base.UserError(
+                f"--tokenizer: it gave token id {largest}, the model has {self.vocab_size}; use the model's own"
+            )
+        counts.update(documents=len(arrays), tokens=len(tokens))
+        return Encoded(tokens.astype(self.dtype), lengths, trained)
+
+
+class RowFormat(TextFormat):
+    """Encoder of token ids with labels, which are kept."""
+
+    def encode(self, documents: list[LabelledIds], counts: Counter) -> Encoded:
+        return self.join_trained([(row.ids, row.trained) for row in documents], counts, "rows")
+
+
+def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> Iterator[list[int]]:
+    """Return the tokens of each text, as `tokenizer(text, add_special_tokens=False)` gives them."""
+    if not tokenizer.is_fast:
+        return iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    encodings = backend_of(tokenizer).encode_batch_fast(texts, add_special_tokens=False)
+    return (encoding.ids for encoding in encodings)
+
+
+def backend_of(tokenizer: "PreTrainedTokenizerBase") -> "tokenizers.Tokenizer":
+    """Return the Rust tokenizer of a fast tokenizer, set as `tokenizer(...)` sets it: without truncation and padding of
+    an earlier call or of tokenizer.json. Its calls run on all cores."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
+
+
+def vocabulary_of(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return all that decides how a tokenizer splits text, as one string."""
+    vocabulary = backend_of(tokenizer).to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+    return f"{vocabulary}, special tokens as text" if tokenizer.split_special_tokens else vocabulary
+
+
+def own_tokens_around(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+    """Return the special tokens that a tokenizer adds (before, after) each text, such as BOS and EOS."""
+    alone = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for first in range(len(whole) - len(alone) + 1):
+        last = first + len(alone)
+        if whole[first:last] == alone:
+            return whole[:first], whole[last:]
+    return [], []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The token cache
+
+
+def cache_folder(cache_dir: str | os.PathLike | None) -> pathlib.Path:
+    if cache_dir is not None:
+        return pathlib.Path(cache_dir).expanduser()
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "train_fsdp"
+
+
+def tokenize_once(
+    identity: list,
+    tokenize: Callable[[Counter], Iterator[Encoded]],
+    cache_dir: str | os.PathLike | None,
+    skip_bad: bool,
+) -> tuple[pathlib.Path, dict]:
+    """Tokenize a corpus, unless a complete cache of it exists; return (the file of its tokens, counts).
+
+    `identity` is the key of the cache: all that decides what `tokenize` yields, which counts into its argument. Counts
+    have `seconds` only if the corpus was tokenized now. A UserError if the folder cannot be written.
+    """
+    from filelock import FileLock
+
+    name = hashlib.sha256(json.dumps([VERSION, *identity]).encode()).hexdigest()[:20]
+    path = cache_folder(cache_dir) / f"tokens-{name}.bin"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):  # against runs that start together, and nodes with a shared disk
+            counts = counts_of(path)
+            if counts is not None and (skip_bad or not counts.get("bad records")):
+                return path, counts
+            start, counts = time.perf_counter(), Counter()
+            for leftover in path.parent.glob(f"{path.name}?*/"):  # of killed runs: the lock was free
+                shutil.rmtree(leftover)
+            write_cache(with_progress(tokenize(counts), counts), path, counts)
+            return path, dict(counts, seconds=time.perf_counter() - start)
+    except OSError as error:
+        raise base.UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
+
+
+def write_cache(batches: Iterator[Encoded], path: pathlib.Path, counts: Counter) -> None:
+    """Write the tokens of documents end to end to `path`, their ends and their loss mask to files next to it."""
+    total = 0
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
+        names = ["bin", "ends", "mask"]
+        with (
+            open(f"{folder}/bin", "wb") as tokens,
+            open(f"{folder}/ends", "wb") as ends,
+            open(f"{folder}/mask", "wb") as mask,
+        ):
+            for encoded in batches:
+                tokens.write(encoded.tokens.data)
+                ends.write((total + np.cumsum(encoded.lengths)).data)
+                if encoded.trained is not None:
+                    mask.write(encoded.trained.data)
+                total += len(encoded.tokens)
+        record = {"counts": counts, "bytes": {name: os.path.getsize(f"{folder}/{name}") for name in names}}
+        pathlib.Path(folder, "json").write_text(json.dumps(record))
+        if total:
+            for name in [*names, "json"]:  # the record last: if it exists, all files do
+                os.replace(f"{folder}/{name}", path.with_suffix(f".{name}"))
+
+
+def counts_of(path: pathlib.Path) -> dict | None:
+    """Return the counts of a cache; None if it is incomplete by the sizes of its files."""
+    try:
+        record = json.loads(path.with_suffix(".json").read_text())
+        sizes = {name: path.with_suffix(f".{name}").stat().st_size for name in record["bytes"]}
+        return record["counts"] if sizes == record["bytes"] else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def open_cache(path: pathlib.Path, vocab_size: int) -> TokenFile:
+    """Map the tokens of a cache."""
+    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+    mask = path.with_suffix(".mask")
+    return TokenFile(
+        tokens=np.memmap(path, dtype, "r").view(np.ndarray),
+        is_checked=True,
+        find_ends=functools.partial(map_numbers, str(path.with_suffix(".ends")), np.int64),
+        trained=np.memmap(mask, np.uint8, "r").view(np.ndarray) if mask.stat().st_size else None,
+        reopen=functools.partial(open_cache, path, vocab_size),
+    )
+
+
+def describe_cache(path: pathlib.Path, counts: dict) -> str:
+    """Describe a cache in one line, from what `tokenize_once` returns."""
+    line = f"cached in {path}"
+    if "seconds" in counts:
+        tokenized = f"tokenized {base.counted(counts['documents'], 'document')}"
+        line = f"{tokenized} in {counts['seconds']:.1f} s, {line}"
+    left_out = [f"{kind} {counts[kind]:,}" for kind in LEFT_OUT if counts.get(kind)]
+    if left_out:
+        line += f", left out: {', '.join(left_out)}"
+    return line
+
+
+def warnings_in(counts: dict) -> list[str]:
+    """Return the warnings in the counts of a cache, each with its number of conversations."""
+    found = {key.removeprefix(WARNING): count for key, count in counts.items() if key.startswith(WARNING)}
+    return [f"{text} ({base.counted(count, 'conversation')})" for text, count in found.items()]
+
+
+def with_progress(batches: Iterator[Encoded], counts: Counter) -> Iterator[Encoded]:
+    """Yield `batches`; rank 0 prints the progress after FIRST_LINE_SECONDS and then every LOG_SECONDS."""
+    start, next_line = time.monotonic(), float(FIRST_LINE_SECONDS)
+    for encoded in batches:
+        yield encoded
+        seconds = time.monotonic() - start
+        if seconds >= next_line:
+            speed = f"{counts['tokens'] / seconds:,.0f} tokens/s"
+            job.print0("data      ", f"tokenizing, once: {counts['documents']:,} documents, {speed}")
+            next_line = seconds + LOG_SECONDS

@@ -1,0 +1,172 @@
+"""Tokens: the ids of a corpus end to end, from token files or the token cache, and its document boundaries."""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness import base
+from harness.data.token_files import TokenFile
+
+CHUNK = 2**24  # tokens per read of a whole file
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Token files, or one array, end to end, or some stretches of them. Only the tokens of a slice are read, and
+    checked against the vocabulary there."""
+
+    files: list[TokenFile]
+    vocab_size: int | None = None
+    end_of_text: int | None = None  # ends a document, as the end of a file does, if not all files have boundaries
+    stretches: tuple[np.ndarray, np.ndarray] | None = None  # (starts, stops) of each in the files' tokens; None: all
+    known_doc_ends: np.ndarray | None = None  # `file_doc_ends`, if they were found before
+
+    @functools.cached_property
+    def before_files(self) -> np.ndarray:
+        """Tokens before each file, and all."""
+        return np.concatenate([[0], np.cumsum([len(file.tokens) for file in self.files], dtype=np.int64)])
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        return self.stretches[0] if self.stretches else np.array([0])
+
+    @functools.cached_property
+    def stops(self) -> np.ndarray:
+        return self.stretches[1] if self.stretches else self.before_files[-1:]
+
+    @functools.cached_property
+    def before(self) -> np.ndarray:
+        """Tokens before each stretch, and all."""
+        return np.concatenate([[0], np.cumsum(self.stops - self.starts)])
+
+    @functools.cached_property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.uint16 if (self.vocab_size or 2**32) <= 2**16 else np.uint32)
+
+    def cut(self, starts: np.ndarray, stops: np.ndarray) -> "Tokens":
+        """The stretches from each of `starts` to before that of `stops`, counted in these tokens, which are one."""
+        assert len(self.starts) == 1
+        first = self.starts[0]
+        return dataclasses.replace(self, stretches=(starts + first, stops + first), known_doc_ends=self.file_doc_ends)
+
+    def between(self, first: int, last: int) -> "Tokens":
+        return self.cut(np.array([first]), np.array([last]))
+
+    def __len__(self) -> int:
+        return int(self.before[-1])
+
+    def __getitem__(self, sequence: slice) -> np.ndarray:
+        """These tokens, unsigned integers: a view where one file of that type holds them in one stretch. A UserError
+        if one has no embedding."""
+        first, last, _ = sequence.indices(len(self))
+        return self._read(first, last, self._read_file)
+
+    def trained(self, first: int, last: int) -> np.ndarray:
+        """The mask of the tokens from `first` to before `last`, uint8: 1 if trained on; only if there is a mask."""
+        return self._read(first, last, lambda file, start, stop: file.trained[start:stop])
+
+    def _read(self, first: int, last: int, read: Callable[[TokenFile, int, int], np.ndarray]) -> np.ndarray:
+        if len(self.files) == len(self.starts) == 1:  # nothing to look for
+            start = int(self.starts[0])
+            return read(self.files[0], start + first, start + max(first, last))
+        parts = []
+        while first < last:
+            stretch = int(np.searchsorted(self.before, first, "right")) - 1
+            position = first - int(self.before[stretch]) + int(self.starts[stretch])
+            number = int(np.searchsorted(self.before_files, position, "right")) - 1
+            until = min(last - first + position, int(self.stops[stretch]), int(self.before_files[number + 1]))
+            start = position - int(self.before_files[number])
+            parts.append(read(self.files[number], start, start + until - position))
+            first += until - position
+        if not parts:
+            return np.empty(0, self.dtype)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _read_file(self, file: TokenFile, start: int, stop: int) -> np.ndarray:
+        """Tokens of a file in the smallest type that holds the vocabulary."""
+        tokens = file.tokens[start:stop]
+        if file.is_checked or self.vocab_size is None:
+            return tokens
+        if not tokens.dtype.isnative:
+            tokens = tokens.astype(tokens.dtype.newbyteorder("="))
+        unsigned = tokens.view(f"u{tokens.itemsize}")  # a negative id is above all that its signed type holds
+        limit = min(self.vocab_size, np.iinfo(tokens.dtype).max + 1)
+        if np.iinfo(unsigned.dtype).max >= limit and unsigned.max(initial=0) >= limit:
+            wrong = int((unsigned >= limit).argmax())
+            fault = f"token id {tokens[wrong]}, the model has {self.vocab_size:,}"
+            advice = "it was made with another tokenizer, or is damaged"
+            raise base.UserError(f"--dataset {file.name}, token {start + wrong:,}: {fault}; {advice}")
+        return unsigned.astype(self.dtype, copy=False)
+
+    @property
+    def has_mask(self) -> bool:
+        """True if there is a mask of the tokens to train on: for conversations, and for rows with labels."""
+        return self.files[0].trained is not None
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if they lie in token files, whatever the run's tokenizer."""
+        return bool(self.files[0].name)
+
+    @property
+    def has_doc_ends(self) -> bool:
+        """True if document boundaries are known, or the files have them, so that no token is read for them."""
+        return self.known_doc_ends is not None or all(file.find_ends for file in self.files)
+
+    @functools.cached_property
+    def file_doc_ends(self) -> np.ndarray:
+        """The position after each document of the files, int64, ascending, the last one at the end. All tokens of a
+        file without boundaries are read for them."""
+        if self.known_doc_ends is not None:
+            return self.known_doc_ends
+        ends = np.concatenate(
+            [self._find_doc_ends(file) + first for file, first in zip(self.files, self.before_files[:-1], strict=True)]
+        )
+        is_empty = np.diff(ends, prepend=0) == 0
+        return ends[~is_empty] if is_empty.any() else ends
+
+    def _find_doc_ends(self, file: TokenFile) -> np.ndarray:
+        """The position after each document of a file, counted in its tokens, empty ones too."""
+        if file.find_ends:
+            return file.find_ends()
+        found = [
+            np.flatnonzero(file.tokens[start : start + CHUNK] == self.end_of_text) + start + 1
+            for start in range(0, len(file.tokens), CHUNK)
+        ]
+        return np.concatenate([*found, [len(file.tokens)]]).astype(np.int64)  # the last one may be empty
+
+    @functools.cached_property
+    def doc_ends(self) -> np.ndarray:
+        """The position after each document of the stretches, counted in their tokens; each stretch ends one."""
+        whole = self.file_doc_ends
+        first = np.searchsorted(whole, self.starts, "right")  # the first end inside a stretch
+        counts = np.maximum(np.searchsorted(whole, self.stops, "left") - first, 0) + (self.stops > self.starts)
+        stretch = np.repeat(np.arange(len(counts)), counts)
+        number = first[stretch] + np.arange(len(stretch)) - np.repeat(np.cumsum(counts) - counts, counts)
+        ends = np.minimum(whole[np.minimum(number, len(whole) - 1)], self.stops[stretch])
+        return ends - self.starts[stretch] + self.before[stretch]
+
+    def starts_between(self, first: int, last: int) -> np.ndarray:
+        """The positions at which documents begin among the tokens from `first` to before `last`, counted from `first`;
+        0 always, also if a document continues there. Without boundaries only these tokens are read for them."""
+        if self.has_doc_ends:
+            ends = self.doc_ends
+        else:
+            ends = np.flatnonzero(self[first : last - 1] == self.end_of_text) + first + 1
+            ends = np.union1d(ends, self.before_files)
+        inside = ends[np.searchsorted(ends, first, "right") : np.searchsorted(ends, last, "left")] - first
+        return np.concatenate([[0], inside]).astype(np.int64)
+
+    def fingerprint(self) -> str:
+        """A checksum of 256 samples of 4,096 tokens, and the number of tokens: the same wherever a corpus is stored."""
+        starts = np.linspace(0, max(0, len(self) - 4096), 256, dtype=np.int64).tolist()
+        digest = hashlib.sha256()
+        for start in starts:
+            digest.update(self[start : start + 4096].tobytes())
+            if self.has_mask:
+                digest.update(self.trained(start, min(start + 4096, len(self))).tobytes())
+        return f"{digest.hexdigest()[:20]}, {len(self):,} tokens"

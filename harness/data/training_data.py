@@ -1,0 +1,167 @@
+"""Training data: the samples of a run, each found by its number."""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from harness.data.eval_split import EvalData
+from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder, StepSize
+from harness.data.packing import PackedSequence, PaddedDataset
+from harness.data.stream import BEGINNING, Position, ShardReader, Stream
+
+Positions = dict[str, dict[int, Position]]  # by source and shard
+
+
+@dataclass
+class OpenedSource:
+    """One source of a run."""
+
+    train: Any  # a data set of sequences, or a Stream
+    eval_data: EvalData | None  # None if nothing of it is evaluated
+    spec: dict[str, Any]  # how it is read and what tells it from others, as a checkpoint records it
+
+
+@dataclass(eq=False)
+class TrainingData:
+    """The training data of a run.
+
+    Sample i is in shard i % N (N is 1 without streams) and comes from the source that the mixture says. The m-th sample
+    of a data set in shard s is number m * N + s in its `SequenceOrder`; that of a stream is the shard's m-th sequence.
+    """
+
+    sources: dict[str, Any]  # data sets of sequences, and streams
+    record: DataRecord
+    seq_len: int
+    seed: int
+    eval_data: dict[str, Any] | None = None  # sequences of each source, or of an eval dataset; None: no evaluation
+    eval_identity: dict[str, str] = field(default_factory=dict)  # what tells each of these from others
+    header: dict[str, str] = field(default_factory=dict)  # lines of the header
+    beginning: str = ""  # the first words of the text, a prompt for a sample
+
+    def __post_init__(self) -> None:
+        self.mixture, self.orders = Mixture(self.record.segments, self.seed, self.record.num_shards), {}
+        for name, source in self.sources.items():
+            if not isinstance(source, Stream):
+                self.orders[name] = SequenceOrder(len(source), self.seed, None if name == self.record.plain else name)
+
+    def __len__(self) -> int:
+        """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
+        first = self.record.segments[0]
+        weights = {name: weight / first.per_sample[name] for name, weight in first.weights.items() if weight}
+        total = sum(weights.values())  # of samples, whose share is that of the tokens only if all have as many
+        return max(math.ceil(self.orders[name].sequences * total / weight) for name, weight in weights.items())
+
+    def __getitem__(self, sample: int) -> np.ndarray | PackedSequence:
+        """A global sample; not of streams."""
+        source, sequence = self.locate(sample)
+        return source[sequence]
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if each sample has `seq_len` tokens, all of which are trained on."""
+        return all(source.is_uniform for source in self.sources.values())
+
+    @property
+    def has_streams(self) -> bool:
+        return any(isinstance(source, Stream) for source in self.sources.values())
+
+    @functools.cached_property
+    def has_padding(self) -> bool:
+        padded = [source for source in self.sources.values() if isinstance(source, PaddedDataset)]
+        return any(source.total_tokens() < len(source) * self.seq_len for source in padded)
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if all tokens come from token files, whatever the run's tokenizer."""
+        tokens = [getattr(source, "tokens", None) for source in self.sources.values()]
+        return all(found is not None and found.is_mapped for found in tokens)
+
+    def locate(self, sample: int) -> tuple[Any, int]:
+        """(the data set that a global sample comes from, its sequence there); not of streams."""
+        name, number = self.mixture.locate(sample)
+        shards = self.record.num_shards
+        return self.sources[name], self.orders[name].sequence_at(number * shards + sample % shards)
+
+    def count_tokens(self, samples: range) -> int:
+        """Tokens of global samples that are not padding."""
+        if not self.has_padding:
+            return len(samples) * self.seq_len
+        return sum(source.real_tokens(sequence) for source, sequence in map(self.locate, samples))
+
+    def epochs(self, samples: int) -> dict[str, float]:
+        """The times that each source is read by the first `samples` of the run; without streams, whose size is not
+        known."""
+        counts = self.mixture.counts(samples) if self.orders else {}
+        return {name: counts.get(name, 0) / order.sequences for name, order in self.orders.items()}
+
+    def ends_epoch(self, step: int) -> bool:
+        """True if this optimizer step completes an epoch, of one source or of several that are mixed by size. The step
+        takes sequences of the next epoch too if the last ones do not fill it."""
+        sequences = sum(order.sequences for order in self.orders.values())
+        samples = self.record.samples_of_step(step)
+        return samples.stop // sequences > samples.start // sequences
+
+    def metrics(self, samples: int, tokens: int) -> dict[str, float]:
+        """The figures of a log line after so many samples and tokens: of each source of a mixture its share now and how
+        often it was read; the share of padding so far."""
+        figures = {}
+        if len(self.mixture.names) > 1:
+            shares = self.mixture.segment_at(max(samples - 1, 0)).shares()
+            for name in self.sources:
+                figures[f"share/{name}"] = shares.get(name, 0.0)
+            for name, epochs in self.epochs(samples).items():
+                figures[f"epochs/{name}"] = epochs
+        if self.has_padding:
+            figures["padding_percent"] = 100 * (1 - tokens / (samples * self.seq_len))
+        return figures
+
+
+def mix(sequences: dict[str, Any], weights: dict[str, Fraction | None], seq_len: int, seed: int) -> TrainingData:
+    """The sequences of sources in the order of a run without stages, by these weights or by size."""
+    per_sample = {name: Fraction(source.total_tokens(), len(source)) for name, source in sequences.items()}
+    known = {name: Fraction(sequences[name].total_tokens()) if w is None else w for name, w in weights.items()}
+    plain = next(iter(sequences)) if len(sequences) == 1 else None
+    segments, sizes = [Segment(0, known, per_sample)], [StepSize(0, 0, 1)]
+    record = DataRecord({name: {} for name in sequences}, plain, 1, {"weights": {}}, segments, sizes)
+    return TrainingData(sequences, record, seq_len, seed)
+
+
+class SampleReader:
+    """Reads the samples of a run for one data worker. A shard of a stream is opened when its first sample is read."""
+
+    def __init__(self, data: TrainingData, positions: Positions):
+        """`positions` are positions in shards of streams to read on from; other shards are read from their
+        beginning."""
+        self.data, self.positions = data, positions
+        if [*data.sources] == [data.record.plain] and len(positions) == 1:  # the only source may have been renamed
+            self.positions = {data.record.plain: next(iter(positions.values()))}
+        self.readers: dict[tuple[str, int], ShardReader] = {}
+        self.counts: Counter = Counter()
+
+    def read(self, samples: Sequence[int]) -> tuple[list, Positions]:
+        """(these samples, and for each shard of theirs the position of the first of them). A UserError if one cannot be
+        read."""
+        sequences = []
+        positions: Positions = {}
+        for sample in samples:
+            name, number = self.data.mixture.locate(sample)
+            if isinstance(self.data.sources[name], Stream):
+                shard = sample % self.data.record.num_shards
+                reader = self.shard(name, shard)
+                sequences.append(reader.sequence(number))
+                positions.setdefault(name, {}).setdefault(shard, reader.position())
+            else:
+                sequences.append(self.data[sample])
+        return sequences, positions
+
+    def shard(self, name: str, shard: int) -> ShardReader:
+        if (name, shard) not in self.readers:
+            position = self.positions.get(name, {}).get(shard, BEGINNING)
+            self.readers[name, shard] = ShardReader(self.data.sources[name], shard, position, self.counts)
+        return self.readers[name, shard]
