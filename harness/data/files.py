@@ -109,15 +109,18 @@ def find_files(dataset: str, subset: str | None = None) -> Listing:
         raise base.UserError(f"--dataset {dataset}: no such file or folder{hint}")
     else:
         return find_on_hub(dataset, subset)
-    is_one_file = path in (file.path for file in candidates)
+    if [file.path for file in candidates] == [path]:  # a file
+        if formats.find_format(candidates[0].name):
+            return Listing(dataset, {"train": candidates}, [])
+        raise base.UserError(f"--dataset {dataset}: {describe_nothing([candidates[0].name])}")
     top = stores.before_pattern(path) if is_pattern else path.rstrip("/")  # names below it tell their splits
-    names = {file: str(file).removeprefix(top).lstrip("/") or file.name for file in candidates}
+    names = {file: str(file).removeprefix(top).lstrip("/") for file in candidates}
     files = []
     for file in sorted(candidates, key=lambda file: file.path.split("/")):
         name = names[file]
-        if not is_one_file and any(part.startswith(".") for part in name.split("/")):
+        if any(part.startswith(".") for part in name.split("/")):
             continue
-        if is_data(file.name) or (is_one_file and formats.find_format(file.name)):
+        if is_data(file.name):
             files.append(file)
         elif not file.name.endswith(formats.companions()):
             left_out.append(name if name.isprintable() else ascii(name))
@@ -126,8 +129,6 @@ def find_files(dataset: str, subset: str | None = None) -> Listing:
         files = [file for file in files if not needs_exclusive_format(file)]
     if not files:
         raise base.UserError(f"--dataset {dataset}: {describe_nothing(left_out)}")
-    if is_one_file:
-        return Listing(dataset, {"train": files}, [])
     splits: dict[str, list[DataFile]] = {}
     for file, split in zip(files, find_splits(dataset, [names[file] for file in files]), strict=True):
         splits.setdefault(split, []).append(file)

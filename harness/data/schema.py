@@ -171,18 +171,13 @@ def read_documents(
 
     `kind` is the kind of all of them, see `kind_of`. A bad record is a UserError, or is left out if `skip_bad`;
     `counts` gets the numbers of these and of empty texts. A token id that is not below `vocab_size` is a UserError."""
-    checked, fits = None, False
     for position, record in records:
         if isinstance(record, BadRecord):
             refuse_or_count(position, record.fault, skip_bad, counts)
             continue
         if isinstance(record, np.ndarray | LabelledIds):
             ids = record.ids if isinstance(record, LabelledIds) else record
-            # rows of a batch are slices of one array, which is checked once
-            whole = ids.base if isinstance(ids.base, np.ndarray) else ids
-            if whole is not checked:
-                checked, fits = whole, bool(np.max(whole, initial=0) < vocab_size)
-            if not fits and ids.max(initial=0) >= vocab_size:
+            if ids.max(initial=0) >= vocab_size:
                 wrong = int(ids[(ids >= vocab_size).argmax()])
                 problem = f"token id {wrong}, the model has {vocab_size:,}"
                 raise base.UserError(
@@ -283,7 +278,7 @@ def field_advice(wanted: str, fields: Iterable[str]) -> str:
     return f"name it with --text-field, or rename fields: conversations are {describe_layouts()}"
 
 
-def columns_beside(layout: Layout, columns: list[str]) -> list[str]:
+def optional_columns(layout: Layout, columns: list[str]) -> list[str]:
     """Return the columns that are read in addition to those that a layout needs."""
     optional = (*layout.may_have, *CHAT_FIELDS)
     return [name for name in columns if name in optional or (is_named_like_tools(name) and name not in layout.needs)]

@@ -102,7 +102,7 @@ class TextFormat:
         lengths = np.array([len(array) for array in arrays], np.int64)
         tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
         largest = int(tokens.max(initial=0))
-        if largest >= self.vocab_size:  # ids of files were checked where they were read
+        if largest >= self.vocab_size:  # ids of files were checked by `read_documents`
             raise base.UserError(
                 f"--tokenizer: it gave token id {largest}, the model has {self.vocab_size}; use the model's own"
             )
@@ -144,12 +144,11 @@ def vocabulary_of(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 def own_tokens_around(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
     """Return the special tokens that a tokenizer adds (before, after) each text, such as BOS and EOS."""
-    alone = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    for first in range(len(whole) - len(alone) + 1):
-        last = first + len(alone)
-        if whole[first:last] == alone:
-            return whole[:first], whole[last:]
+    text, encoded = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    for first in range(len(encoded) - len(text) + 1):
+        last = first + len(text)
+        if encoded[first:last] == text:
+            return encoded[:first], encoded[last:]
     return [], []
 
 

@@ -15,8 +15,8 @@ from harness.data.schema import (
     Record,
     check_ids,
     choose_field,
-    columns_beside,
     layout_of,
+    optional_columns,
     read_fields,
 )
 
@@ -79,7 +79,7 @@ def choose_columns(schema: "pyarrow.Schema", text_field: Field) -> tuple[str, li
     if is_text_or_ids(schema, field):
         return field, [field, *(name for name in ID_FIELDS if name in schema.names)]
     layout = layout_of(field)
-    return field, [*layout.needs, *columns_beside(layout, schema.names)]
+    return field, [*layout.needs, *optional_columns(layout, schema.names)]
 
 
 def is_text_or_ids(schema: "pyarrow.Schema", name: str) -> bool:
