@@ -6,6 +6,8 @@ import pathlib
 import pytest
 from conftest import words, write_model
 
+from harness.flags import parse_sources
+
 DEMO = pathlib.Path(__file__).parent.parent / "assets" / "demo"
 END = 0  # end-of-text of the demo tokenizer
 
