@@ -129,7 +129,7 @@ def test_a_compiled_update_gives_the_numbers_of_the_eager_one_and_is_compiled_fo
 
 
 def test_moments_that_would_stand_still_in_bf16_are_refused():
-    with pytest.raises(UserError, match="--betas: at most 0.98 with --optimizer adamw-bf16"):
+    with pytest.raises(UserError, match=r"--betas: at most .* with --optimizer adamw-bf16"):
         parse(words("--optimizer adamw-bf16 --betas 0.9 0.999"))
 
 
