@@ -6,6 +6,7 @@ from harness.base.devices import CLOCK_STOPPED, GIB, give_back_freed_memory, mem
 from harness.base.errors import NoSplitError, UserError
 from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, Gpu, choose_kind, find_gpu, unlisted
 from harness.base.hub import answer_from_cache_without_network
+from harness.base.labels import IGNORE_INDEX
 from harness.base.ranks import (
     WORK,
     all_gather_objects,
@@ -52,8 +53,6 @@ from harness.base.versions import (
     refuse_old_python,
     version_parts,
 )
-
-IGNORE_INDEX = -100  # label of tokens without a loss, as in torch and transformers
 
 __all__ = [
     "ADAPTER_CONFIG",

@@ -118,7 +118,7 @@ def load(
         check_size(settings, data, corpora, per_step)
     data.header = describe(settings, data, opened, corpora, per_step, tokenizer)
     if eval_corpus:
-        data.header["held out"] = describe_eval_data(eval_data[eval_corpus.name])
+        data.header["eval data"] = describe_eval_data(eval_data[eval_corpus.name])
     data.beginning = base.broadcast_from_rank_0(lambda: first_words(corpora, data.eval_data or data.sources, tokenizer))
     return data
 
@@ -212,7 +212,7 @@ def load_eval_dataset(
     """Open an --eval-split that is a dataset of its own for an evaluation without training."""
     eval_data = open_eval_dataset(settings, corpus, reader, trained_on)
     data = mix({corpus.name: eval_data.sequences}, {corpus.name: None}, settings.sequence_length, settings.seed)
-    data.eval_data, data.header = {corpus.name: eval_data.sequences}, {"held out": describe_eval_data(eval_data)}
+    data.eval_data, data.header = {corpus.name: eval_data.sequences}, {"eval data": describe_eval_data(eval_data)}
     data.record.sources[corpus.name]["chat"] = corpus.is_chat
     return data
 

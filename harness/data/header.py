@@ -41,7 +41,7 @@ def describe(
         return {"data": "synthetic, random tokens"}
     is_single = len(corpora) == 1
     epochs = data.epochs(data.record.samples_of_step(settings.num_steps).stop)
-    found: dict[str, list[str]] = {"data": [], "files": [], "tokenizer": [], "held out": []}
+    found: dict[str, list[str]] = {"data": [], "files": [], "tokenizer": [], "eval data": []}
     for corpus in corpora:
         source = opened[corpus.name]
         train, size = source.train, "streamed"

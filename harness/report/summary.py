@@ -91,8 +91,8 @@ def print_evaluation(
     if left_out := sum(sequences.left_out for sequences in data.eval_data.values()):
         size += f"; left out {base.counted(left_out, 'sequence')} without any"
     lines = {"evaluated": f"{weights} on {dataset}: {describe_eval_loss(losses)}, {size}"}
-    if "held out" in data.header:
-        lines["held out"] = data.header["held out"]
+    if "eval data" in data.header:
+        lines["eval data"] = data.header["eval data"]
     job.print0(job.columns(lines))
     if settings.json and dist.get_rank() == 0:
         result = {"model": settings.model, "step": step, "dataset": dataset, "tokens": tokens} | losses

@@ -445,7 +445,7 @@ def test_each_window_has_a_token_to_train_on_and_the_header_counts_those_left_ou
     flags += words("--num-steps 60 --log-interval 1 --no-final-checkpoint")
     assert train([*arguments, *flags], device) == 0  # 60 windows: a whole epoch
     out = capfd.readouterr().out
-    data, held_out = re.search(r"^data .*an epoch.*$", out, re.M)[0], re.search(r"^held out .*$", out, re.M)[0]
+    data, held_out = re.search(r"^data .*an epoch.*$", out, re.M)[0], re.search(r"^eval data .*$", out, re.M)[0]
     left_out = re.search(r"left out (\d+) sequences? without a trained token$", data)
     assert left_out and int(left_out[1]) > 5
     assert "of them in the loss" in held_out

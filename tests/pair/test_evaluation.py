@@ -58,7 +58,7 @@ def evaluate(start, device, capfd):
         given = ["--num-steps", 0, "--eval-interval", 1, "--json", "--cache-dir", start.folder / "cache", *flags]
         assert train(given, device) == 0
         out, err = capfd.readouterr()
-        assert re.search(f"^held out +{said}", err, re.MULTILINE)
+        assert re.search(f"^eval data +{said}", err, re.MULTILINE)
         return json.loads(out)
 
     return evaluate

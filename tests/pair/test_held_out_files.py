@@ -88,8 +88,8 @@ def test_a_place_of_its_own_is_held_out_whole_and_nothing_else_is(flags, device,
     if documents:
         assert len(windows.tokens.doc_ends) == documents
     place = more.split()[0].removeprefix("{}/")
-    assert found.header["held out"].partition(":")[0].rpartition("/")[2].startswith(place)
-    assert "all of it" in found.header["held out"]
+    assert found.header["eval data"].partition(":")[0].rpartition("/")[2].startswith(place)
+    assert "all of it" in found.header["eval data"]
 
 
 @pytest.mark.parametrize("more", ["", "--streaming", "--dataset {}/a.jsonl:0.7 {}/b.jsonl:0.3"])
