@@ -1,6 +1,5 @@
 """Muon: the same on any sharding as on whole matrices in one process, each matrix computed once."""
 
-import collections
 import json
 import types
 
@@ -9,16 +8,12 @@ import pytest
 import torch
 from conftest import forked, losses_of, words
 from multirank import resolved
-from muonranks import MODELS, case
+from muonranks import case
 from torch.optim import _muon as torchs
-from transformers import AutoConfig
 
 import train_fsdp
-from harness.model import newton_schulz, whole_matrices
-from harness.model.matrices import matrix_weights
+from harness.model import newton_schulz
 from harness.model.optimization import build_optimizer
-from harness.model.weights import on_meta
-from harness.model.whole_matrices import deal
 from harness.report.header import describe_setup
 from harness.state import TrainState
 
@@ -43,29 +38,6 @@ def test_a_stack_in_bf16_is_torchs_iteration_but_for_the_rounding_of_sums(monkey
         whole = torchs._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7)
         assert result.dtype == whole.dtype == torch.bfloat16
         assert (result.float() - whole.float()).norm() <= 0.01 * whole.float().norm()
-
-
-def products(weight) -> int:
-    """What orthogonalizing its matrices takes, in proportion."""
-    return sum(min(sides) ** 2 * (2 * max(sides) + min(sides)) for sides in weight.sizes)
-
-
-@pytest.mark.parametrize("world", [1, 3, 8])
-def test_weights_are_dealt_to_ranks_alike_in_batches_of_a_limited_size(monkeypatch, world):
-    model_type, sizes_of_model = MODELS["llama"]
-    weights = [*matrix_weights(on_meta(AutoConfig.for_model(model_type, **sizes_of_model))).values()] * 6
-    for limit in (10**9, 3 * 2 * 48 * 56, 1):
-        monkeypatch.setattr(whole_matrices, "MAX_BATCH_BYTES", limit)
-        owned, work = collections.Counter(), collections.Counter()
-        for batch in deal(weights, world):
-            assert len({weight.kind for of_rank in batch.owned for weight in of_rank}) == 1
-            sizes = [2 * sum(weight.shape.numel() for weight in of_rank) for of_rank in batch.owned]
-            assert max(sizes) <= limit or max(map(len, batch.owned)) == 1
-            for rank, of_rank in enumerate(batch.owned):
-                owned.update(of_rank)
-                work[rank] += sum(map(products, of_rank))
-        assert owned == collections.Counter(weights)
-        assert max(work.values()) < 1.2 * min(work.values())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
