@@ -85,11 +85,8 @@ COMPILED = {
 }
 QUICK = {
     "stage 3 in 4 microbatches": ("smollm3", "--gradient-accumulation-steps 4"),
-    "stage 2 in 4 microbatches": ("smollm3", "--zero-stage 2 --gradient-accumulation-steps 4"),
     "stage 1 in 4 microbatches": ("smollm3", "--zero-stage 1 --gradient-accumulation-steps 4"),
     "stage 0": ("smollm3", "--zero-stage 0"),
-    "offload": ("smollm3", "--cpu-offload --gradient-accumulation-steps 2"),
-    "2 replicas": ("smollm3", "--dp-replicate-size 2"),
     "everything": (
         "smollm3",
         "--zero-stage 2 --dp-replicate-size 2 --gradient-accumulation-steps 2 --defer-grad-sync --cpu-offload"
@@ -99,6 +96,9 @@ QUICK = {
     "qwen3_moe": ("qwen3_moe", ""),
 }
 SLOW = {
+    "stage 2 in 4 microbatches": ("smollm3", "--zero-stage 2 --gradient-accumulation-steps 4"),
+    "offload": ("smollm3", "--cpu-offload --gradient-accumulation-steps 2"),
+    "2 replicas": ("smollm3", "--dp-replicate-size 2"),
     "stage 3": ("smollm3", ""),
     "stage 2": ("smollm3", "--zero-stage 2"),
     "stage 1": ("smollm3", "--zero-stage 1"),

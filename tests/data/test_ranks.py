@@ -58,6 +58,7 @@ def keeping_rank(*argv: str) -> None:
     multirank.program(*argv)
 
 
+@pytest.mark.slow
 def test_each_rank_keeps_the_held_out_windows_that_it_evaluates_and_none_is_lost(device, flags, tmp_path):
     (tmp_path / "train.jsonl").write_text("".join((STORIES / "train.jsonl").open().readlines()[:400]))
     run = [*flags, "--dataset", tmp_path / "train.jsonl", "--output-dir"]

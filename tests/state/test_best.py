@@ -8,7 +8,7 @@ import shlex
 import multirank
 import numpy as np
 import pytest
-from conftest import ROOT, Stop, forked, metrics_of, train, words, write_model
+from conftest import ROOT, Stop, forked, metrics_of, train, unlock, words, write_model
 
 import train_fsdp
 
@@ -66,8 +66,10 @@ def test_the_best_is_kept_beside_the_newest_and_what_exports_it_is_said(flags, r
     assert losses(run.with_name("q")).keys() == {step for step in (4, 6, 8) if step > best}
 
 
-def test_it_survives_a_resume_on_other_ranks(flags, run):
-    forked(1, multirank.program, *flags("4"))
+@pytest.mark.slow
+def test_it_survives_a_resume_on_other_ranks(flags, run, device):
+    assert train(flags("4"), device) == 0
+    unlock(run)
     forked(2, multirank.program, *flags("8 --resume auto"))
     check_best(run, 8)
 
