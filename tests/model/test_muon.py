@@ -62,25 +62,23 @@ RUNS = {
 }
 
 
-def check_losses(folder, ranks: int, runs: dict, steps: int = muonranks.STEPS) -> None:
-    references, own = folder / f"reference-{ranks}.json", folder / f"own-{ranks}.json"
-    plain = {name: run | {"layout": ""} for name, run in runs.items()}
-    forked(1, muonranks.main, folder, plain, references, True, steps)
-    forked(ranks, muonranks.main, folder, runs, own, False, steps)
-    references, own = (json.loads(file.read_text()) for file in (references, own))
+def check_losses(folder, device, ranks: int, runs: dict, steps: int = muonranks.STEPS) -> None:
+    forked(ranks, muonranks.main, folder, runs, folder / f"{ranks}.json", steps)
+    own = json.loads((folder / f"{ranks}.json").read_text())
     for name, run in runs.items():
-        assert own[name] == pytest.approx(references[name], rel=LIMITS[run["iteration"]]), name
+        reference = muonranks.losses(folder, run | {"layout": ""}, device, True, steps)
+        assert own[name] == pytest.approx(reference, rel=LIMITS[run["iteration"]]), name
         assert len(own[name]) == steps
 
 
-def test_losses_of_two_ranks_are_those_of_whole_matrices_in_one_process(folder):
-    check_losses(folder, 2, QUICK, steps=4)
+def test_losses_of_two_ranks_are_those_of_whole_matrices_in_one_process(folder, device):
+    check_losses(folder, device, 2, QUICK, steps=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RUNS)
-def test_losses_of_any_number_of_ranks_are_those_of_whole_matrices_in_one_process(folder, ranks):
-    check_losses(folder, ranks, RUNS[ranks])
+def test_losses_of_any_number_of_ranks_are_those_of_whole_matrices_in_one_process(folder, device, ranks):
+    check_losses(folder, device, ranks, RUNS[ranks])
 
 
 RESUMES = [  # ranks, sequences of a microbatch, sharding
