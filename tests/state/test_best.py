@@ -89,10 +89,8 @@ class Killed(BaseException):
 
 EVAL_LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5}
 DISTURBED = {  # a stop after so many forward passes after a step, or a kill where a function is called
-    "stop in the evaluation": (4, 2),
     "stop between evaluation and stories": (4, 10),
     "stop in a story": (4, 12),
-    "stop in the last evaluation": (8, 2),
     "stop in the last stories": (8, 12),
     "kill in the evaluation": ("train_fsdp.evaluate", 4),
     "kill in the stories": ("harness.opening.generate_samples", 4),
