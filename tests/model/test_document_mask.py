@@ -177,10 +177,3 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=start > 0):
             logits = [model(**batch, use_cache=False).logits for model in variants.values()]
         torch.testing.assert_close(*logits)
-
-
-def test_a_document_mask_is_refused_for_layers_that_are_no_attention(device, tmp_path):
-    source = write_model(tmp_path / "hybrid", "qwen3_next", **MODELS["qwen3_moe"])
-    args, config = resolved(["--model", source, "--document-mask", "--sequence-length", "32"])
-    with pytest.raises(UserError, match=r"--document-mask .*: .* cannot separate the documents of a sequence"):
-        train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
