@@ -75,7 +75,8 @@ MODELS = {
     ),
 }
 FAMILIES = ("llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gpt2")
-ROUND_TRIPS = ("llama", "smollm3", "qwen3_moe", "mixtral", "gpt2")
+QUICK_TRIPS = ("llama", "qwen3_moe", "gpt2")
+ROUND_TRIPS = (*QUICK_TRIPS, "smollm3", "mixtral")
 
 # What is trained, as {name: (model, flags)}. Each model, by its name and without flags, on one rank; all else has to
 # give the losses of that.
@@ -93,7 +94,6 @@ QUICK = {
         " --activation-checkpointing selective --no-fused-loss --attention eager --num-workers 1",
     ),
     "uneven": ("uneven", ""),
-    "qwen3_moe": ("qwen3_moe", ""),
 }
 SLOW = {
     "stage 2 in 4 microbatches": ("smollm3", "--zero-stage 2 --gradient-accumulation-steps 4"),

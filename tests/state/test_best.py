@@ -8,7 +8,7 @@ import shlex
 import multirank
 import numpy as np
 import pytest
-from conftest import ROOT, Stop, forked, metrics_of, train, unlock, words, write_model
+from conftest import ROOT, Stop, forked, metrics_of, slow_case, train, unlock, words, write_model
 
 import train_fsdp
 
@@ -102,12 +102,7 @@ DISTURBED = {  # a stop after so many forward passes after a step, or a kill whe
 }
 
 
-QUICK = ("stop in a story", "kill before the final line")
-
-
-@pytest.mark.parametrize(
-    "how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.slow) for how in DISTURBED]
-)
+@pytest.mark.parametrize("how", [how if how == "stop in a story" else slow_case(how) for how in DISTURBED])
 def test_a_run_that_was_disturbed_names_and_keeps_the_best_of_an_undisturbed_one(flags, run, device, monkeypatch, how):
     evaluate, evaluate_and_log = train_fsdp.evaluate, train_fsdp.evaluate_and_log
     step, given = [0], [*flags("8 --sample-prompt a --sample-tokens 4 --no-async-checkpoint"), *words("--resume auto")]
