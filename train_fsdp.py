@@ -4,16 +4,15 @@
     torchrun --nproc_per_node=4 train_fsdp.py --model smollm3-3b --zero-stage 2
     accelerate launch --num_processes=4 train_fsdp.py --model smollm3-3b
 
-Read it from the top: the model and how it is sharded, a step, an evaluation, what a run prepares, its loop, its end;
-run() and main() put them in order. `given` are the flags of a command line, `settings` what they were resolved to.
-utils.py has the FLOP and MFU math and the clock. Everything else is behind the doors of harness/, whose `__init__.py`
-files list what there is:
+Read it from the top: the model and how it is sharded, a step, an evaluation, a run. `args` are the flags as typed,
+`settings` have every default decided. utils.py has the FLOP and MFU math and the clock. Everything else is in the
+packages of harness/, whose `__init__.py` files list what they offer:
 
     base     errors, text, GPUs                        models   weights, loss, optimizers (harness/model)
     flags    every flag, and the rules between them    state    checkpoints, resume, export
-    job      processes, signals, the run's folder      opening  what every run begins with: data, checkpoint, settings
-    data     from files to batches                     report   log lines, trackers, the HTML page, gates
-                                                       plan     what a configuration will need and give
+    job      processes, signals, the run's folder      report   log lines, trackers, the HTML page, gates
+    data     from files to batches                     plan     what a configuration will need and give
+    loop     around the steps: opening a run, evaluating, logging, saving, stopping
 """
 
 from harness import before_torch
@@ -21,11 +20,7 @@ from harness import before_torch
 if __name__ == "__main__":
     ARGS = before_torch.begin()  # flags and signals come before the imports below, which take seconds
 
-import dataclasses
 import functools
-import math
-import pathlib
-import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 import utils
-from harness import base, data, flags, job, opening, plan, report, state
+from harness import base, data, flags, job, loop, plan, report, state
 from harness import model as models
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -51,7 +46,7 @@ from harness import model as models
 # Replicas reduce among each other once a step.
 
 
-def build_mesh(settings: flags.Args, device: torch.device) -> DeviceMesh:
+def build_mesh(settings: flags.Flags, device: torch.device) -> DeviceMesh:
     """(shard,) or, for HSDP and stage 0, (replicate, shard)."""
     world = dist.get_world_size()
     replicas = world if settings.zero_stage == 0 else settings.dp_replicate_size
@@ -227,105 +222,39 @@ def evaluate(
     return data.mean_losses(held_out, totals)
 
 
-# ---- Before the first step -------------------------------------------------------------------------------------------
+# ---- A run -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(kw_only=True)
-class Run(opening.Opened):
-    """A run that is ready for its first step."""
-
-    device: torch.device
-    folder: pathlib.Path
-    data: Any  # a data.TrainingData
-    batches: data.Batches
-    log: report.Log
-    checkpoints: state.Checkpoints
-    has_room: bool  # on the disk, for a checkpoint
-    state: state.TrainState  # everything that must survive a restart
-
-
-def prepare(given: flags.Args, device: torch.device) -> Run:
-    """Everything before the first step, in its order, up to the lines that say what will run. What is cheap and may
-    fail comes first."""
-    folder = job.take_folder(given)
-    peak_tflops = given.peak_tflops or utils.get_gpu_peak_tflops()
-    report.check_measurable(given, device, peak_tflops)
-    trackers = report.open_trackers(given, folder)
-    if given.memory_snapshot:
-        report.record_memory(folder)
-    mesh = build_mesh(given, device)
-    opened = opening.open_run(given, plan.choose_batch_size, folder)
-    settings, config, checkpoint = opened.settings, opened.config, opened.checkpoint
-    job.check_machine(settings, mesh, device)
-    dataset = data.load(settings, opened.corpora, opened.tokenizer, config, opened.manifest)
-    identity = state.describe_identity(settings, config, opened.tokenizer, dataset)
-    changed = state.check_resume(settings, config, identity, dataset, checkpoint)
-
-    model = build_model(settings, config, mesh, read_weights=not checkpoint)
+def prepare(args: flags.Args, device: torch.device) -> loop.Run:
+    """Build what a run trains with, in its order, up to the header that says what will run."""
+    mesh = build_mesh(args, device)
+    peak_tflops = args.peak_tflops or utils.get_gpu_peak_tflops()
+    opened = loop.open_training(args, mesh, device, peak_tflops)  # its folder, data and checkpoint
+    settings = opened.settings
+    model = build_model(settings, opened.config, mesh, read_weights=not opened.checkpoint)
     optimizer = models.build_optimizer(settings, model)
     scheduler = models.build_scheduler(settings, optimizer)
-    verified = models.verify_sharding(settings, model, optimizer, mesh)
-    lengths = np.arange(settings.sequence_length + 1)  # of documents in a sequence
-    flops_by_length, flops_text = models.known_flops(model, lengths, utils.get_flops_by_length)
-    if settings.min_mfu and not flops_by_length.any():
-        raise base.UserError(f"--min-mfu: {flops_text}")
+    lengths = np.arange(settings.sequence_length + 1)  # of documents
+    flops = models.known_flops(model, lengths, utils.get_flops_by_length)
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak_tflops or 0)
-    train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
-    if checkpoint:
-        train_state.load(checkpoint, from_other_run=not state.resumes_same_run(checkpoint, folder))
-        changed = ", ".join(filter(None, [changed, train_state.describe_lr_change()]))
-    state.refuse_broken(settings, train_state, checkpoint)
-    sizes = train_state.saved_bytes(), state.export_bytes(settings, model)
-    has_room = train_state.step == settings.num_steps or job.check_disk(settings, *sizes, folder)
-    job.print0(
-        report.describe_setup(
-            settings, train_state, mesh, dataset, flops_text, peak_tflops, verified, checkpoint, changed
-        )
-    )
-    log = report.Log(settings, train_state, dataset, folder, device, trackers, flops_by_length, changed)
-    return Run(
-        **vars(opened),
-        device=device,
-        data=dataset,
-        state=train_state,
-        folder=folder,
-        batches=data.Batches(data.training_batches(settings, dataset, train_state, device)),
-        log=log,
-        checkpoints=state.Checkpoints(settings, folder, identity, device, log.sync),
-        has_room=has_room,
-    )
+    return loop.begin(opened, state.TrainState(model, optimizer, scheduler, tracker=tracker), flops)
 
 
-# ---- Loop and end ----------------------------------------------------------------------------------------------------
-
-
-def train(run: Run, stop: job.StopRequest) -> None:
+def train(run: loop.Run, stop: job.StopRequest) -> None:
     """The loop. `stop` is a request to save and leave, by a signal to any rank: all ranks ask for it before the same
     forward pass, which then raises job.Stopped, and the last complete step is what is saved."""
-    settings, log, tracker = run.settings, run.log, run.state.tracker
-    model, optimizer = run.state.model, run.state.optimizer
-    stop.resumed_step = run.state.step
-    # the step that this start goes on from: a stop may have come before its evaluation
-    due = job.due(settings, run.state.step, log.first_step, ends_epoch=run.data.ends_epoch)
-    if due.evaluate and base.broadcast_from_rank_0(log.needs_evaluation):
-        evaluation = {"step": run.state.step, "tokens_seen": run.state.tokens}
-        evaluate_and_log(run, due, evaluation, "", stop)
+    settings, model, tracker = run.settings, run.state.model, run.state.tracker
+    loop.evaluate_missed_step(run, stop, evaluate)
     tracker.open_window()  # until here a run is set up, which is no part of a step
     while run.state.step < settings.num_steps:
-        due = job.due(settings, run.state.step + 1, log.first_step, run.has_room, run.data.ends_epoch)
-        job.enter_phase("data", due.step)
-        with log.step(due):
+        with run.log.step() as due:  # a log line, an evaluation, a checkpoint
             with stop.before_each_forward(model), run.state.step_undone_if_stopped():
-                result = train_step(settings, model, optimizer, run.batches, tracker)
-            log.count(result)
-            run.state.advance(run.data)  # steps, samples, the schedule
+                result = train_step(settings, model, run.state.optimizer, run.batches, tracker)
+            run.log.count(result)
+            run.state.advance(run.dataset)  # steps, samples, the schedule
         stop.can_save = True  # from here on a signal is answered by a checkpoint
         if due.log or due.save:
-            metrics, problem = log.metrics()
-            if (due.save or due.last) and not problem:
-                problem = find_non_finite(run, metrics)
-            if due.log or problem:
-                evaluate_and_log(run, due, metrics, problem, stop)
+            loop.check_and_log(run, due, stop, evaluate)
         if due.save:
             run.checkpoints.save(run.state, wait=due.last)
             if not due.last:
@@ -333,144 +262,42 @@ def train(run: Run, stop: job.StopRequest) -> None:
     run.checkpoints.finish()
 
 
-def find_non_finite(run: Run, metrics: dict) -> str:
-    """Why the state after the last step, whose figures are `metrics`, is neither saved nor called done; empty where it
-    may be. Weights or optimizer states are NaN or infinite, or what one more forward and backward pass gives is: the
-    loss in `metrics` is of before the update."""
-    batch = run.batches.last_finite(was_skipped="loss" not in metrics)
-    with run.state.tracker.paused():
-        if problem := run.state.broken_by_update():
-            return problem
-        loss, norm = models.loss_and_norm(run.state.model, run.state.optimizer, batch)
-    for name, value in (("loss", loss), ("gradient norm", norm)):
-        if not math.isfinite(value):
-            # where steps were skipped, the last update; of weights that were broken from the start, the first step
-            step = max(run.log.first_step, run.state.step - run.state.skipped_in_a_row)
-            return f"the {name} of the weights became {value} at step {step}"
-    return ""
-
-
-def evaluate_and_log(run: Run, due: job.Actions, metrics: dict, problem: str, stop: job.StopRequest) -> None:
-    """An evaluation where one is due, which adds `eval_loss` to `metrics`, and then a log line. Ends a run whose loss
-    diverged, by `problem`, which says what of `metrics` is NaN or infinite, or by the evaluation's loss. Of an
-    evaluation that a stop cuts off, in its samples too, nothing counts: the next start makes it."""
-    samples = []
-    if due.evaluate and not problem:
-        try:
-            with run.state.tracker.paused(), stop.before_each_forward(run.state.model):
-                losses, _ = evaluate(run.settings, run.state.model, run.data.held_out, run.device)
-                if not due.last:  # after the last step the end of the run writes them
-                    samples = opening.generate_samples(run, run.data, run.state.model, run.device)
-        except job.Stopped:
-            run.log.write(metrics)
-            raise
-        metrics |= losses
-        problem = report.first_not_finite(metrics, [])
-        run.checkpoints.record_eval_loss(run.state, metrics["eval_loss"])
-    run.log.write(metrics, samples)
-    if problem:
-        run.checkpoints.finish()
-        raise report.divergence_error(problem, run.folder, run.checkpoint)
-
-
-def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) -> int:
-    """The end of a run that has no step left, whether it took the last one now or before: figures, samples, an export,
-    gates, what to do next. `planned` is the process that plans this run. Returns the exit code."""
-    settings = run.settings
-    with stop.before_each_forward(run.state.model):
-        samples = opening.generate_samples(run, run.data, run.state.model, run.device)
-    if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long
-        stop.raise_if_asked()  # else a run that took its last step is done
-    stop.can_save = False
-    metrics = run.log.finish(samples, plan.predicted_metrics(planned) | run.checkpoints.best_metrics())
-    if settings.export:
-        opening.export(run, run.state, run.data)
-    job.print0(report.next_commands(settings, run.folder, run.state.step, metrics))
-    run.checkpoints.check_saved()
-    run.log.check_written()
-    base.broadcast_from_rank_0(lambda: report.check_gates(settings, metrics))
-    return 0
-
-
-def save_and_leave(run: Run, stop: job.StopRequest) -> int:
-    """Answers a stop: saves the last complete step, if that is not done, and then says so. Returns the exit code."""
-    log, checkpoints = run.log, run.checkpoints
-    checkpoints.finish()
-    newest = base.broadcast_from_rank_0(lambda: base.newest_checkpoint(run.folder))
-    if not newest or base.step_in_name(newest) != run.state.step:
-        metrics, problem = log.metrics() if log.results else (log.last, "")
-        problem = problem or find_non_finite(run, metrics)
-        if problem:
-            raise report.divergence_error(problem, run.folder, run.checkpoint)
-        checkpoints.save(run.state, wait=True)
-    saved_in = None if checkpoints.failures else checkpoints.folder
-    job.print0(report.describe_stop(run.settings, run.folder, run.state.step, stop.name, saved_in))
-    return 1 if checkpoints.failures or log.lacks_lines() else job.STOPPED
-
-
-# ---- A run -----------------------------------------------------------------------------------------------------------
-
-
-def run(given: flags.Args, device: torch.device, stop: job.StopRequest) -> int:
-    """One run, from its flags to its last line; returns the exit code."""
-    if given.show_samples:
-        return opening.show_samples(given, plan.choose_batch_size)
-    if given.num_steps == 0:
-        return evaluate_only(given, device)
-    ready = prepare(given, device)
-    steps_left = ready.settings.num_steps - ready.state.step
-    with (
-        ready.log,
-        ready.checkpoints,
-        # on a GPU a plan of this very run is made beside it: its last line shows both
-        plan.planning_in_background(ready.settings, device, steps_left) as planned,
-    ):
+def run(args: flags.Args, device: torch.device, stop: job.StopRequest) -> int:
+    """One run, from its flags to its last line. Returns the exit code."""
+    if args.show_samples:
+        return loop.show_samples(args)
+    if args.num_steps == 0:
+        return loop.evaluate_only(args, device, RECIPE)
+    ready = prepare(args, device)
+    stop.resumed_step = ready.state.step
+    # on a GPU a plan of this very run is made beside it: its last line shows both
+    planning = plan.planning_in_background(ready.settings, device, ready.settings.num_steps - ready.state.step)
+    with ready.log, ready.checkpoints, planning as planned:
         try:
             train(ready, stop)
-            return finish(ready, stop, planned)
+            return loop.finish(ready, stop, planned)
         except job.Stopped:
-            return save_and_leave(ready, stop)
+            return loop.save_and_stop(ready, stop)
 
 
-def evaluate_only(given: flags.Args, device: torch.device) -> int:
-    """--num-steps 0: evaluates a checkpoint or pretrained weights, writes samples with them, exports them."""
-    with report.json_alone(given) as stdout:
-        mesh = build_mesh(given, device)
-        opened = opening.open_run(given, plan.choose_batch_size)
-        settings, checkpoint = opened.settings, opened.checkpoint
-        dataset = opening.load_to_evaluate(opened) if settings.eval_interval else None
-        state.check_same_weights(settings, opened.config, opened.manifest)
-        model = build_model(settings, opened.config, mesh, read_weights=not checkpoint)
-        weights = state.TrainState(model)
-        if checkpoint:
-            opened.checkpoint = state.load_for_inference(settings, weights, opened.config, checkpoint)
-        state.refuse_broken(settings, weights, opened.checkpoint)
-        if settings.eval_interval:
-            losses, tokens = evaluate(settings, model, dataset.held_out, device)
-            report.print_evaluation(settings, dataset, weights if checkpoint else None, losses, tokens, stdout)
-        report.print_samples(opening.generate_samples(opened, dataset, model, device))
-        if settings.export:
-            opening.export(opened, weights)
-    return 0
-
-
-# What a plan drives; it cannot import this file.
+# What plans and harness/loop.py call; they cannot import this file.
 RECIPE = plan.Recipe(
     build_mesh=build_mesh,
     build_model=build_model,
     train_step=train_step,
+    evaluate=evaluate,
     make_tracker=utils.PerformanceTracker,
     estimate_mfu=utils.estimate_mfu,
     flops_by_length=utils.get_flops_by_length,
 )
 
 
-def main(settings: flags.Args) -> None:
-    with job.World(settings, lambda: plan.memory_advice(settings)) as world:
-        if settings.plan:
-            plan.print_plan(settings, RECIPE)
+def main(args: flags.Args) -> None:
+    with job.World(args, lambda: plan.memory_advice(args)) as world:
+        if args.plan:
+            plan.print_plan(args, RECIPE)
         else:
-            world.exit_code = run(settings, world.meet(), world.stop)
+            world.exit_code = run(args, world.meet(), world.stop)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,10 @@ def flops_on_real_tensors(config) -> float:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # it does not see into a grouped matmul
     tokens = torch.randint(1, 500, (1, SEQUENCE), generator=torch.Generator().manual_seed(0))
-    with FlopCounterMode(display=False, custom_mapping=models.MENDED) as counter, sdpa_kernel(SDPBackend.MATH):
+    with (
+        FlopCounterMode(display=False, custom_mapping=models.CORRECTED_FORMULAS) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     return counter.get_total_flops() / SEQUENCE
 
@@ -156,7 +159,7 @@ def train(folder: pathlib.Path, device) -> dict:
 
     import train_fsdp
     from harness import model as models
-    from harness import plan, resolving
+    from harness import resolving
     from harness.flags import parse_args
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -166,7 +169,7 @@ def train(folder: pathlib.Path, device) -> dict:
     config = models.load_config(settings.model)
     # The router loss is a product of means over a microbatch: other microbatches train otherwise.
     config.get_text_config().router_aux_loss_coef = 0.0
-    settings = resolving.resolve(settings, config, plan.choose_batch_size)
+    settings = resolving.resolve_steps(resolving.resolve(settings, config))
     mesh = train_fsdp.build_mesh(settings, device)
     model = train_fsdp.build_model(settings, config, mesh)
     optimizer = models.build_optimizer(settings, model)
@@ -268,7 +271,7 @@ def collect(ranks: int, names: list[str], folder: pathlib.Path) -> dict[str, dic
 # ---- Result ----------------------------------------------------------------------------------------------------------
 
 
-def find_stalled_ranks(one: dict, two: dict) -> dict:
+def compare_rank_counts(one: dict, two: dict) -> dict:
     """One family's verdict from what one rank and two found."""
     verdict = {
         key: one[key] for key in ("flops", "flops_per_token", "flops_on_real_tensors", "flops_why") if key in one
@@ -338,7 +341,7 @@ def main() -> None:
         one, two = (collect(ranks, names, pathlib.Path(folder)) for ranks in (1, 2))
     result = {"torch": torch.__version__, "transformers": transformers.__version__, "families": {}}
     result["date"] = time.strftime("%Y-%m-%d")
-    result["families"] = {name: find_stalled_ranks(one[name], two[name]) for name in names}
+    result["families"] = {name: compare_rank_counts(one[name], two[name]) for name in names}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.out == RESULTS:
         write_table(result)

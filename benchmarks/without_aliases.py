@@ -1,4 +1,4 @@
-"""The program with FSDP2's own copies on a rank that shards with nobody: what `WholeParameter` and `OneBuffer` of
+"""The program with FSDP2's own copies on a rank that shards with nobody: what `SingleRankParameter` and `OneBuffer` of
 harness/model/collectives.py save is the difference.
 
 python benchmarks/without_aliases.py --model smollm3-3b --dataset synthetic --num-steps 20

@@ -1,9 +1,8 @@
-"""Resolving: what the flags leave open until model, corpora, machine and checkpoint are known, decided once, before
-anything is built: by a run, and in the same way by a plan."""
+"""Resolving: decides the defaults that depend on model, corpora, machine and checkpoint, once, before anything is
+built; for a run and for a plan alike."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from transformers import PretrainedConfig
@@ -13,71 +12,72 @@ from harness import model as models
 
 
 def resolve(
-    asked: flags.Args,
-    config: PretrainedConfig,
-    choose_batch_size: Callable[[flags.Args], int],
-    corpora: Sequence[data.Corpus] = (),
-    manifest: dict | None = None,
-    count_epoch: Callable[[flags.Args], int] = lambda known: 0,
+    args: flags.Args, config: PretrainedConfig, corpora: Sequence[data.Corpus] = (), manifest: dict | None = None
 ) -> flags.Settings:
-    """What a run does and what it records, of what was given.
+    """Decide every default of `args` but those of `resolve_steps`. --batch-size auto becomes the smallest batch.
 
     Args:
-        config: of the model.
-        choose_batch_size: called for --batch-size auto, on rank 0, with all that is decided by then.
-        corpora: that are read.
-        manifest: of the checkpoint that the run goes on from, if there is one.
-        count_epoch: called for --num-epochs, with all else that is decided: how many samples the data have.
+        config: the model's.
+        corpora: those that are read.
+        manifest: that of the checkpoint from which a run resumes; None for a new run.
 
     Raises:
-        UserError: what was decided does not go together, or does not run here.
+        UserError: a value does not run on this machine or with this model.
     """
-    precision = models.choose_precision(asked, manifest)
-    known = dataclasses.replace(
-        asked,
-        precision=precision.name,
-        fp8_recipe=precision.fp8_recipe,
-        fp8_emulate=precision.fp8_emulate,
-        compile=(asked.plan or torch.cuda.is_available()) if asked.compile is None else asked.compile,
-        sequence_length=models.choose_sequence_length(asked, config),
-        document_mask=data.masks_documents(asked, corpora),
-        num_workers=choose_num_workers(asked),
-        lr=choose_lr(asked, manifest),
-        final_checkpoint=asked.saves_final_checkpoint(),
-    )
-    known = dataclasses.replace(
-        known, attention=models.choose_attention(known, config), fused_loss=models.choose_loss(known.fused_loss, config)
-    )
-    models.check_float8(known)
-    find_size = functools.partial(choose_batch_size, known)
-    size = asked.batch_size if isinstance(asked.batch_size, int) else base.broadcast_from_rank_0(find_size)
-    batch = state.Batch(size, asked.gradient_accumulation_steps, asked.explicit)
-    if manifest:
-        batch = state.keep_global_batch(batch, manifest)
-    known = dataclasses.replace(
-        known, batch_size=batch.size, gradient_accumulation_steps=batch.accumulation, explicit=batch.explicit
-    )
-    if not asked.plan:
-        steps, warmup = job.count_steps(known, manifest, count_epoch(known) if known.num_epochs else 0)
-        windows = state.count_eval_windows(known, batch.size, manifest)
-        known = dataclasses.replace(known, num_steps=steps, warmup_steps=warmup, eval_windows=windows)
-    # a flag that has no effect with so many microbatches may have one on the ranks of another start
-    as_asked = dataclasses.replace(known, gradient_accumulation_steps=asked.gradient_accumulation_steps)
-    if problem := flags.contradiction(as_asked):
+    precision = models.choose_precision(args, manifest)
+    sequence_length = models.choose_sequence_length(args, config)
+    document_mask = data.masks_documents(args, corpora)
+    batch_size = args.batch_size
+    if not isinstance(batch_size, int):
+        batch_size = flags.batch_size_multiple(precision.fp8_recipe, sequence_length)
+    decided = {
+        "precision": precision.name,
+        "fp8_recipe": precision.fp8_recipe,
+        "fp8_emulate": precision.fp8_emulate,
+        "sequence_length": sequence_length,
+        "batch_size": batch_size,
+        "document_mask": document_mask,
+        "attention": models.choose_attention(args, config, precision.name, sequence_length, document_mask),
+        "compile": (args.plan or torch.cuda.is_available()) if args.compile is None else args.compile,
+        "fused_loss": models.choose_loss(args.fused_loss, config),
+        "num_workers": choose_num_workers(args),
+        "lr": choose_lr(args, manifest),
+        "final_checkpoint": args.saves_final_checkpoint(),
+    }
+    settings = flags.Settings(**vars(args) | decided)
+    models.check_float8(settings)
+    return settings
+
+
+def resolve_steps(settings: flags.Settings, manifest: dict | None = None, epoch: int = 0) -> flags.Settings:
+    """Decide what depends on the global batch: steps, warmup, and the sequences of an evaluation.
+
+    Args:
+        manifest: as `resolve` has it.
+        epoch: samples of one epoch, for --num-epochs.
+    """
+    steps, warmup = job.count_steps(settings, manifest, epoch)
+    eval_windows = state.count_eval_windows(settings, manifest)
+    return dataclasses.replace(settings, num_steps=steps, warmup_steps=warmup, eval_windows=eval_windows)
+
+
+def refuse_contradictions(settings: flags.Settings, args: flags.Args) -> None:
+    """Raise a UserError if what was decided does not go together. A flag that has no effect with this number of
+    microbatches may have one on the ranks of another start: it is checked with the number in `args`."""
+    as_typed = dataclasses.replace(settings, gradient_accumulation_steps=args.gradient_accumulation_steps)
+    if problem := flags.contradiction(as_typed):
         raise base.UserError(problem)
-    return flags.Settings(**vars(known))
 
 
-def choose_lr(settings: flags.Args, manifest: dict | None) -> float:
-    """--lr; by default the checkpoint's that a run goes on from, of a new run one that goes with its weights."""
-    if settings.lr is not None:
-        return settings.lr
-    return manifest["flags"]["lr"] if manifest else flags.default_lr(settings)[0]
+def choose_lr(args: flags.Args, manifest: dict | None) -> float:
+    """--lr; by default the checkpoint's on a resume, for a new run one that suits its weights."""
+    if args.lr is not None:
+        return args.lr
+    return manifest["flags"]["lr"] if manifest else flags.default_lr(args)[0]
 
 
-def choose_num_workers(settings: flags.Args) -> int:
-    """--num-workers; by default none where windows are in the cache, which take no work, and the CPU computes: another
-    process would take a core from it."""
-    if settings.num_workers is not None:
-        return settings.num_workers
-    return 1 if torch.cuda.is_available() or settings.streaming else 0
+def choose_num_workers(args: flags.Args) -> int:
+    """--num-workers; by default none on a CPU that reads from the cache: a process would take one of its cores."""
+    if args.num_workers is not None:
+        return args.num_workers
+    return 1 if torch.cuda.is_available() or args.streaming else 0

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import train_fsdp
 import utils
-from harness import data, job, plan, resolving
+from harness import data, job, resolving
 from harness import model as models
 from harness.base import all_gather_objects, broadcast_from_node_main
 from harness.data import encode
@@ -291,7 +291,7 @@ def resolved(argv: list):
     """(the settings of a command line as a run resolves them, the model's config)."""
     settings = parse_args([*map(str, argv)])
     config = load_config(settings.model)
-    return resolving.resolve(settings, config, plan.choose_batch_size), config
+    return resolving.resolve_steps(resolving.resolve(settings, config)), config
 
 
 def round_trip_inputs():

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 import train_fsdp
 import utils
-from harness import flags, resolving
 from harness import model as models
 from harness import plan as planning
+from harness import resolving
 from harness.flags.parser import parse_args
 from harness.job import start_processes, stop_processes
 from harness.model import newton_schulz
@@ -107,7 +107,7 @@ def measure(argv, device) -> dict:
 
     settings = parse_args(argv)
     config = load_config(settings.model)
-    settings = resolving.resolve(settings, config, flags.Args.batch_size_multiple)
+    settings = resolving.resolve(settings, config)
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
     optimizer = models.build_optimizer(settings, model)
     seen = {}
@@ -144,7 +144,7 @@ def plan_all(ranks: int, flags: dict[str, list[str]], out: pathlib.Path) -> None
 
 def main(flags: dict[str, list[str]], out: pathlib.Path) -> None:
     device = start_processes()
-    newton_schulz.dtype_of_products = lambda x: x.dtype  # as on a GPU
+    newton_schulz.product_dtype = lambda x: x.dtype  # as on a GPU
     result = {name: measure(argv, device) for name, argv in flags.items()}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))

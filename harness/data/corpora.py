@@ -98,7 +98,7 @@ def find_all(settings: flags.Args) -> list[Corpus]:
     return [*corpora, apart]
 
 
-def find_apart(settings: flags.Args) -> Corpus:
+def find_apart(settings: flags.Flags) -> Corpus:
     """The corpus of an --eval-split that is a place of its own: its split `validation`, or `test` where it has none, or
     `train`, which is all where nothing is named as a split."""
     place = str(settings.eval_split)
@@ -128,12 +128,12 @@ def refuse_unused(chat_flags: list[str], corpora: list[Corpus]) -> None:
         raise base.UserError(f"{', '.join(chat_flags)}: {problem}; leave it out")
 
 
-def find_corpus(settings: flags.Args, source: flags.Source) -> Corpus:
+def find_corpus(settings: flags.Flags, source: flags.Source) -> Corpus:
     text_field = text_field_of(settings)
     return inspect_source(source, settings.dataset_split, text_field, settings.dataset_config, settings.streaming)
 
 
-def text_field_of(settings: flags.Args) -> Field:
+def text_field_of(settings: flags.Flags) -> Field:
     return settings.text_field if "text_field" in settings.explicit else ("input_ids", settings.text_field)
 
 
@@ -193,7 +193,7 @@ def look_at_records(file: DataFile, text_field: Field) -> tuple[str, Field] | No
     return None
 
 
-def needs_tokenizer(settings: flags.Args, corpora: list[Corpus]) -> bool:
+def needs_tokenizer(settings: flags.Flags, corpora: list[Corpus]) -> bool:
     """Whether a run takes a tokenizer: not where all its tokens are random or come from token files, unless a flag
     asks for text or for the ends of documents."""
     if settings.tokenizer or settings.sample_prompt:
@@ -206,7 +206,7 @@ def needs_tokenizer(settings: flags.Args, corpora: list[Corpus]) -> bool:
     return not all(corpus.is_mapped for corpus in corpora)
 
 
-def masks_documents(settings: flags.Args, corpora: Sequence[Corpus]) -> bool:
+def masks_documents(settings: flags.Flags, corpora: Sequence[Corpus]) -> bool:
     """--document-mask, which by default is on where a run trains on conversations or labels, or evaluates them without
     training; never with --packing none, where a sequence has one document."""
     if settings.packing == "none":

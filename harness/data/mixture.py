@@ -285,7 +285,7 @@ def renamed(record: DataRecord, names: Collection[str]) -> DataRecord:
 
 
 def record_of_run(
-    settings: flags.Args,
+    settings: flags.Flags,
     sources: dict[str, dict[str, Any]],
     weights: dict[str, Fraction],
     per_sample: dict[str, Fraction],

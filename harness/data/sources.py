@@ -146,7 +146,7 @@ def load(
 
 
 def reading_of(
-    settings: flag_rules.Args, tokenizer: "PreTrainedTokenizerBase | None", config: "PretrainedConfig"
+    settings: flag_rules.Flags, tokenizer: "PreTrainedTokenizerBase | None", config: "PretrainedConfig"
 ) -> Reading:
     """How a run reads its corpora."""
     from accelerate import PartialState  # not with this file: it loads much that nothing here needs
@@ -167,17 +167,16 @@ def reading_of(
 
 
 def count_epoch(
+    settings: flag_rules.Settings,
     corpora: list[Corpus],
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
     manifest: dict | None,
-    settings: flag_rules.Args,
 ) -> int:
     """The samples of an epoch: the windows of all sources that are trained on. Every rank calls this.
 
     Args:
         manifest: as `load` has it.
-        settings: with all that decides how the corpora are cut.
     """
     before, reading = recorded_data(settings, manifest), reading_of(settings, tokenizer, config)
     windows = 0
@@ -194,7 +193,7 @@ def count_epoch(
     return windows
 
 
-def refuse_other_sources(settings: flag_rules.Args, corpora: list[Corpus], before: DataRecord) -> None:
+def refuse_other_sources(settings: flag_rules.Flags, corpora: list[Corpus], before: DataRecord) -> None:
     """Raises a UserError where a run that counts epochs has other sources than its checkpoint, or had weights: each
     source goes on from its own place, and there is no epoch of all."""
     had_weights = len(before.sources) > 1 and any(before.asked["weights"].values())
@@ -240,7 +239,7 @@ def load_apart(
     return data
 
 
-def recorded_data(settings: flag_rules.Args, manifest: dict | None) -> DataRecord | None:
+def recorded_data(settings: flag_rules.Flags, manifest: dict | None) -> DataRecord | None:
     """What a checkpoint's manifest records of the data; the only source has the name that it has now."""
     if not manifest:
         return None
@@ -268,7 +267,7 @@ def rules_of_training(trained_on: list[dict[str, Any]], tokens: Tokens, reading:
 
 
 def choose_held_out(
-    settings: flag_rules.Args, corpus: Corpus, rules: dict[str, Any] | None, rule: str, whole: bool
+    settings: flag_rules.Flags, corpus: Corpus, rules: dict[str, Any] | None, rule: str, whole: bool
 ) -> tuple[str | None, str | None]:
     """(the split that is held out, the rule by which documents of the training split are); None for what does not
     apply. Held out is the split --eval-split; by default the split `validation`, and where there is none some of the
@@ -685,7 +684,7 @@ def show_samples(
 # The evaluation of a run that has ended
 
 
-def evaluates_own_data(settings: flag_rules.Args, manifest: dict) -> bool:
+def evaluates_own_data(settings: flag_rules.Flags, manifest: dict) -> bool:
     """Whether an evaluation of a run's checkpoint reads sources of the run, of which its record says what was held out;
     a UserError where it reads a part of what the run trained on, or more than that."""
     flags = manifest["flags"]
@@ -718,7 +717,7 @@ def evaluates_own_data(settings: flag_rules.Args, manifest: dict) -> bool:
     return False
 
 
-def files_of_training(settings: flag_rules.Args) -> dict[str, tuple[str, str]]:
+def files_of_training(settings: flag_rules.Flags) -> dict[str, tuple[str, str]]:
     """(source, split that is trained on) of each file of a run's sources, by its real path; of what is not there any
     more by the name of the source."""
     found = {}

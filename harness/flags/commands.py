@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from harness.flags.settings import COLLECTED, Args, as_flag
+from harness.flags.settings import COLLECTED, Flags, as_flag
 
 
 def as_words(values: Mapping[str, Any]) -> list[str]:
@@ -35,7 +35,7 @@ def shell_command(launcher: str, given: Mapping[str, object] | None = None, **ch
     return f"{launcher} {as_flags({**(given or {}), **changes})}".rstrip()
 
 
-def run_flags(settings: Args, *given_anew: str) -> dict[str, object]:
+def run_flags(settings: Flags, *given_anew: str) -> dict[str, object]:
     """The flags that were given to a run, for a command that goes on with it, without the fields in `given_anew` and
     those that say which run it is."""
     left_out = {*given_anew, "resume", "run_name"}

@@ -16,7 +16,7 @@ from harness.flags.files import read_flags
 from harness.flags.flag_types import choice, number, text
 from harness.flags.names import no_such_flag
 from harness.flags.rules import contradiction
-from harness.flags.settings import ASSETS, FLAGS, LENGTHS, Args, as_flag, default_split, default_warmup
+from harness.flags.settings import ASSETS, FLAGS, LENGTHS, Args, Flags, as_flag, default_split, default_warmup
 
 MAX_STEPS = 2**31 - 1  # that --num-steps takes
 EXAMPLES = """examples:
@@ -75,7 +75,7 @@ def argument(field: dataclasses.Field, hint: typing.Any) -> dict:
 
 
 def make_parser() -> Parser:
-    """The parser of the command line: each flag of `Args`, in the groups of --help."""
+    """The parser of the command line: each flag of `Flags`, in the groups of --help."""
     parser = Parser(
         prog="train_fsdp.py",
         usage="%(prog)s [flags]",
@@ -87,7 +87,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action=base.ShowVersion, nargs=0, help="of this program and of what it stands on")
     group: typing.Any = parser  # or a group of it
-    hints = typing.get_type_hints(Args)
+    hints = typing.get_type_hints(Flags)
     for name, field in FLAGS.items():
         if field.metadata["group"]:
             group = parser.add_argument_group(field.metadata["group"])

@@ -16,7 +16,7 @@ from harness.flags.settings import (
     LENGTHS,
     PRESETS,
     PROFILED_STEPS,
-    Args,
+    Flags,
     as_flag,
     default_split,
     has_suffix,
@@ -29,12 +29,12 @@ from harness.flags.sources import splits_overlap, wrong_mixture
 FLASH = ("flash", "flash_attention_2")
 
 
-def contradiction(s: Args) -> str:
+def contradiction(s: Flags) -> str:
     """The first of what does not go together in the settings, as an error; empty where all is well."""
     return next(contradictions(s), "")
 
 
-def contradictions(s: Args) -> Iterator[str]:
+def contradictions(s: Flags) -> Iterator[str]:
     """The table of what does not go together, and of flags without effect, each as an error; the first one counts."""
     lengths = [as_flag(name) for name in LENGTHS if name in s.explicit]
     if len(lengths) > 1:
@@ -122,7 +122,7 @@ def contradictions(s: Args) -> Iterator[str]:
         yield from without_effect(s)
 
 
-def without_effect(s: Args) -> Iterator[str]:
+def without_effect(s: Flags) -> Iterator[str]:
     """The part of the table for flags that were given and can have no effect in a run that trains. A plan, an export
     and a run of no step take a run's flags as they are."""
 
@@ -160,7 +160,7 @@ def without_effect(s: Args) -> Iterator[str]:
         yield from idle("plan_gpu gpus_per_node", "nothing is planned with --no-own-plan")
 
 
-def is_met(s: Args, condition: str) -> bool:
+def is_met(s: Flags, condition: str) -> bool:
     """Whether a flag is set as an `only_with` asks: `field`, anything but off, or `field=value`."""
     name, _, wanted = condition.partition("=")
     value: Any = getattr(s, name)
@@ -175,7 +175,7 @@ def as_words_of_condition(condition: str) -> str:
     return f"{as_flag(name)} {wanted}".rstrip()
 
 
-def wrong_adapters(s: Args) -> Iterator[str]:
+def wrong_adapters(s: Flags) -> Iterator[str]:
     """What does not go together with --lora-rank, and what needs it."""
     if s.export_weights and not s.lora_rank:
         yield "--export-weights: without --lora-rank an export has the whole model; leave it out"
@@ -191,7 +191,7 @@ def wrong_adapters(s: Args) -> Iterator[str]:
         yield "--lora-targets: a pattern stands alone; give names, or one pattern that matches all"
 
 
-def misfits_float8(s: Args) -> str:
+def misfits_float8(s: Flags) -> str:
     """Why float8 does not take the number of tokens of a microbatch, as an error; empty where it does, or where that
     number is not known yet."""
     if s.sequence_length is None or s.batch_size == "auto" or s.batch_size % s.batch_size_multiple() == 0:
@@ -204,7 +204,7 @@ def misfits_float8(s: Args) -> str:
     return f"--sequence-length {s.sequence_length}: {what}, {s.batch_size} x {s.sequence_length} is none; {advice}"
 
 
-def without_epochs(s: Args) -> Iterator[str]:
+def without_epochs(s: Flags) -> Iterator[str]:
     """An error for each flag that counts epochs, where the data have none."""
     why, otherwise = "", ""
     if s.streaming:
@@ -219,7 +219,7 @@ def without_epochs(s: Args) -> Iterator[str]:
         yield f"--eval-interval epoch: {why}; give a number of steps, or {otherwise}"
 
 
-def trained_eval_split(s: Args) -> str:
+def trained_eval_split(s: Flags) -> str:
     """What is wrong with an --eval-split that holds what a run trains on, as an error; empty where nothing is."""
     if not (s.eval_interval and s.eval_split and s.num_steps) or s.dataset == "synthetic":
         return ""
@@ -233,7 +233,7 @@ def trained_eval_split(s: Args) -> str:
     return ""
 
 
-def missing_files(s: Args) -> Iterator[str]:
+def missing_files(s: Flags) -> Iterator[str]:
     """An error for each file and folder of the flags that is not there."""
     if s.resume not in ("none", "auto") and (problem := no_checkpoint(s.resume)):
         yield f"--resume {s.resume}: {problem}"

@@ -1,5 +1,5 @@
-"""Settings: every flag with its default, type and help, in one frozen object. What stays open until model, machine and
-checkpoint are known, `resolve` decides."""
+"""Settings: every flag with its default, type and help. `Args` are the flags as typed; in `Settings` the defaults are
+decided that depend on model, machine or checkpoint."""
 
 import dataclasses
 import glob
@@ -83,8 +83,8 @@ def flag(
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
-    """The flags of a run; `--sequence-length` is the field `sequence_length`."""
+class Flags:
+    """Every flag with its default; `--sequence-length` is the field `sequence_length`."""
 
     # fmt: off
     demo: bool = flag(
@@ -498,11 +498,7 @@ class Args:
         return f"{self.num_epochs:g} epoch{'' if self.num_epochs == 1 else 's'}"
 
     def batch_size_multiple(self) -> int:
-        """The number of which the batch size has to be a multiple. In float8 the matmul of the weights' gradient takes
-        multiples of 16 tokens of a microbatch; rowwise_with_gw_hp computes it in bf16."""
-        if self.fp8_recipe not in ("tensorwise", "rowwise"):
-            return 1
-        return 16 // math.gcd(16, self.sequence_length or 16)
+        return batch_size_multiple(self.fp8_recipe, self.sequence_length)
 
     def describe_batch(self, world: int) -> str:
         """The batch in words: `4 ranks x 2 microbatches x 1 sequence x 8,192 = 65,536 tokens a step`."""
@@ -511,10 +507,14 @@ class Args:
         return f"{sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
 
 
+class Args(Flags):
+    """The flags as they were typed: None, `auto` and their like stand for defaults that `resolving.resolve` decides."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Args):
-    """What a run or a plan does, by `resolving.resolve`: nothing waits to be decided. These fields have no value that
-    stands for a decision, as the flags have; None in another one is none, or what each source has by itself."""
+class Settings(Flags):
+    """The flags of a run or a plan with every default decided, by `resolving.resolve`. The fields below are those that
+    it decides; None in another field means none, or each source's own."""
 
     sequence_length: int = dataclasses.field()
     batch_size: int = dataclasses.field()
@@ -534,11 +534,19 @@ class Settings(Args):
 DEFAULT_LR, LORA_LR = {"random": 3e-4, "pretrained": 2e-5}, 2e-4
 
 
-def default_lr(settings: Args) -> tuple[float, str]:
+def default_lr(settings: Flags) -> tuple[float, str]:
     """(--lr where it was not given, whose default that is, in words)."""
     if settings.lora_rank:
         return LORA_LR, "the default of --lora-rank"
     return DEFAULT_LR[settings.init], f"the default of --init {settings.init}"
+
+
+def batch_size_multiple(fp8_recipe: Fp8Recipe | None, sequence_length: int | None) -> int:
+    """The number of which the batch size has to be a multiple. In float8 the matmul of the weights' gradient takes
+    multiples of 16 tokens of a microbatch; rowwise_with_gw_hp computes it in bf16."""
+    if fp8_recipe not in ("tensorwise", "rowwise"):
+        return 1
+    return 16 // math.gcd(16, sequence_length or 16)
 
 
 def default_warmup(lr_scheduler: str, num_steps: int) -> int:
@@ -546,7 +554,7 @@ def default_warmup(lr_scheduler: str, num_steps: int) -> int:
     return 0 if lr_scheduler == "constant" else num_steps // 20
 
 
-FLAGS = {field.name: field for field in dataclasses.fields(Args) if field.metadata}
+FLAGS = {field.name: field for field in dataclasses.fields(Flags) if field.metadata}
 COLLECTED = [name for name, field in FLAGS.items() if field.metadata["options"].get("action") is Collect]
 
 
@@ -555,7 +563,7 @@ def flags_where(name: str, value: object) -> list[str]:
     return [flag for flag, field in FLAGS.items() if field.metadata[name] == value]
 
 
-def record_flags(settings: Args) -> dict[str, dict]:
+def record_flags(settings: Flags) -> dict[str, dict]:
     """The flags of a run for its config.json and its checkpoints: `given`, those that the command line and --config
     gave, with the values that they had there; `flags`, all of them as `settings` has them, with `eval_windows`."""
     resolved = {name: getattr(settings, name) for name in (*FLAGS, "eval_windows")}

@@ -87,7 +87,7 @@ def launcher() -> str:
     return shlex.join(word.removeprefix(folder) for word in [*words, sys.argv[0]])
 
 
-def command(settings: flag_rules.Args, folder: pathlib.Path) -> str:
+def command(settings: flag_rules.Flags, folder: pathlib.Path) -> str:
     """The command, for the shell, that goes on with this run from its newest checkpoint."""
     flags = flag_rules.run_flags(settings)
     if folder.parent == pathlib.Path(settings.output_dir).expanduser():

@@ -1,7 +1,7 @@
-"""The model wing: configs, tokenizer and weights; attention, loss and precision; what training does to weights. It runs
-on any number of ranks, and nothing in it knows of runs, checkpoints' files or reports.
+"""The model package: configs, tokenizer and weights; attention, loss and precision; optimizers and adapters. It runs on
+any number of ranks and knows nothing of runs, checkpoint files or reports.
 
-Elsewhere: `from harness import model as models`, as a model is called `model` there.
+Import it as `from harness import model as models`, as a model is called `model` elsewhere.
 """
 
 from harness.model.activations import checkpoint_activations
@@ -10,7 +10,7 @@ from harness.model.collectives import alias_unsharded_params, fsdp_group, make_r
 from harness.model.configs import choose_sequence_length, find_source, load_config, read_generation_config
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
-from harness.model.flops import MENDED, computes_every_score, count_flops, eager_on_meta, known_flops
+from harness.model.flops import CORRECTED_FORMULAS, computes_every_score, count_flops, eager_on_meta, known_flops
 from harness.model.lora import (
     adapter_injector,
     describe_adapters,
@@ -32,7 +32,7 @@ from harness.model.optimization import (
     memory_saving_optimizers,
 )
 from harness.model.precision import choose_precision
-from harness.model.pretrained import PretrainedWeights, describe_unread, digest_of_weights
+from harness.model.pretrained import PretrainedWeights, describe_unread, weights_digest
 from harness.model.routing import describe_routing
 from harness.model.sampling import evaluating, reshard, sample
 from harness.model.skipping import decide_skip, skips_on_device, step_or_skip
@@ -42,7 +42,7 @@ from harness.model.verify import verify_sharding
 from harness.model.weights import as_in_checkpoint, check_room, decoder_layers, layer_period, materialize, on_meta
 
 __all__ = [
-    "MENDED",
+    "CORRECTED_FORMULAS",
     "PretrainedWeights",
     "StepLoss",
     "adapt_forward",
@@ -69,7 +69,6 @@ __all__ = [
     "describe_float8",
     "describe_routing",
     "describe_unread",
-    "digest_of_weights",
     "eager_on_meta",
     "evaluating",
     "find_optimizer",
@@ -101,6 +100,7 @@ __all__ = [
     "to_peft_names",
     "trained_on_meta",
     "verify_sharding",
+    "weights_digest",
     "without_data",
     "write_adapter_config",
 ]

@@ -8,20 +8,20 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
-def checkpoint_activations(layer: nn.Module, which: str) -> None:
-    """Makes the backward pass of `layer` compute again what the forward pass does not keep: with "full" all but the
-    layer's input, with "selective" what is cheap, with "none" nothing."""
-    if which == "full":
+def checkpoint_activations(layer: nn.Module, mode: str) -> None:
+    """Make the backward pass of `layer` recompute activations: with "full" all but the layer's input, with "selective"
+    the cheap ones, with "none" nothing."""
+    if mode == "full":
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    elif which == "selective":
+    elif mode == "selective":
         recompute = functools.partial(checkpoint, use_reentrant=False, context_fn=selective_contexts)
         layer.forward = functools.partial(recompute, layer.forward)
 
 
 def selective_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    """Keep what is expensive to compute again, the results of matmuls and attention; recompute everything else. Grouped
-    matmuls of experts are recomputed too: they have a row for each expert that a token is sent to, so for their FLOPs
-    they take several times the memory of the other matmuls."""
+    """Keep the results of matmuls and attention; recompute everything else. Grouped matmuls of experts are recomputed
+    too: they have a row for each expert that a token is sent to, so for their FLOPs they take several times the memory
+    of the other matmuls."""
 
     def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         # str(op) is a name like aten.addmm.default or ..._flash_attention.default

@@ -1,4 +1,4 @@
-"""Configs: presets, folders and hub ids, and which families can be trained."""
+"""Configs: presets, folders and hub ids, and the families that can be trained."""
 
 import inspect
 import json
@@ -17,18 +17,18 @@ NAME_BASE = f"set base_model_name_or_path in its {base.ADAPTER_CONFIG} to the fo
 
 
 class Source(NamedTuple):
-    """Where a model's files are: local paths or hub ids."""
+    """The location of a model's files: local paths or hub ids."""
 
     config: str
     weights: str  # and the tokenizer
-    revision: str | None = None  # of a hub id; None is its newest
+    revision: str | None = None  # of a hub id; None is the newest
 
     def __str__(self) -> str:
         return f"{self.weights} at revision {self.revision}" if self.revision else self.weights
 
 
 def find_source(model: str) -> Source:
-    """Where the files of a preset, a local folder, a hub id, or the base of a folder of adapters are."""
+    """Find the files of a preset, a local folder, a hub id, or the base of a folder of adapters."""
     if preset := flags.PRESETS.get(model):
         return Source(str(preset), json.loads(preset.read_text()).get("_name_or_path", str(preset.parent)))
     path = pathlib.Path(model).expanduser()
@@ -47,7 +47,7 @@ def find_source(model: str) -> Source:
 
 
 def find_base(adapters: str) -> Source:
-    """`find_source` of the model that a folder of adapters is for; of a hub id its revision, as peft's
+    """`find_source` of the base of a folder of adapters; a hub id with the revision that the folder names, as peft's
     AutoPeftModelForCausalLM loads it."""
     adapter_config = flags.read_adapter_config(adapters)
     model = adapter_config.get("base_model_name_or_path")
@@ -73,24 +73,23 @@ def load_config(model: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(source.config, revision=source.revision, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
         refuse_foreign_code(f"--model {model}", error)
-        nowhere = f"not a preset ({', '.join(flags.PRESETS)}), not a local folder, and not to be had from the hub"
+        nowhere = f"not a preset ({', '.join(flags.PRESETS)}), not a local folder, and not available from the hub"
         if flags.folder_of_adapters(model):
-            nowhere = f"adapters for {source}, which is no folder and not to be had from the hub; {NAME_BASE}"
+            nowhere = f"adapters for {source}, which is no folder and not available from the hub; {NAME_BASE}"
         problem = "its config.json cannot be used" if os.path.exists(source.config) else nowhere
         raise base.UserError(f"--model {model}: {problem} ({base.first_line(error)})") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise base.UserError(f"--model {model}: {config.model_type} is no causal language model of transformers")
-    if why := malformed(config.get_text_config()):
-        raise base.UserError(f"--model {model}: its config.json cannot be used ({why})")
-    if why := untrainable(config):
-        raise base.UserError(f"--model {model}: {config.model_type} cannot be trained here: {why}")
+    if problem := find_impossible_size(config.get_text_config()):
+        raise base.UserError(f"--model {model}: its config.json cannot be used ({problem})")
+    if problem := find_training_obstacle(config):
+        raise base.UserError(f"--model {model}: {config.model_type} cannot be trained here: {problem}")
     config.use_cache = False
     return config
 
 
-def malformed(config: PretrainedConfig) -> str:
-    """The size in a config that no model can have, where transformers builds a model of it all the same; empty where
-    all sizes are possible."""
+def find_impossible_size(config: PretrainedConfig) -> str:
+    """A size in a config that no model can have although transformers builds one; empty if all sizes are possible."""
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value < 1:
@@ -102,13 +101,16 @@ def malformed(config: PretrainedConfig) -> str:
 
 
 def text_config(model: Any) -> Any:
-    """The config of a model's text part. torch has every attribute of a module for a tensor or a module."""
+    """The config of a model's text part. Untyped, as torch types all attributes of modules as tensors or modules."""
     return model.config.get_text_config()
 
 
 def choose_sequence_length(settings: flags.Args, config: PretrainedConfig) -> int:
-    """--sequence-length, by default 8192 or as many positions as the model has; a UserError where it has fewer and
-    something is trained."""
+    """--sequence-length in tokens, by default 8192 or the number of the model's positions if that is smaller.
+
+    Raises:
+        UserError: the model has fewer positions and something is trained.
+    """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     length = settings.sequence_length or min(8192, positions or 8192)
     if positions and length > positions and settings.num_steps:
@@ -118,21 +120,21 @@ def choose_sequence_length(settings: flags.Args, config: PretrainedConfig) -> in
 
 
 def refuse_foreign_code(flag: str, error: Exception) -> None:
-    """Raises a UserError that begins with `flag` if transformers raised `error` because a folder asks for its own code
-    to be run."""
+    """Raise a UserError that begins with `flag` if transformers raised `error` because a folder asks to run its own
+    code."""
     if "trust_remote_code" in str(error):
         reason = "it asks for code of its own (auto_map), which is never run"
-        raise base.UserError(f"{flag}: {reason}; choose one that transformers knows by itself") from error
+        raise base.UserError(f"{flag}: {reason}; choose one without code of its own") from error
 
 
-def untrainable(config: PretrainedConfig) -> str:
-    """Why a family would train wrong, or cannot train with sharded layers and labels that are shifted already; empty
-    where its source shows no reason (`loss.check_labels` and `materialize` refuse what shows only later)."""
+def find_training_obstacle(config: PretrainedConfig) -> str:
+    """The reason for which a family would train wrong, or cannot train with sharded layers and shifted labels; empty if
+    its source shows none (`loss.check_labels` and `materialize` refuse what shows only later)."""
     text = config.get_text_config()
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if "self.loss_function(" not in inspect.getsource(inspect.unwrap(family.forward)):
         return f"{family.__name__} computes a loss of its own, of labels that it may shift"
-    reads = re.search(r"if .*is_decoder", inspect.getsource(inspect.getmodule(family)))  # some have it for nothing
+    reads = re.search(r"if .*is_decoder", inspect.getsource(inspect.getmodule(family)))  # some configs have it unused
     if reads and not getattr(text, "is_decoder", True):
         return "its tokens attend to later ones; set is_decoder to true in its config.json"
     if skipped := [name for name, value in vars(text).items() if name.endswith("layerdrop") and value]:
@@ -141,11 +143,12 @@ def untrainable(config: PretrainedConfig) -> str:
 
 
 def read_generation_config(model: str) -> dict:
-    """What `generate` does by default with the weights of a local folder or hub id: its generation_config.json or, as
-    before there were such files, the fields of that kind in its config.json.
+    """The generation_config.json of the weights of a local folder or hub id, or without one the fields of that kind in
+    its config.json, the older place for them.
 
     Raises:
-        OSError, ValueError: it is not found on the hub; it is no JSON object.
+        OSError: it is not found on the hub.
+        ValueError: it is no JSON object.
     """
     _, source, revision = find_source(model)
     base.answer_from_cache_without_network(source)

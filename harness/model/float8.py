@@ -1,4 +1,23 @@
-"""Float8: torchao's linears, and the cast before their all-gather."""
+"""Float8: the linears of decoder layers multiply in float8, by torchao (--precision fp8).
+
+A linear of weight (outputs, inputs) has three products, each of two float8 matrices with bf16 as its result:
+    output       (tokens, outputs)  = input @ weight.t()
+    grad_input   (tokens, inputs)   = grad_output @ weight
+    grad_weight  (outputs, inputs)  = grad_output.t() @ input
+A matrix is scaled so that its largest magnitude becomes float8's (tensorwise), or each of its rows or columns is
+(rowwise), then rounded: 4 exponent and 3 mantissa bits, 5 and 2 for grad_output with tensorwise. rowwise_with_gw_hp
+leaves grad_weight in bf16. Tensor cores take a row-major matrix times a column-major one, with sizes in multiples of
+16; torchao copies an operand that has the other layout.
+
+Three things differ from torchao's defaults. With tensorwise a rank casts its shard and the all-gather moves 1 byte a
+weight in place of 2; a weight needs its scale before that, so all of them are found after each optimizer step by one
+all-reduce. The cast itself is compiled (`patches.cast_before_all_gather`), which torchao's eager one is not. Linears
+that torchao measured to gain nothing stay in bf16. The price is a patch of torchao's weight class and the names marked
+private below, which a new version of torchao may break.
+
+The alternative is a linear of our own: an autograd.Function with three `torch._scaled_mm`, as nanochat has it, without
+torchao. It was rejected because the float8 all-gather would need a tensor subclass too, and tests on CPUs an emulation.
+"""
 
 import dataclasses
 import functools
@@ -16,10 +35,13 @@ from harness.model import patches
 from harness.model.optimization import mesh_of
 
 
-def check_float8(settings: flags.Args) -> None:
-    """Raises a UserError where --precision fp8 cannot run or computes wrong: the GPU has no float8 (Ada, Hopper, CDNA 3
-    and newer have it) and this is no emulation and no plan; torchao is missing or old; float8 does not take the number
-    of tokens."""
+def check_float8(settings: flags.Settings) -> None:
+    """Check that --precision fp8 runs here and computes right.
+
+    Raises:
+        UserError: the GPU has no float8 (Ada, Hopper, CDNA 3 and newer have it) and this is no emulation and no plan;
+            torchao is missing or old; the number of tokens is no multiple of 16.
+    """
     if settings.precision != "fp8":
         return
     cuda = torch.cuda.is_available()
@@ -43,14 +65,14 @@ def check_float8(settings: flags.Args) -> None:
 
 
 def float8_filter(recipe: str, emulate: bool) -> Callable[[nn.Module, str], bool]:
-    """Which modules of a decoder layer become float8 linears, by module and path in the layer.
+    """A function of (module, path in its decoder layer), True for linears that become float8.
 
-    Those that gain, by torchao's own rule for a recipe, measured on H100s: smaller matmuls save less than their casts
-    cost. torchao has none for rowwise_with_gw_hp, which casts as rowwise does and saves less: that of rowwise. Nothing
-    gains where float8 is emulated; there every linear that the tensor cores take, with both sizes in multiples of 16.
+    They are the ones that gain by torchao's rule for the recipe, measured on H100s: smaller matmuls save less than
+    their casts cost. torchao has no rule for rowwise_with_gw_hp; that of rowwise is used, as the casts are the same.
+    With emulation nothing gains, and every linear with both sizes in multiples of 16 is taken.
 
-    Never a router of experts, whose logits choose between close numbers; nor a subclass of nn.Linear, as the swap would
-    lose its forward.
+    A router of experts never is, as its logits choose between close numbers; nor a subclass of nn.Linear, whose forward
+    would be lost.
     """
     from torchao.float8 import _auto_filter_for_recipe  # private: torchao calls it experimental, and torchtitan uses it
 
@@ -67,8 +89,11 @@ def float8_filter(recipe: str, emulate: bool) -> Callable[[nn.Module, str], bool
 
 
 def fp8_converter(layers: Iterable[nn.Module], recipe: str, emulate: bool, compiled: bool) -> Callable:
-    """A function that swaps the linears of one of these decoder layers for torchao's float8 ones, in place. A UserError
-    where none of any layer is one that float8 takes."""
+    """A function that swaps the linears of one of these decoder layers for torchao's float8 ones, in place.
+
+    Raises:
+        UserError: no linear of any layer is taken.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     takes = float8_filter(recipe, emulate)
@@ -85,7 +110,7 @@ def fp8_converter(layers: Iterable[nn.Module], recipe: str, emulate: bool, compi
 
 
 def describe_float8(layers: Iterable[nn.Module]) -> str:
-    """How many linears of the decoder layers are float8, and which are not, by name and size."""
+    """The header's text: the number of float8 linears in the decoder layers, and the other linears by name and size."""
     from torchao.float8.float8_linear import Float8Linear
 
     linears = [
@@ -98,33 +123,33 @@ def describe_float8(layers: Iterable[nn.Module]) -> str:
 
 
 def float8_weights(model: nn.Module) -> list[Any]:
-    """This rank's parts of the weights that are cast before their all-gather, each with its `_precomputed_scale`."""
-    parameters: Any = model.parameters()  # DTensors, whatever torch's types say
-    # private: public `to_local` makes another object, which takes no scale to the next all-gather
+    """This rank's shards of the weights that are cast before their all-gather, each with its `_precomputed_scale`."""
+    parameters: Any = model.parameters()  # DTensors; torch types them as parameters
+    # private: public `to_local` makes another object, whose scale does not reach the next all-gather
     shards = [parameter._local_tensor for parameter in parameters]
-    return [shard for shard in shards if hasattr(shard, "_precomputed_scale")]  # private: torchao's own part
+    return [shard for shard in shards if hasattr(shard, "_precomputed_scale")]  # private: an attribute of torchao's
 
 
 @torch.no_grad()
 def compute_float8_scales(model: nn.Module) -> None:
-    """Finds the scales of all weights that are cast before their next all-gather, after the optimizer moved them: the
-    largest magnitudes by one kernel and one all-reduce, over local tensors. torchao's own function does it over
-    DTensors, which costs the host time for each weight."""
+    """Compute the scales of all weights that are cast before their next all-gather, after an optimizer step: the
+    largest magnitudes by one kernel and one all-reduce, over local tensors. torchao's function takes DTensors, which
+    cost the host time for each weight."""
     weights = float8_weights(model)
     if not weights:
         return
     mesh = mesh_of(model)
     group = mesh.get_group("shard")
-    # private: torchao keeps the master weight there. A shard may be empty, and has no largest.
-    held = [weight._tensor for weight in weights if weight.numel()]
+    # private: torchao keeps the master weight there. An empty shard has no largest magnitude.
+    masters = [weight._tensor for weight in weights if weight.numel()]
     # private: one kernel for all
-    norms = iter(torch._foreach_norm(held, ord=math.inf) if held else ())
-    none = torch.zeros((), device=weights[0].device)
-    largest = torch.stack([next(norms) if weight.numel() else none for weight in weights])
+    norms = iter(torch._foreach_norm(masters, ord=math.inf) if masters else ())
+    zero = torch.zeros((), device=weights[0].device)
+    largest = torch.stack([next(norms) if weight.numel() else zero for weight in weights])
     if group.size() > 1:
         largest = largest.to(mesh.device_type)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    # In fp64, as torchao has it, so that a compiled division gives the same.
+    # fp64 as in torchao: a compiled division then gives the same result
     dtype = weights[0]._dtype  # private: torchao keeps the dtype of the cast there
     scales = torch.finfo(dtype).max / largest.clamp(min=1e-12).double()
     for weight, scale in zip(weights, scales.float(), strict=True):

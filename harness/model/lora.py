@@ -1,8 +1,11 @@
-"""LoRA, by peft: adapters beside the linears of decoder layers, whose own weights are frozen.
+"""LoRA, by peft: adapters of linears in decoder layers, whose own weights are frozen.
 
-The forward, the start values and the names are peft's. Everything else follows from `requires_grad`: what is frozen has
-no gradient, no optimizer state and no place in a checkpoint. Its weights are loaded, sharded and gathered in bf16;
-adapters are trained in the dtype of master weights, in the same groups of FSDP2 as the layers that they are in.
+The forward, the start values and the names are peft's. Everything else follows from `requires_grad`: a frozen weight
+has no gradient, no optimizer state and no place in a checkpoint. It is loaded, sharded and gathered in bf16; adapters
+are trained in the dtype of master weights, in the FSDP2 groups of their layers.
+
+Adapters are injected into one layer at a time, after its weights are loaded. Injected into the meta model they would
+rename the weights to `base_layer`, which transformers' conversion rules for checkpoints do not know.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 from harness import base, flags, job
 from harness.model.configs import find_source
 from harness.model.optimization import weight_dtype
+from harness.model.pretrained import quantization_fields
 from harness.model.routing import find_routers
 from harness.model.weights import decoder_layers, on_meta
 
@@ -34,107 +38,101 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ADAPTERS_FILE = "adapter_model.safetensors"
-PREFIX, NAME = "base_model.model.", ".default."  # in peft's names: of its wrapper; of the adapters of a model
-ALL_LINEARS = (None, ("all-linear",))  # --lora-targets; the latter is peft's word for it
+PREFIX, NAME = "base_model.model.", ".default."  # parts of peft's names: its wrapper, the adapters of a model
+ALL_LINEARS = (None, ("all-linear",))  # values of --lora-targets; the latter is peft's word
 NOT_SUPPORTED_BY_PEFT = "peft has no place for adapters of that name in this family"
-# Fields of an adapter_config.json that are followed, then those that change nothing of what trained tensors compute.
-# Any other that is set is refused, also what a newer peft adds.
-TAKEN_FIELDS = {"peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "target_modules"}
-TAKEN_FIELDS |= {"exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "bias"}
-TAKEN_FIELDS |= {"init_lora_weights"}
-TAKEN_FIELDS |= {"peft_version", "auto_mapping", "task_type", "inference_mode", "fan_in_fan_out", "lora_dropout"}
-TAKEN_FIELDS |= {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}  # of `init_lora_weights`
-TAKEN_FIELDS |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
+# The fields of an adapter_config.json that are followed, and those without effect on the trained tensors. If any other
+# is set, also one that a newer peft adds, the folder is refused.
+FOLLOWED_FIELDS = {"peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora"}
+FOLLOWED_FIELDS |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+FOLLOWED_FIELDS |= {"rank_pattern", "alpha_pattern", "bias"}
+NEUTRAL_FIELDS = {"peft_version", "auto_mapping", "task_type", "inference_mode", "fan_in_fan_out", "lora_dropout"}
+NEUTRAL_FIELDS |= {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}  # options of `init_lora_weights`
+NEUTRAL_FIELDS |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
+PLAIN_INITS = ("gaussian", "eva", "orthogonal")  # other named ones change the base, or freeze a part of the adapters
 MERGE = "merge them into the base with peft (merge_and_unload) and train new ones on it, or train on with peft"
-PLAIN_INITS = ("gaussian", "eva", "orthogonal")  # the others change the base, or freeze a part of the adapters
 
 
 def loaded_dtype(settings: flags.Settings) -> torch.dtype:
-    """In which a model's own weights are built, loaded and held."""
+    """The dtype in which a model's own weights are built, loaded and sharded."""
     return torch.bfloat16 if settings.lora_rank and settings.precision == "bf16" else weight_dtype(settings)
 
 
 def has_frozen(model: nn.Module) -> bool:
-    """Whether weights of a model are not trained: they are in no checkpoint."""
+    """True if some weights of a model are not trained: they are in no checkpoint."""
     return not all(parameter.requires_grad for parameter in model.parameters())
 
 
-# ---- Which linears ---------------------------------------------------------------------------------------------------
+# ---- Target linears --------------------------------------------------------------------------------------------------
 
 
 def find_targets(settings: flags.Settings, model: nn.Module, trained: LoraConfig | None) -> list[str]:
-    """The names of the linears that have adapters, of a model without any. `trained` is the config of a folder of
-    adapters: in it names that match nothing have no effect, as in peft.
+    """The names of the linears that get adapters, in a model without any: those of --lora-targets, by default all that
+    peft supports. `trained` is the config of a folder of adapters: as in peft, its names that match nothing have no
+    effect.
 
     Raises:
-        UserError: --lora-targets names what is none, or is outside the decoder layers, or routes tokens to experts, or
-            what peft loads no adapters of; peft loads none of this model.
+        UserError: --lora-targets matches nothing, or more than linears of decoder layers that peft supports; it
+            supports none of this model.
     """
-    linears, loaded = decoder_linears(model), supported_linears(model)
-    if not loaded:
+    linears, supported = decoder_linears(model), supported_linears(model)
+    if not supported:
         raise base.UserError(f"--lora-rank: peft loads no adapters of the linears of {settings.model}")
     if settings.lora_targets in ALL_LINEARS:
-        names = matching_modules(loaded, model, trained) if trained else loaded
-        return [name for name in loaded if name in names]
+        names = matching_modules(supported, model, trained) if trained else supported
+        return [name for name in supported if name in names]
     found: set[str] = set()
     is_typed = trained is None or "lora_targets" in settings.explicit
     for target in settings.lora_targets:
-        given = f"--lora-targets {target}" if is_typed else f"--model {settings.model}: target_modules has {target}"
+        source = f"--lora-targets {target}" if is_typed else f"--model {settings.model}: target_modules has {target}"
         matches = matching_modules(target if flags.is_pattern(target) else [target], model, trained)
-        there = f"linears of its decoder layers: {', '.join(leaf_names(loaded))}"
+        advice = f"linears of its decoder layers: {', '.join(leaf_names(supported))}"
         if not matches and is_typed:
-            raise base.UserError(f"{given}: {settings.model} has nothing of that name; {there}")
-        if others := [name for name in matches if name not in loaded]:
+            raise base.UserError(f"{source}: {settings.model} has nothing of that name; {advice}")
+        if others := [name for name in matches if name not in supported]:
             reason = NOT_SUPPORTED_BY_PEFT if others[0] in linears else "adapters are for linears of decoder layers"
-            raise base.UserError(f"{given}: it matches {others[0]}, and {reason}; {there}")
+            raise base.UserError(f"{source}: it matches {others[0]}, and {reason}; {advice}")
         found |= {*matches}
-    if not found:
-        raise base.UserError(f"--model {settings.model}: its target_modules match no linear of its base; {there}")
-    return [name for name in loaded if name in found]
+    return [name for name in supported if name in found]
 
 
 def decoder_linears(model: nn.Module) -> list[str]:
-    """The names of the linears of a model's decoder layers, without those that route tokens to experts."""
+    """The names of the linears of a model's decoder layers, without the routers of experts."""
     inside = {module for layer in decoder_layers(model) for module in layer.modules()}
     inside -= {module for router, _ in find_routers(model) for module in router.modules()}
     return [n for n, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module in inside]
 
 
 def supported_linears(model: nn.Module) -> list[str]:
-    """The names of the linears of decoder layers whose adapters peft loads from a folder with the adapters of all."""
+    """The names of the linears of decoder layers whose adapters peft loads: with one last part of a name, all or none
+    of them."""
     linears = decoder_linears(model)
-    while lost := unsupported_linears(model, linears):
-        linears = [name for name in linears if name not in lost]
-    return linears
+    if loads_adapters(model, linears):
+        return linears
+    groups = [[name for name in linears if name.rpartition(".")[2] == leaf] for leaf in leaf_names(linears)]
+    supported = {name for names in groups if loads_adapters(model, names) for name in names}
+    return [name for name in linears if name in supported]
 
 
-def unsupported_linears(model: nn.Module, linears: list[str]) -> set[str]:
-    """Those of these linears whose adapters peft would not load from a folder that has them: in families whose experts
-    were linears once, it takes the names of dense ones for those of experts."""
-    if not linears:
-        return set()
+def loads_adapters(model: nn.Module, linears: list[str]) -> bool:
+    """True if peft loads the adapters of these linears from a folder. In families whose experts were linears once it
+    takes the names of dense linears for those of experts, and it refuses some names."""
     import peft
 
-    config = lora_config(r=1, target_modules=target_modules(model, linears))
     with quiet_on_meta():
-        tensors = {name: torch.empty(shape) for name, shape in adapter_shapes(model, linears, 1).items()}
         try:
+            config = lora_config(r=1, target_modules=target_modules(model, linears))
             wrapped = peft.PeftModel(copy.deepcopy(model), config)
+            tensors = {name: torch.empty(shape) for name, shape in adapter_shapes(model, linears, 1).items()}
             result: Any = peft.set_peft_model_state_dict(wrapped, tensors)
-        except (ValueError, RuntimeError) as error:  # some of these names it refuses in this family
-            parts = leaf_names(linears)
-            if len(parts) == 1:
-                return {*linears}
-            named = [[name for name in linears if name.rpartition(".")[2] == part] for part in parts]
-            if refused := set().union(*(unsupported_linears(model, names) for names in named)):
-                return refused
-            raise base.UserError(f"--lora-rank: peft refuses this model ({base.first_line(error)})") from error
-    filled = {name for name in wrapped.state_dict() if name not in result.missing_keys}
-    return {n for n in linears for part in ("lora_A", "lora_B") if f"{PREFIX}{n}.{part}{NAME}weight" not in filled}
+        except (ValueError, RuntimeError):
+            return False
+    loaded = {name.replace(NAME, ".") for name in wrapped.state_dict() if name not in result.missing_keys}
+    return tensors.keys() <= loaded
 
 
 def adapter_shapes(model: nn.Module, linears: list[str], rank: int) -> dict[str, tuple[int, int]]:
-    """The shapes of the tensors in a folder of adapters of these linears, by their names."""
+    """The shapes of the tensors in a folder of adapters of these linears, by their names in it."""
     shapes = {}
     for name in linears:
         linear: Any = model.get_submodule(name)
@@ -145,31 +143,34 @@ def adapter_shapes(model: nn.Module, linears: list[str], rank: int) -> dict[str,
 
 
 def leaf_names(names: Iterable[str]) -> list[str]:
-    """`q_proj` of `model.layers.0.self_attn.q_proj`, each once."""
+    """The last parts of dotted names, each once: `q_proj` for `model.layers.0.self_attn.q_proj`."""
     return [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
 
 
 def matching_modules(target: str | list[str], model: nn.Module, trained: LoraConfig | None = None) -> list[str]:
-    """The names of the modules that peft would match by a pattern or names, without those that the config `trained`
-    leaves out, and of the weights in which experts are stacked, for which it has a way of its own."""
+    """The names of the modules, and of the stacked weights of experts, that peft matches by a pattern or names, with
+    the exclusions in the config `trained`.
+
+    Raises:
+        UserError: the pattern is no regular expression, or peft does not take it with these exclusions.
+    """
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    left_out = ("exclude_modules", "layers_to_transform", "layers_pattern")
+    exclusions = ("exclude_modules", "layers_to_transform", "layers_pattern")
     names = [name for name, _ in model.named_modules() if name]
     names += [name for name, parameter in model.named_parameters() if parameter.dim() > 2]
     try:
-        config = lora_config(target_modules=target, **{name: getattr(trained, name, None) for name in left_out})
+        config = lora_config(target_modules=target, **{name: getattr(trained, name, None) for name in exclusions})
         return [name for name in names if check_target_module_exists(config, name)]
-    except (ValueError, re.error) as error:  # a pattern beside layers_to_transform
+    except (ValueError, re.error) as error:
         raise base.UserError(f"--lora-targets {target}: it is no pattern ({error})") from error
 
 
 def target_modules(model: nn.Module, targets: list[str]) -> list[str]:
-    """What peft's config says of the linears `targets`: the last parts of their names, or where something else has such
-    a name too, the names."""
+    """The target_modules of peft's config for the linears `targets`: the last parts of their names, or the full names
+    if these parts match other modules too."""
     names = sorted(leaf_names(targets))
-    matched = {*matching_modules(names, model)}
-    return names if matched == {*targets} else targets
+    return names if {*matching_modules(names, model)} == {*targets} else targets
 
 
 def lora_config(**fields: Any) -> LoraConfig:
@@ -182,11 +183,12 @@ def lora_config(**fields: Any) -> LoraConfig:
 
 
 def adapter_injector(settings: flags.Settings, model: Any) -> Callable[[nn.Module], None]:
-    """Freezes a model that has no storage yet. Returns what gives one decoder layer of it, when its weights are there,
-    its adapters: those of the folder that --model names, or new ones. Without --lora-rank it does nothing.
+    """Freeze a model that has no storage yet. Return a function that injects adapters into one of its decoder layers
+    after its weights are loaded: those of the folder that --model names, or new ones. Without --lora-rank nothing is
+    frozen, and the function does nothing.
 
     Raises:
-        UserError: peft is missing; --lora-targets, or the adapters in the folder, do not fit the model.
+        UserError: peft is missing; weights are quantized; --lora-targets, or the adapters in the folder, do not fit.
     """
     if not settings.lora_rank:
         return lambda layer: None
@@ -200,8 +202,8 @@ def adapter_injector(settings: flags.Settings, model: Any) -> Callable[[nn.Modul
     if folder and trained:
         refuse_patterns(folder, trained, targets)
     use_rslora = trained is not None and trained.use_rslora
-    place = functools.partial(lora_config, r=settings.lora_rank, lora_alpha=settings.lora_alpha, use_rslora=use_rslora)
-    model.peft_config = {"default": place(target_modules=target_modules(model, targets))}
+    plain = functools.partial(lora_config, r=settings.lora_rank, lora_alpha=settings.lora_alpha, use_rslora=use_rslora)
+    model.peft_config = {"default": plain(target_modules=target_modules(model, targets))}
     shapes = adapter_shapes(model, targets, settings.lora_rank)
     read = base.call_on_all_ranks(lambda: open_adapters(settings, folder, shapes)) if folder else None
     names = {model.get_submodule(name): name for name in targets}
@@ -210,9 +212,9 @@ def adapter_injector(settings: flags.Settings, model: Any) -> Callable[[nn.Modul
         inside = {name: names[module] for name, module in layer.named_modules() if module in names}
         if not inside:
             return
-        # by whole names: a layer knows only the ends of those that --lora-targets matches
-        inject_on_meta(place(target_modules="|".join(map(re.escape, inside))), layer)
-        for name, whole_name in inside.items():
+        # a pattern of full names in the layer: the names in `peft_config` may begin outside of it
+        inject_on_meta(plain(target_modules="|".join(map(re.escape, inside))), layer)
+        for name, full_name in inside.items():
             adapted: Any = layer.get_submodule(name)
             device = adapted.base_layer.weight.device
             linears = {part: getattr(adapted, part)["default"] for part in ("lora_A", "lora_B")}
@@ -222,7 +224,7 @@ def adapter_injector(settings: flags.Settings, model: Any) -> Callable[[nn.Modul
             for part, linear in linears.items():
                 linear.weight.data = linear.weight.data.to(weight_dtype(settings))
                 if read:
-                    linear.weight.data.copy_(read(f"{PREFIX}{whole_name}.{part}.weight"))
+                    linear.weight.data.copy_(read(f"{PREFIX}{full_name}.{part}.weight"))
 
     return inject
 
@@ -237,7 +239,7 @@ def trained_on_meta(settings: flags.Settings, config: transformers.PretrainedCon
 
 
 def inject_on_meta(config: LoraConfig, model: nn.Module) -> None:
-    """Has peft put adapters without storage into a model, or a layer of one."""
+    """Inject adapters without storage into a model, or a layer of one."""
     import peft
 
     with quiet_on_meta():
@@ -246,14 +248,14 @@ def inject_on_meta(config: LoraConfig, model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def quiet_on_meta() -> Iterator[None]:
-    """In it tensors have no storage, and peft does not warn of what it finds in a model."""
-    with warnings.catch_warnings(), torch.device("meta"):
-        warnings.simplefilter("ignore")  # among them that the weights of a Conv1D are transposed, which it heeds
+    """A context in which tensors have no storage and peft's warnings are off, such as of a Conv1D's transposed weight,
+    which it handles."""
+    with warnings.catch_warnings(action="ignore"), torch.device("meta"):
         yield
 
 
 def freeze_as_in(trained: Any, model: nn.Module) -> None:
-    """Gives a model without adapters those of a model that is `trained`, if it has some, and freezes what is frozen
+    """Inject the adapters of `trained`, if it has some, into a model without, and freeze the parameters that are frozen
     there."""
     if adapters := getattr(trained, "peft_config", None):
         (config,) = adapters.values()
@@ -264,47 +266,46 @@ def freeze_as_in(trained: Any, model: nn.Module) -> None:
 
 
 def refuse_quantized(settings: flags.Settings, config: transformers.PretrainedConfig) -> None:
-    """Raises a UserError where the weights to be frozen are quantized: they would be held dequantized, and adapters
-    be trained for weights that a server does not have."""
-    parts = (config, config.get_text_config())
-    if settings.init == "pretrained" and any(getattr(part, "quantization_config", None) for part in parts):
-        problem = f"the weights of {settings.model} are quantized, and adapters are trained here for whole ones"
+    """Raise a UserError if the weights to be frozen are quantized: adapters would be trained for their dequantized
+    values, which a server does not have."""
+    if settings.init == "pretrained" and quantization_fields(config):
+        problem = f"the weights of {settings.model} are quantized, and a base is held here in bf16 or fp32 only"
         raise base.UserError(f"--lora-rank: {problem}; choose weights that are not quantized")
 
 
 def read_config(settings: flags.Settings, folder: pathlib.Path) -> LoraConfig:
-    """The config of a folder of adapters. Fields that peft does not know are ignored with a warning, as by peft.
+    """The config of a folder of adapters. As in peft, fields that it does not know are ignored with a warning.
 
     Raises:
-        UserError: peft refuses it; it asks for more than adapters of linears, or for a base that peft changes; the
-            flags have another rank or alpha.
+        UserError: peft refuses it; it is of more than adapters of linears, or changes the base; the flags have another
+            rank or alpha.
     """
     import peft
 
     config = flags.read_adapter_config(str(folder))
-    config.pop("runtime_config", None)  # as peft does
+    config.pop("runtime_config", None)  # peft drops it too
     defaults = peft.LoraConfig().to_dict()
     known = {field: value for field, value in config.items() if field in defaults}
     for field, value in known.items():
-        if field not in TAKEN_FIELDS and value and value != defaults[field]:
+        if field == "init_lora_weights":
+            is_followed = not isinstance(value, str) or value in PLAIN_INITS
+        else:
+            is_followed = field in FOLLOWED_FIELDS | NEUTRAL_FIELDS or not value or value == defaults[field]
+        if not is_followed:
             refuse_adapters(folder, field, value)
-    init = config.get("init_lora_weights")
-    if isinstance(init, str) and init not in PLAIN_INITS:
-        refuse_adapters(folder, "init_lora_weights", init)
     for flag, field in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
         if getattr(settings, flag) != config.get(field):
             problem = f"the adapters of {folder} have {config.get(field)}"
             raise base.UserError(f"--{flag.replace('_', '-')} {getattr(settings, flag)}: {problem}; leave it out")
-    if not settings.plan:  # which reads it for each configuration
+    if not settings.plan:  # a plan reads it for each configuration
         if unknown := ", ".join(sorted(config.keys() - known.keys())):
-            problem = (
-                f"its {base.ADAPTER_CONFIG} has {unknown}, which peft {peft.__version__} does not know and ignores"
-            )
+            problem = f"its {base.ADAPTER_CONFIG} has {unknown}"
+            problem += f", which peft {peft.__version__} does not know and ignores"
             job.warn(f"--model {folder}: {problem}; if a newer peft wrote it, pip install -U peft")
         if config.get("lora_dropout"):
             job.warn(f"{folder}: its adapters had a dropout of {config['lora_dropout']}; training continues without")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of settings of other `init_lora_weights`
+        with warnings.catch_warnings(action="ignore"):  # of options of other `init_lora_weights`
             return peft.LoraConfig(**known)
     except (TypeError, ValueError) as error:
         problem = f"peft refuses its {base.ADAPTER_CONFIG} ({base.first_line(error)})"
@@ -312,13 +313,13 @@ def read_config(settings: flags.Settings, folder: pathlib.Path) -> LoraConfig:
 
 
 def refuse_adapters(folder: pathlib.Path, field: str, value: Any) -> None:
-    """Raises a UserError for a field of an adapter_config.json that is not followed here."""
+    """Raise a UserError for a field of an adapter_config.json that is not followed here."""
     problem = f"its {base.ADAPTER_CONFIG} has {field} {json.dumps(value)}, and adapters here are plain LoRA"
     raise base.UserError(f"--model {folder}: {problem}; {MERGE}")
 
 
 def refuse_patterns(folder: pathlib.Path, config: LoraConfig, targets: list[str]) -> None:
-    """Raises a UserError where linears have a rank or an alpha of their own."""
+    """Raise a UserError if linears differ in rank or alpha."""
     from peft.utils.other import get_pattern_key
 
     for field, usual in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha)):
@@ -331,46 +332,48 @@ def refuse_patterns(folder: pathlib.Path, config: LoraConfig, targets: list[str]
 def open_adapters(
     settings: flags.Settings, folder: pathlib.Path, shapes: dict[str, tuple[int, int]]
 ) -> Callable[[str], torch.Tensor]:
-    """A function that reads a tensor of a folder of adapters by its name; those that it has to have, by their names.
+    """A function that reads a tensor of a folder of adapters by its name; `shapes` are those that the model needs, by
+    their names.
 
     Raises:
-        UserError: they are of another rank, of other linears or another model, or more than adapters of linears.
+        UserError: the file cannot be read, or has tensors of other names or shapes.
     """
     try:
         file = safe_open(folder / ADAPTERS_FILE, framework="pt")
-        there = {*file.keys()}
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - it is no dict
     except Exception as error:
         problem = f"{ADAPTERS_FILE} cannot be read ({base.first_line(error)})"
         raise base.UserError(f"--model {folder}: {problem}") from error
-    if others := [name for name in there if not name.endswith((".lora_A.weight", ".lora_B.weight"))]:
-        problem = f"{ADAPTERS_FILE} has {min(others)}, which is no adapter of a linear"
-        raise base.UserError(f"--model {folder}: {problem}; {MERGE}")
-    for problem, names in (("lack", shapes.keys() - there), ("have", there - shapes.keys())):
-        if names:
-            advice = "give the --lora-targets that they were trained with"
-            raise base.UserError(f"--model {folder}: its adapters {problem} {min(names)}; {advice}")
-    for name, shape in shapes.items():
-        if (found := tuple(file.get_slice(name).get_shape())) != shape:
-            problem = f"{name} has the shape {found}, and with rank {settings.lora_rank} this model's has {shape}"
-            advice = f"set r and base_model_name_or_path in its {base.ADAPTER_CONFIG} to what it was trained with"
-            raise base.UserError(f"--model {folder}: {problem}; {advice}")
-    return file.get_tensor
+    if found == shapes:
+        return file.get_tensor
+    name = min(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name))
+    advice = "give the --lora-targets that they were trained with"
+    if name not in found:
+        problem = f"its adapters lack {name}"
+    elif name in shapes:
+        problem = f"{name} has the shape {found[name]}, not {shapes[name]} as with rank {settings.lora_rank} here"
+        advice = f"set r and base_model_name_or_path in its {base.ADAPTER_CONFIG} to those of its training"
+    elif name.endswith((".lora_A.weight", ".lora_B.weight")):
+        problem = f"its adapters have {name}"
+    else:
+        problem, advice = f"{ADAPTERS_FILE} has {name}, which is no adapter of a linear", MERGE
+    raise base.UserError(f"--model {folder}: {problem}; {advice}")
 
 
-# ---- What an export has ----------------------------------------------------------------------------------------------
+# ---- Exports and the header ------------------------------------------------------------------------------------------
 
 
 def to_peft_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The adapters among a model's tensors, by the names that a folder of peft's has."""
+    """The adapters among a model's tensors, by their names in a folder that peft writes."""
     return {PREFIX + name.replace(NAME, "."): tensor for name, tensor in tensors.items() if ".lora_" in name}
 
 
 def write_adapter_config(folder: pathlib.Path, settings: flags.Settings, model: Any) -> None:
-    """Writes the adapter_config.json of a model's adapters."""
+    """Write the adapter_config.json of a model's adapters into `folder`."""
     config = model.peft_config["default"]
     _, source, config.revision = find_source(settings.model)
-    is_folder = pathlib.Path(source).expanduser().is_dir()
-    config.base_model_name_or_path = str(pathlib.Path(source).expanduser().absolute()) if is_folder else source
+    path = pathlib.Path(source).expanduser()
+    config.base_model_name_or_path = str(path.absolute()) if path.is_dir() else source
     config.task_type, config.inference_mode = "CAUSAL_LM", True
     first = next(layer for layer in model.modules() if hasattr(layer, "lora_A"))
     config.fan_in_fan_out = isinstance(first.base_layer, Conv1D)
@@ -381,8 +384,8 @@ def write_adapter_config(folder: pathlib.Path, settings: flags.Settings, model: 
 
 
 def merged(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A model's tensors, by the names that they have without adapters: what these add is added to the weights, in fp32,
-    and rounded to the weights' dtype."""
+    """A model's tensors with the names of a model without adapters. The adapters are added to the weights in fp32 and
+    rounded to the weights' dtype."""
     result = {}
     for name, tensor in tensors.items():
         if ".lora_" in name:
@@ -391,16 +394,16 @@ def merged(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torc
         if is_adapted and parameter_name == "weight":
             adapted: Any = model.get_submodule(path)
             up, down = (tensors[f"{path}.{part}{NAME}weight"].float() for part in ("lora_B", "lora_A"))
-            change = up @ down * adapted.scaling["default"]
+            delta = up @ down * adapted.scaling["default"]
             if isinstance(adapted.base_layer, Conv1D):
-                change = change.t()
-            tensor = (tensor.float() + change).to(tensor.dtype)
+                delta = delta.t()
+            tensor = (tensor.float() + delta).to(tensor.dtype)
         result[f"{path}.{parameter_name}" if is_adapted else name] = tensor
     return result
 
 
 def describe_adapters(settings: flags.Settings, model: Any) -> str:
-    """The line of the header about adapters; empty where there are none."""
+    """The header's line about adapters; empty without adapters."""
     if not settings.lora_rank:
         return ""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -412,9 +415,9 @@ def describe_adapters(settings: flags.Settings, model: Any) -> str:
     scale = f"rank {settings.lora_rank}, alpha {settings.lora_alpha}"
     if model.peft_config["default"].use_rslora:
         scale += " (rsLoRA: alpha / sqrt(rank))"
-    where = f"{scale}, on {base.counted(len(adapted), 'linear')} ({names})"
+    adapters = f"{scale}, on {base.counted(len(adapted), 'linear')} ({names})"
     left_out = [name for name in decoder_linears(model) if not re.search(r"\.(base_layer|lora_[AB])\b", name)]
     if left_out and settings.lora_targets in ALL_LINEARS:
         count = base.counted(len(left_out), "linear")
-        where += f", not on {count} ({', '.join(leaf_names(left_out))}): {NOT_SUPPORTED_BY_PEFT}"
-    return f"{share}: {where}; the others are frozen in {frozen}"
+        adapters += f", not on {count} ({', '.join(leaf_names(left_out))}): {NOT_SUPPORTED_BY_PEFT}"
+    return f"{share}: {adapters}; the others are frozen in {frozen}"

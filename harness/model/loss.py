@@ -1,5 +1,5 @@
-"""The loss: cross entropy that never holds the logits of all tokens, and how a transformers model is made to use it.
-FSDP gathers the head around it."""
+"""The loss: a cross entropy that never holds the logits of all tokens, and the changes by which a transformers model
+uses it. FSDP gathers the head around it."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -12,18 +12,18 @@ from transformers import PretrainedConfig
 
 from harness import base, flags
 from harness.base import IGNORE_INDEX
-from harness.model.attention import skip_packing_detection
+from harness.model.masks import prepare_masks
 from harness.model.routing import watch_routers
 from harness.model.weights import on_meta
 
-# Of logits that exist at one time. Their gradient takes as much again, and without compilation so do two fp32 copies.
+# Bytes of the logits of one chunk. Their gradient takes as much again, and without compilation so do two fp32 copies.
 LOGITS_BYTES = 2**30
 
 
 def tokens_at_once(weight: torch.Tensor) -> int:
-    """Tokens whose logits exist at one time, for a head (vocab, dim): 4,096, or fewer where a large vocabulary or fp32
-    would make them more than LOGITS_BYTES. Each chunk reads and writes the weight's gradient in fp32, 8 bytes for each
-    element, so that few large chunks are faster than many small ones."""
+    """Tokens per chunk for a head of shape (vocab, dim): 4,096, or fewer if a large vocabulary or fp32 would make the
+    logits larger than LOGITS_BYTES. Each chunk reads and writes the weight's gradient in fp32, 8 bytes per element, so
+    a few large chunks are faster than many small ones."""
     return 1024 * min(max(LOGITS_BYTES // (len(weight) * weight.element_size()) // 1024, 1), 4)
 
 
@@ -33,7 +33,7 @@ def chunk_starts(tokens: int, size: int) -> Iterable[int]:
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Adds `a @ b` to `total`, which is fp32; on CUDA without a product in between."""
+    """Add `a @ b` to `total`, which is fp32; on CUDA in one kernel."""
     if total.is_cuda:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
@@ -44,27 +44,28 @@ Term = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def chosen_terms(settings: flags.Settings) -> dict[str, Term]:
-    """What is trained on beside the cross entropy, such as a z-loss, by the name of its figure: a function of logits,
-    fp32 of shape (tokens, vocab), and targets, (tokens, 1), that gives each token's value, fp32 of shape (tokens,).
+    """The terms that are trained in addition to the cross entropy, such as a z-loss, by the names of their metrics;
+    none by default. A term is a function of logits, fp32 (tokens, vocab), and targets, (tokens, 1), that returns each
+    token's value, fp32 (tokens,).
 
-    Its mean over the labels that count is added to what is differentiated, by autograd, and logged under its name;
-    `loss` and `eval_loss` stay the cross entropy. When compiled, a z-loss is in the kernel of the loss.
+    Its mean over the labels that count is differentiated with the loss and logged under its name; `loss` and
+    `eval_loss` stay the cross entropy. Compiled, a z-loss is in the kernel of the loss.
     """
     terms: dict[str, Term] = {}
     return terms
 
 
-def values_of(terms: dict[str, Term], logits: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+def term_values(terms: dict[str, Term], logits: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: term(logits, target) for name, term in terms.items()}
 
 
 def loss_and_gradient(
     logits: torch.Tensor, target: torch.Tensor, terms: dict[str, Term], trains: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
-    """Log-probability of each token's target, fp32 of shape (tokens, 1); where it `trains` the gradient of its negative
-    with all terms added, like the logits, and each token's value of the terms.
+    """(log-probability of each token's target, fp32 (tokens, 1); if it `trains`, the gradient of its negative plus all
+    terms, shaped like the logits, and each term's values, fp32 (tokens,)).
 
-    When compiled it only reads the logits and writes the gradient; eager it makes an fp32 copy in between.
+    Compiled, it only reads the logits and writes the gradient; eager code makes an fp32 copy in between.
     """
     log_probs = logits.log_softmax(1, dtype=torch.float32)
     picked = log_probs.gather(1, target)
@@ -79,20 +80,20 @@ def loss_and_gradient(
     if terms:
 
         def summed(logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            values = values_of(terms, logits, target)
+            values = term_values(terms, logits, target)
             return torch.stack([value.sum() for value in values.values()]).sum(), values
 
-        gradient_of_terms, values = torch.func.grad(summed, has_aux=True)(logits.float())
-        gradient = gradient + gradient_of_terms
+        term_gradient, values = torch.func.grad(summed, has_aux=True)(logits.float())
+        gradient = gradient + term_gradient
     return picked, gradient.to(logits.dtype), values
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of `hidden @ weight.T + bias`, a chunk of tokens at a time, and the means of the terms that
-    are added to what is differentiated, where it `trains`: in an autograd.Function gradients always seem disabled.
+    """(mean cross entropy of `hidden @ weight.T + bias`, a chunk of tokens at a time; the means of the terms). The
+    caller says if it `trains`: inside an autograd.Function gradients always seem disabled.
 
     The gradients are computed in forward, while a chunk's logits exist: nothing is computed twice, and neither logits
-    nor their gradients ever exist for all tokens. Of a frozen head there is none. Shapes: hidden (tokens, dim), weight
+    nor their gradients ever exist for all tokens. A frozen head gets none. Shapes: hidden (tokens, dim), weight
     (vocab, dim), bias (vocab,) or None, labels (tokens,); `loss_and_gradient` has its terms and may be compiled.
     """
 
@@ -120,7 +121,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in chunk_starts(len(hidden), size):
             chunk = slice(start, start + size)
             inputs, target = hidden[chunk], labels[chunk].clamp(min=0).unsqueeze(1)
-            share = counted[chunk].unsqueeze(1) / count  # of each token in the mean
+            share = counted[chunk].unsqueeze(1) / count  # weight of each token in the mean
             logits = F.linear(inputs, weight, bias)
             picked, gradient, values = loss_and_gradient(logits, target, trains=trains)
             loss -= (picked * share).sum()
@@ -140,7 +141,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        factor = grad_loss.view(1)  # fp32; without a dimension CUDA would round it to a bf16 gradient's dtype first
+        factor = grad_loss.view(1)  # fp32; a scalar tensor would be rounded to a bf16 gradient's dtype first on CUDA
         grads = [None if grad is None else grad.mul_(factor) for grad in ctx.saved_tensors]
         return *grads, None, None, None
 
@@ -151,20 +152,19 @@ def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_: object, **__: obje
     return total / (labels != IGNORE_INDEX).sum().clamp(min=1)
 
 
-def means_of(terms: dict[str, Term], logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The means of the terms over the labels that count, of logits (batch, seq, vocab) and labels (batch, seq)."""
+def term_means(terms: dict[str, Term], logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The means of the terms over the labels that count, for logits (batch, seq, vocab) and labels (batch, seq)."""
     counted = (labels != IGNORE_INDEX).flatten()
     share = counted / counted.sum().clamp(min=1)
-    values = values_of(terms, logits.flatten(0, 1).float(), labels.flatten().clamp(min=0).unsqueeze(1))
+    values = term_values(terms, logits.flatten(0, 1).float(), labels.flatten().clamp(min=0).unsqueeze(1))
     return {name: value.dot(share) for name, value in values.items()}
 
 
 def adapt_forward(model: Any, settings: flags.Settings) -> None:
-    """Makes transformers' forward train as this program does: with its loss, by labels that are shifted already and
-    checked to arrive so; documents apart where they are masked; the router loss beside the loss. After a forward pass
-    with gradients `model.loss_terms` has the means of `chosen_terms`. Comes before whatever wraps or compiles the
-    layers."""
-    skip_packing_detection(model, settings.model, settings.document_mask)
+    """Make transformers' forward train as this program does: with its loss, of labels that are shifted already and
+    checked; with document masks if they are on; with the router loss outside the loss. After a forward pass with
+    gradients `model.loss_terms` has the means of `chosen_terms`. Comes before the layers are wrapped or compiled."""
+    prepare_masks(model, settings.model, settings.document_mask)
     terms = chosen_terms(settings)
     if settings.fused_loss:
         fuse_loss(model, terms, settings.compile)
@@ -175,9 +175,9 @@ def adapt_forward(model: Any, settings: flags.Settings) -> None:
 
 
 class StepLoss:
-    """What the microbatches of an optimizer step have given so far, on the device: `loss` and what is trained on beside
-    it, `terms` by name and `router_loss`; `expert_load`, how many tokens went to each expert, fp32 of shape (layers,
-    experts). All are of this rank; the last two are None without a router loss."""
+    """This rank's sums over the microbatches of an optimizer step, on the device: `loss`, `terms` by name,
+    `router_loss`, and `expert_load`, the number of tokens for each expert, fp32 (layers, experts). The last two are
+    None without a router loss."""
 
     def __init__(self, model: Any, microbatches: int):
         """`model` was adapted by `adapt_forward`."""
@@ -188,8 +188,8 @@ class StepLoss:
         self.expert_load: torch.Tensor | None = None
 
     def add(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
-        """Adds the microbatch of the last forward pass, whose `loss` has been divided by `divisor`; returns what of it
-        is differentiated. A router loss counts every microbatch alike, whatever tokens it trains on."""
+        """Add the microbatch of the last forward pass, whose `loss` has been divided by `divisor`; return the scalar to
+        differentiate. The router losses of all microbatches have equal weight, however many tokens they train on."""
         self.loss = added(self.loss, loss.detach())
         for name, term in self.model.loss_terms.items():
             self.terms[name] = added(self.terms.get(name), term / divisor)
@@ -208,7 +208,11 @@ def added(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
 
 
 def choose_loss(fused: bool | None, config: PretrainedConfig) -> bool:
-    """Whether the head is fused into the loss, for `--fused-loss`; a UserError where it was asked for and cannot be."""
+    """Resolve `--fused-loss`: True if the head is fused into the loss.
+
+    Raises:
+        UserError: it is requested, and the logits are more than a linear of the hidden states.
+    """
     if fused is False:
         return False
     model: Any = on_meta(config)
@@ -222,25 +226,25 @@ def choose_loss(fused: bool | None, config: PretrainedConfig) -> bool:
 
 
 def check_labels(model: Any) -> None:
-    """Makes a forward whose family hands other labels to the loss than it was given, or none, a UserError."""
-    given: dict[str, torch.Tensor | None] = {}
+    """Make a forward raise a UserError if the family passes changed labels, or none, to the loss."""
+    received: dict[str, torch.Tensor | None] = {}
     loss = model.loss_function
 
     def checked(logits: torch.Tensor, labels: torch.Tensor | None, *args: Any, **options: Any) -> torch.Tensor:
-        if labels is None or labels.shape != given["labels"].shape:
+        if labels is None or labels.shape != received["labels"].shape:
             raise base.UserError(
                 f"--model: {type(model).__name__} shifts labels, which are shifted already, or cuts them"
             )
         return loss(logits, labels)
 
     model.register_forward_pre_hook(
-        lambda module, args, kwargs: given.update(labels=kwargs.get("labels")), with_kwargs=True
+        lambda module, args, kwargs: received.update(labels=kwargs.get("labels")), with_kwargs=True
     )
     model.loss_function = checked
 
 
 def is_multiple(result: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether `result` came from `tensor` by views, casts and constant factors alone, as autograd has recorded it."""
+    """True if `result` came from `tensor` by views, casts and constant factors alone, from autograd's graph."""
     node = result.grad_fn
     while node is not tensor.grad_fn:
         if not re.match("Mul|Div|ToCopy|View|UnsafeView|Slice|Alias|Clone", node.name()):
@@ -252,31 +256,31 @@ def is_multiple(result: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def keep_logits(model: Any, terms: dict[str, Term]) -> None:
-    """Gives a model the loss of its full logits."""
+    """Give a model the loss of its full logits."""
     model.loss_terms = {}
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         mean = full_loss(logits, labels)
-        means = means_of(terms, logits, labels) if terms and logits.requires_grad else {}
+        means = term_means(terms, logits, labels) if terms and logits.requires_grad else {}
         model.loss_terms = {name: term.detach() for name, term in means.items()}
         for term in means.values():
-            mean = mean + (term - term.detach())  # for the gradient; the loss stays what it is
+            mean = mean + (term - term.detach())  # adds its gradient, not its value
         return mean
 
     model.loss_function = loss
 
 
 def fuse_loss(model: Any, terms: dict[str, Term], compiled: bool) -> None:
-    """Makes the head hand its input through when there are labels, and the loss multiply by the head in chunks.
+    """Make the head pass its input through if there are labels, and the loss multiply by the head in chunks.
 
-    transformers' own forward stays in charge, so what it does between head and loss (scaling, a router loss) still
-    happens; it only has to be linear in the logits.
+    transformers' forward stays in charge, and what it does between head and loss (scaling, a router loss) still
+    happens; it has to be linear in the logits.
     """
     head = model.get_output_embeddings()
     project = head.forward
     model.loss_terms = {}
 
-    # no partial: dynamo counts what it compiles of all partials as one
+    # no partial: dynamo counts the compilations of all partials as those of one function
     def chunk_loss(
         logits: torch.Tensor, target: torch.Tensor, trains: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
@@ -285,18 +289,18 @@ def fuse_loss(model: Any, terms: dict[str, Term], compiled: bool) -> None:
     if compiled:
         chunk_loss = torch.compile(chunk_loss)
 
-    inputs_of_head: list[torch.Tensor] = []  # of the last forward only
+    head_inputs: list[torch.Tensor] = []  # one, the last forward's
 
-    def hand_through(hidden: torch.Tensor) -> torch.Tensor:
-        inputs_of_head[:] = [hidden]
+    def pass_through(hidden: torch.Tensor) -> torch.Tensor:
+        head_inputs[:] = [hidden]
         return hidden
 
     def choose_head(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        head.forward = hand_through if kwargs.get("labels") is not None else project
+        head.forward = pass_through if kwargs.get("labels") is not None else project
 
-    # transformers calls them logits; here they are the hidden states
+    # what transformers calls logits here are the hidden states
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden = inputs_of_head.pop()
+        hidden = head_inputs.pop()
         if logits.requires_grad and not is_multiple(logits, hidden):
             raise base.UserError(
                 "--fused-loss: this model's logits are more than a linear of its hidden states; leave it out"

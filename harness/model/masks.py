@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,12 @@ from torch import nn
 from transformers import AttentionMaskInterface, masking_utils
 
 from harness import base
+from harness.model import patches
+from harness.model.configs import text_config
 
+# Layer types that attend to what their mask lets through, by the positions that they are given. Llama 4's, of
+# chunked_attention, count positions by themselves; with minimax_m3_sparse or compressed_* documents reach each other.
+RESTRICTABLE_LAYERS = {"full_attention", "sliding_attention", "indexed_attention"}
 # Flash attention has none: it takes documents as lengths, and rules.py refuses it.
 MASK_FUNCTIONS = {
     name: masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("eager", "sdpa", "flex_attention")
@@ -21,7 +27,7 @@ class DocumentMasks:
     """transformers' mask functions, restricted to documents.
 
     Args:
-        documents: the document number of each token, (batch, seq_len); of all tokens that attention sees.
+        documents: the document number of each token that attention sees, (batch, seq_len).
     """
 
     def __init__(self, documents: torch.Tensor):
@@ -30,7 +36,7 @@ class DocumentMasks:
 
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
-        """A context for one forward pass. Layers get their masks as inputs, so recomputed ones have them too."""
+        """A context for one forward pass. Layers get masks as inputs, so recomputed layers have them too."""
         for name, make_mask in MASK_FUNCTIONS.items():
             AttentionMaskInterface.register(name, functools.partial(self.make, make_mask))
         try:
@@ -46,17 +52,29 @@ class DocumentMasks:
         return make_mask(mask_function=masking_utils.and_masks(in_document, mask_function), **options)
 
 
-def restrict_attention_to_documents(model: nn.Module, name: str) -> None:
-    """Make `model` compute each document as if it were alone, if `position_ids` restart at 0 in each.
+def prepare_masks(model: nn.Module, name: str, document_mask: bool) -> None:
+    """Keep transformers from looking for documents; with `document_mask`, restrict attention to them, which begin where
+    `position_ids` are 0. `name` is that of the model in messages.
 
-    A forward pass that asks for no mask raises a UserError.
+    Raises:
+        UserError: the family mixes tokens in other ways too; the forward pass raises it if no mask is made.
     """
+    patches.skip_packing_detection()
+    if not document_mask:
+        return
+    layer_types = set(getattr(text_config(model), "layer_types", None) or ())
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    if not (takes_positions and layer_types <= RESTRICTABLE_LAYERS):
+        problem = f"{name} cannot separate the documents of a sequence, as it is more than attention over positions"
+        advice = "give --packing none, which pads each to a sequence of its own, or --no-document-mask, with which the "
+        advice += "documents of a sequence see those before them"
+        raise base.UserError(f"--document-mask (the default for conversations and labels): {problem}; {advice}")
     forward, offset = model.forward, first_position(model)
 
     @functools.wraps(forward)
     def forward_documents(*args: Any, **options: Any) -> Any:
         positions = options.get("position_ids")
-        if positions is None or options.get("past_key_values") is not None:  # a sample, which is one document
+        if positions is None or options.get("past_key_values") is not None:  # generation, of one document
             return forward(*args, **options)
         masks = DocumentMasks((positions == 0).cumsum(-1))
         with masks.registered():
@@ -72,7 +90,7 @@ def restrict_attention_to_documents(model: nn.Module, name: str) -> None:
 
 
 def first_position(model: nn.Module) -> int:
-    """The position of a sequence's first token: 0, or in RoBERTa and its kin the one after padding's."""
+    """The position of a sequence's first token: 0, or in RoBERTa and its kin the one after the padding's."""
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             return 0 if module.padding_idx is None else module.padding_idx + 1

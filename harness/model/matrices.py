@@ -1,5 +1,5 @@
-"""Matrices: which weights of a model an optimizer may orthogonalize, and of how many matrices each is made: a fused
-projection of several, a stack of experts of one or two for each."""
+"""Matrices: the weights of a model that an optimizer may orthogonalize, and the matrices in each: a fused projection
+has several, a stack of experts one or two for each expert."""
 
 import dataclasses
 
@@ -10,8 +10,8 @@ from torch import nn
 from harness.model.configs import text_config
 from harness.model.weights import decoder_layers
 
-# Projections whose outputs are queries, then keys, then values, and families in which others of that name mix them by
-# head; those stay one matrix.
+# Projections whose outputs are queries, then keys, then values. In families of the second list such a projection mixes
+# them by head and stays one matrix.
 FUSED_ATTENTION = ("qkv_proj", "Wqkv", "c_attn")
 MIXED_BY_HEAD = ("codegen", "gpt_bigcode", "minimax")
 
@@ -20,7 +20,7 @@ MIXED_BY_HEAD = ("codegen", "gpt_bigcode", "minimax")
 class MatrixWeight:
     """A parameter of two dimensions, output by input as a linear stores it, or of three with experts first.
 
-    `outputs` are the outputs of each of its matrices. Where it `is_transposed` it is stored input by output.
+    `outputs` are the outputs of each of its matrices. If it `is_transposed` it is stored input by output.
     """
 
     parameter: nn.Parameter
@@ -32,7 +32,7 @@ class MatrixWeight:
         return self.parameter.shape
 
     @property
-    def is_of_experts(self) -> bool:
+    def is_expert_stack(self) -> bool:
         return len(self.shape) == 3
 
     @property
@@ -47,49 +47,49 @@ class MatrixWeight:
         return [(len(outputs), inputs) for outputs in self.outputs]
 
     def count(self) -> int:
-        """How many matrices it is."""
-        return len(self.outputs) * (self.shape[0] if self.is_of_experts else 1)
+        """The number of its matrices."""
+        return len(self.outputs) * (self.shape[0] if self.is_expert_stack else 1)
 
     def split(self, rows: torch.Tensor, first_row: int = 0) -> list[torch.Tensor]:
-        """A view of each matrix in (..., rows, columns), the rows of such weights from `first_row` on."""
+        """A view of each matrix in `rows`, (..., rows, columns): rows of such weights from `first_row` on."""
         views = []
         for outputs in self.outputs:
             if self.is_transposed:
                 views.append(rows[..., outputs.start : outputs.stop : outputs.step])
             else:
-                start, stop = (max(place - first_row, 0) for place in (outputs.start, outputs.stop))
+                start, stop = (max(row - first_row, 0) for row in (outputs.start, outputs.stop))
                 views.append(rows[..., start : stop : outputs.step, :])
         return views
 
 
 def matrix_weights(model: nn.Module) -> dict[str, MatrixWeight]:
-    """The weights of a model that are matrices, by their names: weights of two dimensions inside decoder layers, and
-    stacks of experts. Embeddings, biases and convolutions are none."""
+    """The weights of a model that are matrices, by their names: weights of two dimensions in decoder layers, and stacks
+    of experts; no embeddings, biases or convolutions."""
     config = text_config(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, MatrixWeight] = {}
     for module in decoder_layers(model).modules():
         for own_name, parameter in module.named_parameters(recurse=False):
             name = names[id(parameter)]
-            if name not in found and is_of_matrices(module, own_name, parameter):
+            if name not in found and holds_matrices(module, own_name, parameter):
                 is_transposed = is_stored_input_by_output(module, parameter)
                 outputs = parameter.shape[-1 if is_transposed else -2]
                 projection = name.split(".")[-2] if own_name == "weight" else own_name
-                parts = outputs_of_matrices(config, module, projection, outputs)
+                parts = matrix_outputs(config, module, projection, outputs)
                 found[name] = MatrixWeight(parameter, parts, is_transposed)
     return found
 
 
-def is_of_matrices(module: nn.Module, own_name: str, parameter: nn.Parameter) -> bool:
+def holds_matrices(module: nn.Module, own_name: str, parameter: nn.Parameter) -> bool:
     if parameter.dim() == 3:
         return not isinstance(module, nn.Conv1d) and "bias" not in own_name
     return parameter.dim() == 2 and own_name == "weight" and not isinstance(module, nn.Embedding)
 
 
-def outputs_of_matrices(
+def matrix_outputs(
     config: transformers.PretrainedConfig, module: nn.Module, projection: str, outputs: int
 ) -> tuple[range, ...]:
-    """Which outputs of a projection belong to each of its matrices."""
+    """The outputs of each matrix in a projection."""
     if projection == "gate_up_proj" and not getattr(module, "is_concatenated", True):
         return range(0, outputs, 2), range(1, outputs, 2)
     sizes = [outputs]
@@ -100,15 +100,15 @@ def outputs_of_matrices(
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         qkv_sizes = [heads * head_dim, key_heads * head_dim, key_heads * head_dim]
-        if sum(qkv_sizes) == outputs:  # otherwise it is not known which are which
+        if sum(qkv_sizes) == outputs:  # otherwise the layout is unknown
             sizes = qkv_sizes
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
 
 def is_stored_input_by_output(module: nn.Module, parameter: nn.Parameter) -> bool:
-    """GPT-2's linears are, and the experts of some families: two thirds of such an expert's weights have the outputs
-    of gate and up as columns, twice as many as its last third has rows."""
+    """True for GPT-2's linears and the experts of some families: gate and up then have their outputs as columns, twice
+    as many as down has rows."""
     if parameter.dim() == 2:
         return isinstance(module, transformers.pytorch_utils.Conv1D)
     up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)

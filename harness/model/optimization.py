@@ -17,7 +17,7 @@ from harness import base, flags
 
 
 def decay_matrices(model: nn.Module, settings: flags.Settings) -> list[dict]:
-    """Groups of a model's parameters that are trained: weight decay on those of two dimensions and more only."""
+    """Groups of a model's trained parameters, with weight decay only on those of two or more dimensions."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
     others = [parameter for parameter in parameters if parameter.dim() < 2]
@@ -26,27 +26,27 @@ def decay_matrices(model: nn.Module, settings: flags.Settings) -> list[dict]:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerKind:
-    """What the rest of the program asks of an optimizer: the value `OPTIMIZER` of its file.
+    """An optimizer as the rest of the program sees it: the value `OPTIMIZER` of its file.
 
     `build` takes groups of parameters, each with its weight decay, and the settings. The optimizer it returns has made
     its states already: a checkpoint is loaded into them. It may have two attributes for its next step, None or a scalar
-    on the device, which that step sets to None: by `grad_scale` it divides the gradients; where `skip` is 1 it changes
-    no weight, no state and no step count, whatever the gradients are. Without `skip` the host waits for the device.
+    on the device, which that step sets to None: it divides the gradients by `grad_scale`; if `skip` is 1 it changes no
+    weight, no state and no step count, whatever the gradients are. Without `skip` the host waits for the device.
     """
 
     build: Callable[[list[dict], flags.Settings], torch.optim.Optimizer]
-    package: str | None = None  # what pip installs for it
+    package: str | None = None  # the package that pip installs for it
     stands_in_for: tuple[str, ...] = ()  # optimizers that a plan may replace with it to save memory
-    before_plan: Callable[[], None] | None = None  # what needs real tensors, which a plan's step has not
-    groups: Callable[[nn.Module, flags.Settings], list[dict]] = decay_matrices  # of the parameters, for `build`
-    describe: Callable[[nn.Module], str] | None = None  # for the header: which parameters it updates how
+    before_plan: Callable[[], None] | None = None  # computes from real tensors, which a plan's step lacks
+    groups: Callable[[nn.Module, flags.Settings], list[dict]] = decay_matrices  # makes the groups for `build`
+    describe: Callable[[nn.Module], str] | None = None  # the header's text: the update of each kind of parameter
 
     def is_installed(self) -> bool:
         return self.package is None or find_spec(self.package) is not None
 
 
 def find_optimizer(name: str) -> OptimizerKind:
-    """The optimizer of that name; its file is imported."""
+    """Import the file of the optimizer of that name and return its `OPTIMIZER`."""
     return import_module(f"harness.model.optimizers.{name.replace('-', '_')}").OPTIMIZER
 
 
@@ -57,12 +57,16 @@ def memory_saving_optimizers(name: str) -> list[str]:
 
 
 def weight_dtype(settings: flags.Settings) -> torch.dtype:
-    """Of the master weights, and of the gradients that the optimizer is given."""
+    """The dtype of the master weights, and of the gradients that the optimizer gets."""
     return torch.bfloat16 if settings.precision == "bf16-pure" else torch.float32
 
 
 def build_optimizer(settings: flags.Settings, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the sharded parameters, its states made already."""
+    """The optimizer of the sharded parameters, with its states.
+
+    Raises:
+        UserError: its package is missing.
+    """
     kind = find_optimizer(settings.optimizer)
     if not kind.is_installed():
         needs = f"needs the package {kind.package} (pip install {kind.package})"
@@ -72,7 +76,7 @@ def build_optimizer(settings: flags.Settings, model: nn.Module) -> torch.optim.O
 
 
 def build_scheduler(settings: flags.Settings, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rate's schedule, one of transformers'."""
+    """The learning rate's schedule, from transformers."""
     schedule = flags.SCHEDULES[settings.lr_scheduler]
     return transformers.get_scheduler(
         schedule.transformers_name,
@@ -84,10 +88,10 @@ def build_scheduler(settings: flags.Settings, optimizer: torch.optim.Optimizer) 
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a DTensor, which torch's types call a parameter or a tensor; of a float8 weight the master
-    weight that it wraps. Called without gradients."""
+    """This rank's shard of a DTensor, which torch types as a parameter or a tensor; the master weight inside a float8
+    weight. Call it without gradients."""
     shard = tensor.to_local()
-    return getattr(shard, "_tensor", shard)  # private: torchao's public way to the weight is to cast it, at a copy
+    return getattr(shard, "_tensor", shard)  # private: torchao's public way to the weight is a cast, which copies
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh:
@@ -98,8 +102,8 @@ def mesh_of(model: nn.Module) -> DeviceMesh:
 
 @torch.no_grad()
 def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
-    """The norm of all gradients on all ranks, a scalar that is still on the device and the same on every rank; where
-    `max_norm` is not 0, the next `step` updates with gradients scaled down to it."""
+    """The norm of all gradients on all ranks: a scalar on the device, the same on every rank. If `max_norm` is not 0,
+    the next `step` updates with gradients scaled down to it."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     mesh = parameters[0].device_mesh
     # private: one kernel, in fp32; `nn.utils.get_total_norm` would compute in the gradients' own dtype
@@ -110,7 +114,7 @@ def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.T
         norm.square_()
         dist.all_reduce(norm, group=shards)
         norm.sqrt_()
-    norm = largest_of_replicas(norm, mesh)
+    norm = max_over_replicas(norm, mesh)
     if max_norm and hasattr(optimizer, "grad_scale"):
         optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1)
     elif max_norm:
@@ -118,11 +122,11 @@ def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.T
     return norm
 
 
-def largest_of_replicas(norm: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The largest norm of all replicas, where NaN counts as infinite: a maximum of NaN is not defined everywhere.
+def max_over_replicas(norm: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The largest norm of all replicas. NaN counts as infinite: a maximum of NaN is not defined everywhere.
 
-    Replicas have the same gradients, unless something broke on one after they were reduced. That one alone would skip
-    its step otherwise, and train other weights from there on.
+    Replicas have the same gradients, unless something broke on one after they were reduced. That one alone would then
+    skip its step and train other weights from there on.
     """
     if "replicate" not in mesh.mesh_dim_names:
         return norm

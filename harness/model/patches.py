@@ -1,7 +1,4 @@
-"""Patches: what this program changes in libraries for the whole process, each with its reason.
-
-What is changed for a while only, in a context, stands where it is used.
-"""
+"""Patches: changes of libraries for the whole process, each with its reason. Temporary ones stand at their use."""
 
 import math
 from typing import Any
@@ -16,58 +13,65 @@ from transformers.integrations import sdpa_attention
 from transformers.models.auto import tokenization_auto
 
 # A folder may name any class of transformers as its tokenizer's, and that class would ask on stdin whether to run the
-# folder's code, whatever AutoTokenizer was told. private: no time to answer means that nobody is asked.
+# folder's code, even with trust_remote_code=False. private: with a timeout of 0 nobody is asked.
 transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
-# private: the class that a folder's tokenizer_config.json names, any class of transformers; AutoTokenizer takes no rule
+# private: finds the class that tokenizer_config.json names; AutoTokenizer has no option to restrict it
 any_class_from_name = tokenization_auto.tokenizer_class_from_name
-# private: whether torch's attention is given fewer keys than queries; there is no option for another rule
+# private: decides if torch's attention gets fewer key heads than query heads; there is no option
 use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
 
 
 def take_tokenizers_only() -> None:
-    """A folder may name any class of transformers as its tokenizer's: one that is no tokenizer is refused."""
+    """Make AutoTokenizer refuse a class that is no tokenizer: a folder may name any class of transformers."""
     tokenization_auto.tokenizer_class_from_name = tokenizer_class_from_name
 
 
 def tokenizer_class_from_name(class_name: str) -> type | None:
-    """transformers' tokenizer of that name; a ValueError where the name is that of anything else."""
+    """transformers' tokenizer of that name.
+
+    Raises:
+        ValueError: the class of that name is no tokenizer.
+    """
     kind = any_class_from_name(class_name)
     is_tokenizer = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedTokenizerBase)
-    if kind is None or is_tokenizer or getattr(kind, "is_dummy", False):  # a dummy says which package is missing
+    if kind is None or is_tokenizer or getattr(kind, "is_dummy", False):  # a dummy raises the name of its package
         return kind
     raise ValueError(f"its tokenizer_class {class_name} is no tokenizer")
 
 
 def repeat_shared_keys(repeats: bool) -> None:
-    """On a GPU no fused kernel takes fp32 and heads that share keys, and torch would compute all scores of a layer at
-    once: there transformers `repeats` the keys for each head."""
+    """Make transformers repeat keys for each head if `repeats`: on a GPU no fused kernel takes fp32 and shared keys,
+    and torch would compute all scores of a layer at once."""
     sdpa_attention.use_gqa_in_sdpa = (lambda *_: False) if repeats else use_gqa_in_sdpa
 
 
 def skip_packing_detection() -> None:
-    """By itself transformers reads positions back from the device to find documents: a sync in every forward, or in
-    every layer with flash_attention_2. `masks.py` finds them without."""
-    # called before a registered mask function; there is no option to skip it
+    """Keep transformers from reading positions back from the device to find documents: a sync in every forward, or in
+    every layer with flash_attention_2. `masks.py` finds them without a sync."""
+    # transformers calls it before a registered mask function; there is no option
     masking_utils.find_packed_sequence_indices = one_document
-    # private: its caller, transformers' flash attention, has no argument for it
+    # private: transformers' flash attention calls it and has no argument for it
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
 
 
 def one_document(position_ids: torch.Tensor) -> None:
-    """transformers' answer where no row is several documents."""
+    """transformers' result if no row has several documents."""
 
 
 def compile_layers_that_set_attributes() -> None:
-    """A layer that sets an attribute, as a watched router does, and is computed again in the backward pass cannot be
-    compiled otherwise; with this it sets none there."""
+    """Allow torch.compile of a recomputed layer that sets an attribute, as a watched router does; the recomputation
+    sets none."""
     # private: there is no public option
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def cast_before_all_gather(compiled: bool) -> None:
-    """torchao casts sharded weights before FSDP2's all-gather by eager operators, for even shards only, and loses the
-    scale of the last step when --cpu-offload moves a weight: here the cast is one kernel where it is `compiled`, a
-    shard that is smaller than the others is padded with rows of zeros, and the scale is kept."""
+    """Replace torchao's cast of sharded weights before FSDP2's all-gather.
+
+    torchao casts by eager operators, for even shards only, and loses the scale of the last step when --cpu-offload
+    moves a weight. Here the cast is one kernel if `compiled`, a smaller shard is padded with rows of zeros, and the
+    scale is kept.
+    """
     from torchao.float8.float8_utils import tensor_to_scale
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
@@ -105,7 +109,7 @@ def cast_before_all_gather(compiled: bool) -> None:
 
 
 def cast_to_float8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As torchao casts. Compiled, it reads the weight and writes a byte for each element; eager it makes fp32 copies in
-    between, 21 bytes of traffic for each element."""
+    """Cast as torchao does. Compiled, this reads the weight and writes a byte for each element; eager code makes fp32
+    copies in between, 21 bytes of traffic for each element."""
     largest = torch.finfo(dtype).max
     return (weight.float() * scale).clamp(-largest, largest).to(dtype)

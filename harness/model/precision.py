@@ -1,4 +1,4 @@
-"""Precision: what --precision is where it was not given, and a warning where a CPU computes slowly in it."""
+"""Precision: the default of --precision, and a warning if a CPU computes slowly in it."""
 
 import os
 from typing import NamedTuple
@@ -7,18 +7,18 @@ import torch
 
 from harness import flags, job
 
-# Tokens/s of `--demo` on two cores without bf16 instructions, lowest and highest of several runs (torch 2.13.0).
-DEMO_WITHOUT_INSTRUCTIONS = "the demo has 295 to 424 tokens/s so and 2,800 to 5,300 in fp32"
+# On two cores without bf16 instructions, lowest and highest of several runs (torch 2.13.0).
+DEMO_SPEEDS = "the demo trains at 295 to 424 tokens/s in it and at 2,800 to 5,300 in fp32"
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Whether the CPU has instructions that oneDNN takes for products of bf16."""
-    # private: get_cpu_capability does not say, and torch.cpu's functions do not follow ONEDNN_MAX_CPU_ISA
+    """True if the CPU has instructions that oneDNN uses for products of bf16."""
+    # private: get_cpu_capability lacks it, and torch.cpu's functions do not follow ONEDNN_MAX_CPU_ISA
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def computes_on_gpu(settings: flags.Args) -> bool:
-    """Whether a GPU computes the steps, for --plan those that are planned."""
+    """True if a GPU computes the steps, or with --plan the planned ones."""
     if settings.plan:
         return (settings.plan_gpu or "").lower() != "cpu"
     return torch.cuda.is_available()
@@ -31,23 +31,23 @@ class ChosenPrecision(NamedTuple):
 
 
 def choose_precision(settings: flags.Args, manifest: dict | None) -> ChosenPrecision:
-    """--precision and what belongs to it: as given, else as in the checkpoint of `manifest`, else bf16 on a GPU and
-    fp32 on a CPU. Warns on rank 0 if a CPU without instructions for bf16 would compute in it, and if accelerate launch
-    was given another one."""
+    """Resolve --precision and its flags: as typed, else from the checkpoint of `manifest`, else bf16 on a GPU and fp32
+    on a CPU. Warns on rank 0 if a CPU without bf16 instructions would compute in bf16, and if accelerate launch asks
+    for another precision."""
     chosen = ChosenPrecision(settings.precision, settings.fp8_recipe, settings.fp8_emulate)
     if settings.precision is None and manifest:
-        before = manifest["flags"]
-        chosen = ChosenPrecision(before["precision"], before["fp8_recipe"], before["fp8_emulate"])
+        saved = manifest["flags"]
+        chosen = ChosenPrecision(saved["precision"], saved["fp8_recipe"], saved["fp8_emulate"])
     elif settings.precision is None:
         chosen = chosen._replace(name="bf16" if computes_on_gpu(settings) else "fp32")
     on_cpu = not (settings.plan or computes_on_gpu(settings))
-    refused = chosen.name == "fp8" and not chosen.fp8_emulate  # by check_float8, in one line
-    if on_cpu and chosen.name != "fp32" and not refused and not cpu_multiplies_bf16():
-        job.warn(
-            f"--precision {chosen.name}: this CPU has no instructions for bf16; {DEMO_WITHOUT_INSTRUCTIONS}: give fp32"
+    is_refused = chosen.name == "fp8" and not chosen.fp8_emulate  # check_float8 raises the error
+    if on_cpu and chosen.name != "fp32" and not is_refused and not cpu_multiplies_bf16():
+        job.warn(f"--precision {chosen.name}: this CPU has no instructions for bf16; {DEMO_SPEEDS}: give fp32")
+    accelerate_precision = os.environ.pop("ACCELERATE_MIXED_PRECISION", "").lower()
+    if accelerate_precision not in ("", "no", chosen.name):
+        problem = (
+            f"ACCELERATE_MIXED_PRECISION={accelerate_precision} (of accelerate launch or its config) is not followed"
         )
-    asked = os.environ.pop("ACCELERATE_MIXED_PRECISION", "").lower()
-    if asked not in ("", "no", chosen.name):
-        followed = f"ACCELERATE_MIXED_PRECISION={asked} (of accelerate launch or its config) is not followed"
-        job.warn(f"{followed}: this run computes in {chosen.name}; --precision chooses")
+        job.warn(f"{problem}: this run computes in {chosen.name}; --precision chooses")
     return chosen

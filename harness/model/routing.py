@@ -1,5 +1,5 @@
-"""Routing: the router loss of a mixture of experts, by which its experts get equal numbers of tokens, and how unequal
-these numbers are, on this rank."""
+"""Routing: the router loss of a mixture of experts, which evens out the numbers of tokens that experts get, and these
+numbers, on this rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +12,16 @@ from harness.model import patches
 
 
 class Routing:
-    """The routers of a model, one a layer, and what their loss counts.
+    """The routers of a model, one per layer, and their loss.
 
-    In each forward pass of training, `read` gives the router loss of transformers' `load_balancing_loss_func` (Switch
-    Transformer, arXiv 2101.03961, equations 4 to 6): experts x sum over experts of (assignments a token) x (mean
-    probability), over all layers' tokens together, padding included. It is `top_k` where the experts are used alike.
+    After each forward pass of training, `read` returns the router loss of transformers' `load_balancing_loss_func`
+    (Switch Transformer, arXiv 2101.03961, equations 4 to 6): experts x sum over experts of (assignments per token) x
+    (mean probability), over all layers' tokens together, padding included. It is `top_k` if all experts get equal load.
     """
 
     def __init__(self, routers: list[tuple[Any, int]], top_k: int, coefficient: float):
-        """`routers` are (module, index of the logits in its output); `coefficient` is the factor of the router loss in
-        what is trained, 0 where it is not trained on."""
+        """`routers` are (module, index of the logits in its output); `coefficient` multiplies the router loss that is
+        added to the loss, 0 if none is."""
         self.routers, self.top_k, self.coefficient = [router for router, _ in routers], top_k, coefficient
         self.keeps = False
         for router, index in routers:
@@ -30,14 +30,14 @@ class Routing:
 
     def _keep(self, index: int) -> Callable[[nn.Module, tuple, tuple[torch.Tensor, ...]], None]:
         def keep(router: nn.Module, args: tuple, output: tuple[torch.Tensor, ...]) -> None:
-            if self.keeps:  # not where the backward pass computes a layer again
+            if self.keeps:  # False while the backward pass recomputes a layer
                 router.kept_logits = output[index]
 
         return keep
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the router loss of the last forward pass, how many tokens went to each expert, fp32 of shape (layers,
-        experts)); on the device. Lets go of the logits."""
+        """(the router loss of the last forward pass, a scalar; the number of tokens for each expert, fp32 of shape
+        (layers, experts)), on the device. Frees the logits."""
         assignments, rows = [], 0
         probabilities: Any = 0.0
         for router in self.routers:
@@ -54,11 +54,11 @@ class Routing:
 
 
 def watch_routers(model: Any, init: str) -> None:
-    """Gives a model its `routing`, None where it has no router loss that is known here; its own forward adds none to
-    the loss from now on. Comes before whatever wraps or compiles the layers.
+    """Set `model.routing`, None if the model has no router loss that is known here, and keep the model's forward from
+    adding one. Comes before the layers are wrapped or compiled.
 
-    The coefficient is that of the config. Random weights always train with it: most configs leave it out
-    (`output_router_logits` is false), as they are made for inference. Pretrained weights do what their config says.
+    The coefficient is the config's. Random weights always train with it, although most configs, made for inference,
+    turn it off (`output_router_logits` is false). Pretrained weights follow their config.
     """
     model.routing = None
     routers = find_routers(model)
@@ -66,7 +66,7 @@ def watch_routers(model: Any, init: str) -> None:
         return
     model.register_forward_pre_hook(leave_out_router_loss, with_kwargs=True)
     coefficient, top_k = (getattr(model, name, None) for name in ("router_aux_loss_coef", "num_experts_per_tok"))
-    if coefficient is None or top_k is None or hasattr(model, "num_keys"):  # doge's product keys are counted otherwise
+    if coefficient is None or top_k is None or hasattr(model, "num_keys"):  # doge counts its product keys another way
         return
     if init != "random" and not getattr(model.config, "output_router_logits", False):
         coefficient = 0.0
@@ -84,36 +84,36 @@ def watch_routers(model: Any, init: str) -> None:
 
 
 def find_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """(module, index of the logits in its output) of each router of a mixture of experts, in the order of the layers;
-    none where a model has none, or of several kinds."""
+    """(module, index of the logits in its output) of each router of a mixture of experts, in the order of layers; none
+    if a model has no routers, or several kinds."""
     routers = []
     for path, part in model.named_modules():
-        # private: in public transformers only returns routers' logits, by hooks that the compiler cannot trace
+        # private: the public way to routers' logits is by hooks that the compiler cannot trace
         recorded = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
         if not isinstance(part, transformers.PreTrainedModel) or not hasattr(recorded, "target_class"):
             continue
         for name, module in part.named_modules(prefix=path):
-            place = (recorded.layer_name or "").strip(".")
+            layer_name = (recorded.layer_name or "").strip(".")
             found = recorded.target_class and isinstance(module, recorded.target_class)
-            if found and (not place or f".{place}." in f".{name}."):
+            if found and (not layer_name or f".{layer_name}." in f".{name}."):
                 routers.append((module, recorded.index))
     return list(dict.fromkeys(routers))
 
 
 def leave_out_router_loss(model: nn.Module, args: tuple, options: dict) -> tuple[tuple, dict]:
-    """A forward hook: with labels the model's loss is the cross-entropy alone."""
+    """A forward hook that keeps the router loss out of the model's loss."""
     if options.get("labels") is not None and hasattr(model.config, "output_router_logits"):
         options["output_router_logits"] = False
     return args, options
 
 
 def describe_routing(model: Any) -> str:
-    """The line of the header about the routers of a model; empty for one without experts."""
+    """The header's line about the routers of a model; empty without experts."""
     if not find_routers(model):
         return ""
     if model.routing is None:
-        return f"{type(model).__name__.removeprefix('FSDP')} has no router loss here: nothing balances its experts"
+        return f"{type(model).__name__.removeprefix('FSDP')} has no router loss here, so nothing balances its experts"
     coefficient = model.routing.coefficient
     if coefficient:
-        return f"{coefficient:g} x the router loss is trained on beside the loss (router_aux_loss_coef)"
-    return "balanced by nothing: router_aux_loss_coef is 0 or output_router_logits is false in config.json"
+        return f"{coefficient:g} x the router loss is added to the loss that is trained (router_aux_loss_coef)"
+    return "no router loss: router_aux_loss_coef is 0 or output_router_logits is false in config.json"

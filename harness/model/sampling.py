@@ -1,4 +1,4 @@
-"""Sampling: the model in evaluation mode, and the text that it writes."""
+"""Sampling: the model in evaluation mode, and generated text."""
 
 import contextlib
 from collections.abc import Iterator
@@ -35,10 +35,10 @@ def reshard(model: nn.Module) -> None:
 
 
 class TokenCount:
-    """A streamer of `generate`, by which each token is progress."""
+    """A streamer of `generate` that reports each token as progress."""
 
     def put(self, tokens: torch.Tensor) -> None:
-        if tokens.dim() == 1:  # else it is the prompt
+        if tokens.dim() == 1:  # the prompt comes first, with two dimensions
             job.enter_phase("sampling")
 
     def end(self) -> None:
@@ -48,15 +48,16 @@ class TokenCount:
 def sample(
     settings: flags.Settings,
     prompt: str,
-    ends: list[int],
+    stop_ids: list[int],
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
 ) -> dict[str, Any]:
-    """`prompt` and, as `text`, it with its continuation, both without special tokens; `tokens`, how many it wrote, and
-    `ended`, True if the last of them is one of `ends`. Every rank takes part with the same random numbers."""
+    """A dict of `prompt`; `text`, the prompt with its continuation, both without special tokens; `tokens`, the number
+    of tokens generated; `ended`, True if the last of them is one of `stop_ids`. Every rank calls this, with
+    the same random numbers."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
-    # the length changes with every token: eager code and no cuDNN, or both would start again each time
+    # the length changes with every token: compiled code and cuDNN would prepare each one
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):
         torch.manual_seed(settings.seed)
@@ -68,11 +69,11 @@ def sample(
             top_k=20,
             use_cache=True,
             synced_gpus=dist.get_world_size() > 1,
-            eos_token_id=ends or None,  # without one: all tokens
+            eos_token_id=stop_ids or None,  # None: never stops early
             pad_token_id=tokenizer.eos_token_id,
             streamer=TokenCount(),
         )
     shown, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (encoded["input_ids"][0], tokens[0]))
-    assert isinstance(shown, str) and isinstance(text, str)  # each of one row of ids
-    written = tokens[0, encoded["input_ids"].shape[1] :].tolist()
-    return {"prompt": shown, "text": text, "tokens": len(written), "ended": written[-1] in ends}
+    assert isinstance(shown, str) and isinstance(text, str)  # decoded from one row of ids
+    generated = tokens[0, encoded["input_ids"].shape[1] :].tolist()
+    return {"prompt": shown, "text": text, "tokens": len(generated), "ended": generated[-1] in stop_ids}

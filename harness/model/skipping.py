@@ -1,5 +1,4 @@
-"""Skipping: decides on the device whether an optimizer step is left out, because its gradient norm is NaN or infinite,
-and leaves it out."""
+"""Skipping: leaves out an optimizer step whose gradient norm is NaN or infinite, decided on the device."""
 
 from typing import Any
 
@@ -7,18 +6,18 @@ import torch
 
 
 def decide_skip(norm: torch.Tensor) -> torch.Tensor:
-    """Whether the step with this gradient norm is skipped, a scalar in fp32 on the norm's device: 1 where the norm is
-    NaN or infinite, else 0. The host does not wait for it."""
+    """1 if the norm is NaN or infinite, so that its step is skipped, else 0: a scalar in fp32 on the norm's device. The
+    host does not wait for it."""
     return norm.float().isfinite().logical_not().float()
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer leaves out a step by a tensor; the host reads it otherwise."""
+    """True if an optimizer skips by a tensor; otherwise the host reads it."""
     return hasattr(optimizer, "skip")
 
 
 def step_or_skip(optimizer: Any, skip: torch.Tensor) -> None:
-    """Takes the optimizer's step, unless `skip` is 1: then no weight, no state and no step count changes."""
+    """Take the optimizer's step, unless `skip` is 1: then no weight, no state and no step count changes."""
     if skips_on_device(optimizer):
         optimizer.skip = skip
         optimizer.step()
@@ -27,5 +26,5 @@ def step_or_skip(optimizer: Any, skip: torch.Tensor) -> None:
 
 
 def on_host(skip: torch.Tensor) -> bool:
-    """Waits for the device. A plan replaces this: its tensors have no data."""
+    """Read `skip`, waiting for the device. A plan replaces this: its tensors have no data."""
     return bool(skip.item())

@@ -1,4 +1,4 @@
-"""Stand-ins: what a plan's step has in the place of what reads data or depends on the device."""
+"""Stand-ins: a plan's replacements for functions that read data or depend on the device."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,11 +12,11 @@ from harness.model.attention import any_attention_kernel
 
 @contextlib.contextmanager
 def without_data(choose_chunks: Callable) -> Iterator[None]:
-    """Inside, a step runs on fake CPU tensors as a GPU would take it: no step is skipped, and attention takes whichever
-    of its kernels runs. `choose_chunks(starts)` says which chunks of a loss are computed.
+    """A context in which a step on fake CPU tensors runs as on a GPU: no step is skipped, and attention may take any of
+    its kernels. `choose_chunks(starts)` returns the chunks of a loss to compute.
 
-    Products are added in place and multiplied in the dtype of their tensors; a CPU may do neither. Fake tensors allow
-    it for dtypes of which the CPU has no kernel.
+    Products are added in place, and multiplied in the dtype of their tensors. A real CPU may do neither; fake tensors
+    need no CPU kernel for a dtype.
     """
     starts = loss.chunk_starts
     with contextlib.ExitStack() as stack:
@@ -24,6 +24,6 @@ def without_data(choose_chunks: Callable) -> Iterator[None]:
         replace(loss, "chunk_starts", lambda tokens, size: choose_chunks(starts(tokens, size)))
         replace(skipping, "on_host", lambda skip: False)
         replace(loss, "add_product", lambda total, a, b: torch.addmm(total, a, b, out=total))
-        replace(newton_schulz, "dtype_of_products", lambda x: x.dtype)
+        replace(newton_schulz, "product_dtype", lambda x: x.dtype)
         stack.enter_context(any_attention_kernel())
         yield

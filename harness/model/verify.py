@@ -1,5 +1,5 @@
-"""Verification: every parameter and every optimizer state is sharded as the mesh asks, and weights, gradients and their
-sums over ranks are held in the dtype that the flags ask for."""
+"""Verification: checks that every parameter and optimizer state is sharded over the mesh, and that weights, gradients
+and their sums over ranks have the dtypes of the flags."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ from harness.model.optimization import local, weight_dtype
 def verify_sharding(
     settings: flags.Settings, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh
 ) -> str:
-    """The header's line: how many parameters and states were looked at, their placements, the dtype of the weights.
-    Gradients, which are not there yet, are looked at when the optimizer takes its first step.
+    """Check a model and its optimizer, and their gradients in the optimizer's first step. Return the header's line: the
+    numbers of parameters and states, their placements, the dtype of the weights.
 
     Raises:
-        RuntimeError: it names the first parameter or state that is not as it should be, or the trained
-            parameter that has no state: a checkpoint is loaded into them.
+        RuntimeError: a parameter or state has another placement or dtype, or a trained parameter has no state, into
+            which a checkpoint would be loaded; it names the first one.
     """
     placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
     dtype, frozen_dtype, num_states = weight_dtype(settings), loaded_dtype(settings), 0
@@ -44,7 +44,7 @@ def verify_sharding(
         for parameter in fsdp_group(module).fsdp_params:
             policy, own = parameter.mp_policy, parameter.sharded_param
             if not own.requires_grad:
-                continue  # it has no gradient
+                continue  # no gradient
             reduced_in = policy.reduce_dtype or policy.param_dtype or own.dtype
             check_dtype(f"the sum over ranks of the gradient of {names[own]}", reduced_in, dtype)
 

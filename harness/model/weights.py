@@ -1,4 +1,4 @@
-"""Weights: the model on the meta device, its decoder layers, and how each of them gets its values."""
+"""Weights: the model on the meta device, its decoder layers, and their values, layer by layer."""
 
 from typing import Any
 
@@ -16,8 +16,12 @@ from harness.model.pretrained import PretrainedWeights
 def on_meta(
     config: transformers.PretrainedConfig, attention: str | None = None, dtype: torch.dtype = torch.float32
 ) -> transformers.PreTrainedModel:
-    """The model without storage, with one of `--attention`'s kernels; by default with what transformers chooses."""
-    # always given, None too: the config could name a kernel of the hub
+    """The model without storage, with one of `--attention`'s kernels, by default transformers' choice.
+
+    Raises:
+        UserError: transformers builds no model of the config, or not with this kernel.
+    """
+    # given even if None: otherwise the config could name a kernel of the hub
     options = {"attn_implementation": "sdpa" if attention in ONE_KERNEL else attention, "trust_remote_code": False}
     try:
         with torch.device("meta"):
@@ -30,7 +34,11 @@ def on_meta(
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder layers: the outermost ModuleList with as many modules as the config has layers."""
+    """The decoder layers: the outermost ModuleList with as many modules as the config has layers.
+
+    Raises:
+        UserError: there is none.
+    """
     count = text_config(model).num_hidden_layers
     lists = {
         name: module
@@ -44,8 +52,8 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def layer_period(model: nn.Module) -> int:
-    """After how many layers the pattern of a model repeats (SmolLM3: 4, one in four has no RoPE; the number of layers
-    where nothing repeats)."""
+    """The number of layers after which the pattern of a model repeats (SmolLM3: 4, as one in four has no RoPE); the
+    number of all layers if nothing repeats."""
     text = text_config(model)
     layers = decoder_layers(model)
     lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == len(layers)]
@@ -58,10 +66,11 @@ def layer_period(model: nn.Module) -> int:
 
 
 def check_room(model: nn.Module, device: torch.device, shards: int) -> None:
-    """Looks at a model without storage before its weights are made or read.
+    """Check that a GPU has room for a rank's shard of the weights and of the gradients of trained ones; `model` has no
+    storage yet.
 
     Raises:
-        UserError: a rank's shard of the weights and of the gradients of trained ones is larger than its GPU.
+        UserError: it has not.
     """
     if device.type != "cuda":
         return
@@ -80,11 +89,15 @@ def materialize(
     weights: PretrainedWeights | None,
     layer: int | None = None,
 ) -> None:
-    """Gives the meta tensors of `modules` storage on `device` and their values: random, or read from `weights`.
+    """Give the meta tensors of `modules` storage on `device` and values: random, or from `weights`, of which `layer` is
+    the decoder layer that they are in.
 
-    Parameters are drawn in fp32 and then rounded: in bf16 torch 2.11 draws others on a CPU, and coarser ones.
+    Parameters are drawn in fp32 and then rounded: in bf16 torch 2.11 draws other and coarser numbers on a CPU.
+
+    Raises:
+        UserError: a tensor gets no value.
     """
-    real: dict[torch.Tensor, torch.Tensor] = {}  # a tied parameter is one tensor under two names
+    real: dict[torch.Tensor, torch.Tensor] = {}  # keyed by meta tensor: a tied one has two names
     wanted = [(module, name, tensor) for module in modules for name, tensor in own_tensors(module)]
     for module in modules:
         for name, tensor in own_tensors(module):
@@ -94,30 +107,30 @@ def materialize(
                 setattr(module, name, real[tensor])
     if weights:
         weights.load(layer, modules, device)
-    owner = {}  # the innermost model that a module is part of
+    owner = {}  # the innermost model around each module
     for part in model.modules():
         if isinstance(part, transformers.PreTrainedModel):
             owner.update(dict.fromkeys(part.modules(), part))
-    for module in reversed(modules):  # children before parents, as nn.Module.apply does; what was loaded stays
-        # private: in public a whole model gets its random values; a part that is a model has rules of its own
+    for module in reversed(modules):  # children before parents, as in nn.Module.apply; loaded values stay
+        # private: the public `init_weights` is for a full model, and an inner model has rules of its own
         owner[module]._init_weights(module)
     made = {id(tensor) for tensor in real.values()}
     for module in modules:
         for name, tensor in own_tensors(module):
-            # private: autograd alone counts the operations in place that wrote into a tensor
+            # private: autograd's count of in-place operations on a tensor
             if id(tensor) in made and tensor.numel() and not tensor._version:
                 tensor_name = f"{type(module).__name__}.{name}"
                 problem = "gets no value, from a checkpoint or when its layer is made by itself"
                 raise base.UserError(f"--model: {tensor_name} {problem}")
-    for module, name, meant in wanted:  # a parameter that was loaded is another object
+    for module, name, planned in wanted:  # a loaded parameter is a new object
         tensor = getattr(module, name)
-        tensor.data = tensor.data.to(meant.dtype)
+        tensor.data = tensor.data.to(planned.dtype)
         if isinstance(tensor, nn.Parameter):
-            tensor.requires_grad_(meant.requires_grad)
+            tensor.requires_grad_(planned.requires_grad)
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the parameters and buffers of a module itself, each under all its names."""
+    """(name, tensor) of the parameters and buffers of a module without its children, each under all its names."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     return [*parameters, *buffers]
@@ -132,6 +145,6 @@ def empty_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_in_checkpoint(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Some tensors of a model by the names and in the layouts of its checkpoints."""
-    # private: `save_pretrained` takes whole models
+    """Some tensors of a model with the names and layouts of its published checkpoints."""
+    # private: `save_pretrained` takes full models
     return transformers.core_model_loading.revert_weight_conversion(model, tensors)

@@ -31,8 +31,8 @@ def exit_with_parent() -> None:
         threading.Thread(target=watch, args=(int(os.environ[RUN]),), daemon=True).start()
 
 
-def start_plan(settings: flags.Args) -> subprocess.Popen:
-    """Plans this run in another process, which sees no GPU and gives way to the training."""
+def start_plan(settings: flags.Settings, batch_size: int | str | None = None) -> subprocess.Popen:
+    """Plan this run in another process, which sees no GPU and gives way to the training."""
     resolved: dict[str, Any] = {
         "plan": True,
         "json": True,
@@ -41,8 +41,9 @@ def start_plan(settings: flags.Args) -> subprocess.Popen:
         "plan_gpu": settings.plan_gpu or torch.cuda.get_device_name(),
         "gpus_per_node": os.environ.get("LOCAL_WORLD_SIZE", settings.gpus_per_node),
         "compile": settings.compile,
+        "batch_size": batch_size or settings.batch_size,
     }
-    for name in ("precision", "fp8_recipe", "fp8_emulate", "batch_size", "gradient_accumulation_steps"):
+    for name in ("precision", "fp8_recipe", "fp8_emulate", "gradient_accumulation_steps"):
         if getattr(settings, name):  # a checkpoint may have decided it
             resolved[name] = getattr(settings, name)
     words = flags.as_words({**settings.explicit, **resolved})
@@ -72,12 +73,12 @@ def read_plan(process: subprocess.Popen, timeout: float) -> tuple[dict | None, s
     return json.loads(output), ""
 
 
-def choose_batch_size(settings: flags.Args) -> int:
-    """--batch-size auto: the largest that fits by a plan of this run, on rank 0."""
+def choose_batch_size(settings: flags.Settings) -> int:
+    """--batch-size auto: the largest that fits, by a plan of this run, on rank 0."""
     if not (settings.plan_gpu or torch.cuda.is_available()):
         advice = "give a number, or a GPU with --plan-gpu"
         raise base.UserError(f"--batch-size auto: a CPU's capacity is not known; {advice}")
-    result, problem = read_plan(start_plan(settings), timeout=600)
+    result, problem = read_plan(start_plan(settings, "auto"), timeout=600)
     if not result:
         raise base.UserError(f"--batch-size auto: {problem}")
     if not result["largest_batch_size"]:

@@ -46,7 +46,8 @@ def make_plan(asked: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
     worlds = asked.plan_gpus or (asked.gpus_per_node,)
     check_nodes(worlds, asked.gpus_per_node)
     config = models.load_config(asked.model)
-    settings = resolving.resolve(asked, config, flags.Args.batch_size_multiple)
+    settings = resolving.resolve(asked, config)
+    resolving.refuse_contradictions(settings, asked)
 
     @functools.cache
     def flops_of(rank: int) -> tuple[int, str]:

@@ -42,7 +42,7 @@ class Search:
         settings: flags.Settings,
         config: PretrainedConfig,
         worlds: tuple[int, ...],
-        plan: Callable[[flags.Args, int], dict[str, Any]],
+        plan: Callable[[flags.Settings, int], dict[str, Any]],
         capacity: float,
         ends: float,
         has_float8: bool = False,
@@ -302,7 +302,7 @@ def is_same_training(row: dict) -> bool:
     return not any(name in row["changes"] for name in OTHER_TRAINING)
 
 
-def memory_savers(settings: flags.Args) -> list[dict]:
+def memory_savers(settings: flags.Flags) -> list[dict]:
     """Changes of settings that lower memory, the one that costs least speed first; without those that are made
     already. The tokens of a step stay."""
     level, batch, least = settings.activation_checkpointing, settings.batch_size, settings.batch_size_multiple()
@@ -341,6 +341,6 @@ def command(settings: flags.Settings, world: int, changes: dict) -> str:
     return flags.shell_command(f"{launcher} train_fsdp.py", given, **changes)
 
 
-def memory_advice(settings: flags.Args) -> str:
+def memory_advice(settings: flags.Flags) -> str:
     """Which flags make room on a device that has no memory left."""
     return f"Try {', '.join(flags.as_flags(changes) for changes in memory_savers(settings)[:3])}."

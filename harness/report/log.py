@@ -2,7 +2,7 @@
 console and on the page.
 
     with report.Log(settings, state, data, folder, device, trackers, flops_by_length, changed) as log:
-        with log.step(due):
+        with log.step() as due:
             ...                                 # the optimizer step, counted in the state
             log.count(result)
         metrics, problem = log.metrics()        # where a log line or a save is due
@@ -78,13 +78,15 @@ class Log(contextlib.AbstractContextManager):
         trackers: list[Tracker],
         flops_by_length: np.ndarray,
         changed: str,
+        has_room: bool,
     ):
         """`data` is what the run trains on, a `data.TrainingData`; `trackers` are open; `flops_by_length` are
         those of a token, by the length of its document, zeros where they are not known; `changed` names the flags that
-        are not those of the checkpoint that the run goes on from."""
+        are not those of the checkpoint that the run goes on from; `has_room` is True if the disk has room for a
+        checkpoint."""
         self.settings, self.state, self.data, self.device = settings, state, data, device
         self.folder, self.trackers, self.flops_by_length = folder, trackers, flops_by_length
-        self.first_step = self.state.step + 1
+        self.first_step, self.has_room = self.state.step + 1, has_room
         self.results: list[StepResult] = []  # of the steps since the last `metrics`
         self.skipped: dict[int, str] = {}  # why, by step, since the last line
         self.speed: dict[str, float] = {}  # of the window that this step closed
@@ -136,14 +138,18 @@ class Log(contextlib.AbstractContextManager):
 
     # ---- A step ------------------------------------------------------------------------------------------------------
 
+    def due_at(self, step: int) -> job.Actions:
+        return job.due(self.settings, step, self.first_step, self.has_room, self.data.ends_epoch)
+
     @contextlib.contextmanager
-    def step(self, due: job.Actions) -> Iterator[None]:
-        """An optimizer step with the counting of it: it is timed, and profiled where that is due."""
-        tokens = self.state.tokens
+    def step(self) -> Iterator[job.Actions]:
+        """Time the next optimizer step, and profile it if that is due. Yields what is due at it."""
+        due, tokens = self.due_at(self.state.step + 1), self.state.tokens
+        job.enter_phase("data", due.step)
         self.learning_rate = float(self.state.scheduler.get_last_lr()[0])
         if due.profile_begins:
             self.profile.enter_context(profiling(self.folder, self.state))
-        yield
+        yield due
         if due.profile_ends:
             self.profile.close()
         self.bar.update()

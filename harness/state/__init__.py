@@ -20,7 +20,6 @@ A figure that survives a restart is one line of `Counters` in train_state.py.
 from harness.state.exports import check_export, export, export_bytes, trained_on
 from harness.state.find import find_checkpoint, find_recorded_data, load_for_inference, refuse_broken, resumes_same_run
 from harness.state.identity import (
-    Batch,
     check_data,
     check_resume,
     check_same_corpus,
@@ -33,7 +32,6 @@ from harness.state.store import Checkpoints
 from harness.state.train_state import Checkpoint, TrainState
 
 __all__ = [
-    "Batch",
     "Checkpoint",
     "Checkpoints",
     "TrainState",

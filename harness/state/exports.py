@@ -69,7 +69,7 @@ def check_place(settings: flags.Args, run_id: str | None) -> None:
         raise base.UserError(f"--export: {settings.export} holds the export of another run; {advice}")
 
 
-def folder_of(settings: flags.Args) -> pathlib.Path:
+def folder_of(settings: flags.Flags) -> pathlib.Path:
     """The folder of --export, by a path that ends in its name: that of `.` is the current folder's."""
     return pathlib.Path(os.path.abspath(os.path.expanduser(settings.export)))
 
@@ -96,7 +96,7 @@ def trained_on(settings: flags.Settings, record: data.DataRecord | None) -> list
     return sources
 
 
-def checksum_of_command(settings: flags.Args) -> str:
+def checksum_of_command(settings: flags.Flags) -> str:
     """Tells commands apart by the flags that were given; their values, such as paths, are nothing to publish."""
     given = json.dumps(dict(settings.explicit), sort_keys=True, default=str)
     return hashlib.sha256(given.encode()).hexdigest()[:20]

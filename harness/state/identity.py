@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ def digest_of_base(settings: flag_rules.Settings, config: PretrainedConfig) -> s
     rank reads them for itself: what has to be fetched first would take longer than the others wait for one."""
     if not settings.lora_rank:
         return None
-    return base.call_on_all_ranks(lambda: models.digest_of_weights(models.find_source(settings.model), config))
+    return base.call_on_all_ranks(lambda: models.weights_digest(models.find_source(settings.model), config))
 
 
 def fields_of(config: PretrainedConfig) -> dict:
@@ -195,30 +195,24 @@ def asked_batch(given: Mapping[str, Any]) -> tuple[int | str, int]:
     return settings.batch_size, settings.gradient_accumulation_steps
 
 
-class Batch(NamedTuple):
-    size: int  # sequences per rank and microbatch
-    accumulation: int  # microbatches
-    explicit: Mapping[str, Any]  # the flags that count as typed
-
-
-def keep_global_batch(asked: Batch, manifest: dict) -> Batch:
-    """The batch of a run that goes on from the checkpoint of `manifest`: where the batch flags are those that were
-    given to it, or none is given, its global batch, in the largest batch size up to the given one with which these
-    ranks share it. What was given stays given. Other batch flags ask for another batch, which `check_resume` reports.
+def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rules.Settings:
+    """Keep the global batch of the run that saved the checkpoint of `manifest`, unless other batch flags were typed
+    than there, which `check_resume` reports: in the largest batch size, up to the typed one, with which these ranks
+    share it. What was typed there counts as typed.
 
     Raises:
         UserError: these ranks cannot share the global batch.
     """
     flags, given, world = manifest["flags"], manifest["given"], dist.get_world_size()
-    if asked.explicit.keys() & {*BATCH_FLAGS}:
-        if asked_batch(asked.explicit) != asked_batch(given):
-            return asked
-        size = asked.size  # as given; of "auto" what fits here
+    explicit = settings.explicit
+    if explicit.keys() & {*BATCH_FLAGS}:
+        if asked_batch(explicit) != asked_batch(given):
+            return settings
+        size = settings.batch_size  # as typed; for "auto" what fits here
     else:
         given_size, _ = asked_batch(given)
         size = given_size if isinstance(given_size, int) else flags["batch_size"]
-        kept = {name: given[name] for name in BATCH_FLAGS if name in given}
-        asked = asked._replace(explicit={**asked.explicit, **kept})
+        explicit = {**explicit, **{name: given[name] for name in BATCH_FLAGS if name in given}}
     sequences = global_batch(flags, manifest["world_size"])
     fitting = [divisor for divisor in range(1, size + 1) if sequences % (world * divisor) == 0]
     if not fitting:
@@ -228,16 +222,19 @@ def keep_global_batch(asked: Batch, manifest: dict) -> Batch:
         advice = f"use another number of ranks: {worlds}, or give another --batch-size N for one of {world} x N"
         raise base.UserError(f"--batch-size {size}: {problem}; {advice}")
     sequences_per_rank = sequences // world
-    return asked._replace(size=fitting[-1], accumulation=sequences_per_rank // fitting[-1])
+    accumulation = sequences_per_rank // fitting[-1]
+    return dataclasses.replace(
+        settings, explicit=explicit, batch_size=fitting[-1], gradient_accumulation_steps=accumulation
+    )
 
 
-def count_eval_windows(settings: flag_rules.Args, batch_size: int, manifest: dict | None) -> int:
-    """The held-out windows that --eval-steps are on these ranks, 0 without it; a run that goes on with its --eval-steps
-    takes those that it took before."""
+def count_eval_windows(settings: flag_rules.Settings, manifest: dict | None) -> int:
+    """Eval sequences that --eval-steps are on these ranks, 0 without it; a run that resumes with the same --eval-steps
+    keeps their number."""
     if not settings.eval_steps or settings.eval_windows:  # those of a checkpoint that is evaluated are known
         return settings.eval_windows
     before = manifest["flags"] if manifest else {}
-    windows = settings.eval_steps * batch_size * dist.get_world_size()
+    windows = settings.eval_steps * settings.batch_size * dist.get_world_size()
     if before.get("eval_steps") == settings.eval_steps:
         windows = before.get("eval_windows") or windows
     return windows

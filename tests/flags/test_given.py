@@ -1,7 +1,6 @@
 """What was given is kept apart from what it was resolved to: the precision, the steps, the batch of a run that goes
 on."""
 
-import dataclasses
 import itertools
 import json
 import re
@@ -132,10 +131,7 @@ def test_three_starts_on_any_ranks_keep_the_batch_that_was_given(batch, tmp_path
             monkeypatch.setattr(torch.distributed, "get_world_size", lambda world=world: world)
             settings = parse(flags.as_words(flags_of(style, settings)))
             if manifest:
-                asked = state.Batch(settings.batch_size, settings.gradient_accumulation_steps, settings.explicit)
-                kept = state.keep_global_batch(asked, manifest)
-                microbatches = {"batch_size": kept.size, "gradient_accumulation_steps": kept.accumulation}
-                settings = dataclasses.replace(settings, **microbatches, explicit=kept.explicit)
+                settings = state.keep_global_batch(settings, manifest)
             manifest = json.loads(json.dumps(flags.record_flags(settings) | {"world_size": world}))
             microbatches = settings.batch_size, settings.gradient_accumulation_steps
             assert seen.setdefault(world, microbatches) == microbatches

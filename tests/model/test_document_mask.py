@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import train_fsdp
 from harness.base.errors import UserError
 from harness.data.windows import create_collate_fn
-from harness.model.attention import skip_packing_detection
+from harness.model.masks import prepare_masks
 from harness.model.weights import decoder_layers
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -27,7 +27,7 @@ import families
 
 
 def windows(count: int, length: int) -> list[np.ndarray]:
-    """Random tokens, of which about every eighth ends a document."""
+    """Random tokens; about every eighth ends a document."""
     generator = np.random.default_rng(3)
     tokens = generator.integers(1, SIZES["vocab_size"], (count, length + 1))
     tokens[generator.random(tokens.shape) < 0.12] = END
@@ -75,7 +75,7 @@ def build_small(family: str, **fields) -> torch.nn.Module:
 def error_of_packing(model: torch.nn.Module, family: str) -> float:
     """The largest difference between logits of two packed documents and of each one alone, relative to the largest."""
     ids = torch.randint(5, 500, (1, 48), generator=torch.Generator().manual_seed(1))
-    skip_packing_detection(model, family, document_mask=True)
+    prepare_masks(model, family, document_mask=True)
     positions = torch.cat([torch.arange(28), torch.arange(20)])[None]
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split((28, 20), 1)], 1)
@@ -115,7 +115,7 @@ def test_a_family_whose_documents_would_see_each_other_is_refused(family, fields
 
 
 def test_flash_attention_which_takes_no_mask_is_refused(monkeypatch):
-    """flags/rules.py refuses it first; here the kernel, which is not installed, is torch's."""
+    """flags/rules.py refuses it first; torch's kernel replaces flash attention's, which is not installed."""
     kernel = ALL_ATTENTION_FUNCTIONS["sdpa"]
     monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", kernel)
     model = build_small("llama")
@@ -148,9 +148,9 @@ def test_models_with_and_without_a_document_mask_live_in_one_process():
     ids = torch.arange(5, 29)[None]
     batch = {"input_ids": ids, "position_ids": ids.remainder(12), "use_cache": False}
     plain, masked = build_small("llama"), build_small("llama")
-    skip_packing_detection(plain, "llama", document_mask=False)
+    prepare_masks(plain, "llama", document_mask=False)
     expected = plain(**batch).logits
-    skip_packing_detection(masked, "llama", document_mask=True)
+    prepare_masks(masked, "llama", document_mask=True)
     assert not torch.allclose(masked(**batch).logits, expected)
     assert torch.equal(plain(**batch).logits, expected)
     with pytest.raises(IndexError):
@@ -160,7 +160,7 @@ def test_models_with_and_without_a_document_mask_live_in_one_process():
 
 @pytest.mark.slow
 def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documents(monkeypatch):
-    """torch trains with it on a GPU only: the forward pass alone, as the compiler sees it."""
+    """Only the forward pass, as the compiler sees it: torch trains with flex attention on a GPU only."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     variants = {}
@@ -168,7 +168,7 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
         torch.manual_seed(0)
         config = AutoConfig.for_model("smollm3", **MODELS["smollm3"])
         variants[attention] = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-        skip_packing_detection(variants[attention], "smollm3", document_mask=True)
+        prepare_masks(variants[attention], "smollm3", document_mask=True)
     for layer in decoder_layers(variants["flex_attention"]):
         layer.forward = torch.compile(layer.forward)
     collate, all_windows = create_collate_fn(END), windows(6, 128)

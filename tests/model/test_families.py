@@ -46,7 +46,7 @@ def test_families_of_each_kind_train_the_same_on_one_rank_and_two(tmp_path):
         forked(ranks, families.walk, kinds, tmp_path / str(ranks))
         lines = map(json.loads, (tmp_path / str(ranks)).read_text().splitlines())
         found.append({line["family"]: line for line in lines})
-    verdicts = {name: families.find_stalled_ranks(found[0][name], found[1][name]) for name in kinds}
+    verdicts = {name: families.compare_rank_counts(found[0][name], found[1][name]) for name in kinds}
     assert {name: verdict["verdict"] for name, verdict in verdicts.items()} == dict.fromkeys(kinds, "trains"), verdicts
 
 

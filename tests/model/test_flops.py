@@ -1,5 +1,5 @@
 """FLOPs per token are what torch's own counter counts, from a model or its config (every family: test_families.py), and
-PaLM's formula where it holds."""
+PaLM's formula if it holds."""
 
 import sys
 
@@ -55,19 +55,19 @@ def test_flops_of_many_lengths_are_those_of_each(name):
 
 def test_an_outer_product_that_takes_a_gradient_counts_and_one_of_rotary_angles_does_not():
     column, row = torch.ones(1, 8, 1), torch.ones(1, 1, 4, requires_grad=True)
-    with FlopCounterMode(display=False, custom_mapping=flops.MENDED) as counter:
+    with FlopCounterMode(display=False, custom_mapping=flops.CORRECTED_FORMULAS) as counter:
         (column @ row).sum().backward()  # the gradient of row is a product too
-    with FlopCounterMode(display=False, custom_mapping=flops.MENDED) as angles, torch.no_grad():
+    with FlopCounterMode(display=False, custom_mapping=flops.CORRECTED_FORMULAS) as angles, torch.no_grad():
         column @ row
     assert (counter.get_total_flops(), angles.get_total_flops()) == (2 * 2 * 8 * 4, 0)
 
 
 @pytest.mark.parametrize("takes_gradient, products", [(False, 2), (True, 3)])
 def test_of_a_convolution_the_gradients_that_are_asked_for_count(takes_gradient, products):
-    """Forward, the weight's gradient, and the input's where it takes one."""
+    """Forward, the weight's gradient, and the input's if it needs one."""
     inputs = torch.ones(1, 4, 16, requires_grad=takes_gradient)
     convolution = torch.nn.Conv1d(4, 4, 3, groups=4, padding=1)
-    with FlopCounterMode(display=False, custom_mapping=flops.MENDED) as counter:
+    with FlopCounterMode(display=False, custom_mapping=flops.CORRECTED_FORMULAS) as counter:
         convolution(inputs).sum().backward()
     assert counter.get_total_flops() == products * 2 * (4 * 16) * 3
 

@@ -1,4 +1,4 @@
-"""What a rank keeps of the layers that it held whole while the model was built."""
+"""Host memory that stays in use after a model is built layer by layer."""
 
 import ctypes
 import pathlib
@@ -36,7 +36,7 @@ def build(folder: pathlib.Path, init: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 def test_a_rank_keeps_nothing_of_the_layers_that_it_held_whole(tmp_path, init):
-    """glibc keeps 30 to 80 MB of these eight layers of 46 MB each otherwise."""
+    """Otherwise glibc keeps 30 to 80 MB of these eight layers of 46 MB each."""
     config = AutoConfig.for_model("llama", **SIZES)
     config.save_pretrained(tmp_path)
     with torch.device("meta"):

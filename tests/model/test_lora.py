@@ -43,7 +43,7 @@ CASES = QUICK | SLOW
 
 @pytest.fixture(scope="module")
 def observed(request, workspace, device, tmp_path_factory):
-    """What ranks saw of this tier's cases, by their names; one rank in this process."""
+    """Results of this tier's cases, by the names of the cases; one rank in this process."""
     folder, seen = tmp_path_factory.mktemp("observed"), {}
     chosen = QUICK if request.config.option.markexpr == "not slow" else CASES
     for ranks in sorted({ranks for ranks, *_ in chosen.values()}):
@@ -58,8 +58,7 @@ def observed(request, workspace, device, tmp_path_factory):
 
 @functools.cache
 def by_peft(folder, words: str) -> dict:
-    """The same steps by peft and torch alone, in one process, of what is told by `words`: weights are held as the
-    flags have them, and what computes is in bf16 where they say so."""
+    """The steps of a case by peft and torch alone, in one process: `words` are its flags, which set the dtypes."""
     given = words.split()
     dtype = torch.bfloat16 if "bf16" in given else torch.float32
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
@@ -97,7 +96,7 @@ def by_peft(folder, words: str) -> dict:
 
 @pytest.mark.parametrize("name", [*QUICK, *map(slow_case, SLOW)])
 def test_adapters_are_trained_as_by_a_plain_loop_of_peft(workspace, observed, name):
-    """To 1e-5 in fp32. In bf16 one rank rounds as the loop does, and several ranks each their own part of a batch."""
+    """To 1e-5 in fp32. In bf16 one rank rounds as the loop does, and several ranks round their parts of a batch."""
     _, model, words = CASES[name]
     seen, reference = observed[name], by_peft(workspace / NAMES[model], words.strip())
     near = 1e-5 if FP32 in words else 2e-3

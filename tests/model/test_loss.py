@@ -20,7 +20,7 @@ compiled = functools.partial(torch.compile, backend="aot_eager")
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """So that a few thousand tokens are several."""
+    """Small chunks: a few thousand tokens are several."""
     monkeypatch.setattr(loss, "tokens_at_once", lambda weight: 1024)
 
 
@@ -47,7 +47,7 @@ PATHS = {
 }
 TERMS = {
     "z_loss": lambda logits, target: 0.1 * logits.logsumexp(1) ** 2,
-    "of_target": lambda logits, target: logits.gather(1, target).squeeze(1).cos(),
+    "target_cosine": lambda logits, target: logits.gather(1, target).squeeze(1).cos(),
 }
 by_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 
@@ -108,7 +108,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(path, frozen, mon
     hidden, weight, offset, labels = inputs_of(2500)
     tensors = {"hidden": hidden, "weight": weight, "bias": offset}
     path(*tensors.values(), labels, TERMS)[0].backward()
-    of_all = {name: tensor.grad for name, tensor in tensors.items()}
+    all_gradients = {name: tensor.grad for name, tensor in tensors.items()}
     products.clear()
     for name, tensor in tensors.items():
         tensor.requires_grad_(name not in frozen).grad = None
@@ -116,7 +116,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(path, frozen, mon
     value.backward()
     assert means.keys() == TERMS.keys()
     for name, tensor in tensors.items():
-        torch.testing.assert_close(tensor.grad, None if name in frozen else of_all[name], rtol=0, atol=0)
+        torch.testing.assert_close(tensor.grad, None if name in frozen else all_gradients[name], rtol=0, atol=0)
     assert not (products and "weight" in frozen)  # nor is one computed
 
 
@@ -131,7 +131,7 @@ def test_a_term_that_does_not_give_a_value_for_each_token_is_refused(path, shape
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "full"])
 def test_a_term_that_is_chosen_trains_the_model_and_is_not_evaluated(is_fused, compile, monkeypatch):
-    """A model's own forward has it, by the one function in which a term is added."""
+    """`chosen_terms` is the one place to add a term."""
     monkeypatch.setattr(torch, "compile", compiled)
     tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
@@ -160,14 +160,13 @@ def test_a_term_that_is_chosen_trains_the_model_and_is_not_evaluated(is_fused, c
     logits = model(tokens[:, :-1]).logits
     expected = 0.1 * logits.logsumexp(-1).square().mean()
     torch.testing.assert_close(means, {"z_loss": expected.detach()})
-    (of_term,) = torch.autograd.grad(expected, model.lm_head.weight)
-    torch.testing.assert_close(other, gradient + of_term, rtol=1e-4, atol=1e-6)
+    (term_gradient,) = torch.autograd.grad(expected, model.lm_head.weight)
+    torch.testing.assert_close(other, gradient + term_gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_gradients_of_a_microbatch_are_not_biased_by_its_share_of_the_step(microbatches):
-    """One microbatch of several gives a share of the gradient, to what bf16 rounds it to: against full logits in
-    fp32."""
+    """One microbatch of several gives its share of the gradient of full logits in fp32, rounded to bf16."""
     generator, sizes = torch.Generator().manual_seed(1), ((1500, 64), (300, 64), (300,))
     hidden, weight, offset = (torch.randn(*size, generator=generator).mul(0.3).bfloat16() for size in sizes)
     for tensor in (hidden, weight, offset):
@@ -175,8 +174,8 @@ def test_gradients_of_a_microbatch_are_not_biased_by_its_share_of_the_step(micro
     labels = torch.randint(0, 300, (1500,), generator=generator)
     mean = fused(hidden, weight, offset, labels, {})[0] / microbatches
     exact = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight, offset)]
-    of_logits = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*exact), labels) / microbatches
-    gradients, expected = torch.autograd.grad(mean, (hidden, weight, offset)), torch.autograd.grad(of_logits, exact)
+    full_mean = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*exact), labels) / microbatches
+    gradients, expected = torch.autograd.grad(mean, (hidden, weight, offset)), torch.autograd.grad(full_mean, exact)
     for gradient, other in zip(gradients, expected, strict=True):
         size = (gradient.float() * other).sum() / (other * other).sum()  # 1 where no element is off by the same share
         assert size.item() == pytest.approx(1, abs=5e-4)

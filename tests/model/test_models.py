@@ -1,4 +1,4 @@
-"""Configs, tokenizers, weights and kernels: what is used, and what is refused by name."""
+"""Configs, tokenizers, weights and kernels: the ones that are used, and refusals by name."""
 
 import contextlib
 import dataclasses
@@ -65,7 +65,7 @@ def test_a_model_that_does_not_work_is_refused(mistake, tmp_path, name):
 
 
 def test_fp8_takes_tokens_in_multiples_of_16_and_names_the_nearest_length_and_batch_that_work(mistake):
-    """Also where it is emulated, which would take any number."""
+    """With emulation too, which would take any number."""
     flags = words("--precision fp8 --fp8-emulate --batch-size 2")
     message = mistake(*flags, "--sequence-length", "29")
     assert message.startswith("--sequence-length 29: --precision fp8 (tensorwise) takes batch x sequence in multiples")
@@ -117,7 +117,7 @@ def test_float8_takes_the_linears_that_gain(preset, recipe, taken):
     ],
 )
 def test_a_router_of_experts_is_never_float8(family, experts, sizes):
-    """Where it is an nn.Linear; other families keep its weight in a module of their own."""
+    """In families whose router is an nn.Linear; others have a module of their own."""
     sizes = {"num_hidden_layers": 4, "vocab_size": 256} | sizes
     model = models.on_meta(AutoConfig.for_model(family, **sizes))
     linears = [(module, path) for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
@@ -140,7 +140,7 @@ def test_float8_that_gains_nothing_is_refused():
 
 @pytest.mark.slow
 def test_float8_weights_whose_rows_the_ranks_do_not_divide_train_as_on_one_rank(device, arguments, tmp_path):
-    """64 rows are 22, 22 and 20 on three ranks, and an all-gather takes the same from each."""
+    """64 rows are 22, 22 and 20 on three ranks, and an all-gather takes equal parts."""
     flags = [*arguments, *words("--precision fp8 --fp8-emulate --num-steps 3 --lr 1e-3 --log-interval 1")]
     forked(3, multirank.program, *flags, "--run-name", "three", "--batch-size", "2")
     assert train([*flags, "--run-name", "one", "--batch-size", "6"], device) == 0
@@ -232,7 +232,7 @@ def test_naming_the_kernel_takes_memory_for_one_row_of_queries_whatever_the_batc
 
 
 class Sizes(TorchDispatchMode):
-    """The number of elements of each storage that is made inside."""
+    """A context that records the number of elements of each new storage."""
 
     def __enter__(self):
         self.seen = []

@@ -1,4 +1,4 @@
-"""Muon: the same on any sharding as on whole matrices in one process, each matrix computed once."""
+"""Muon: the same on any sharding as on full matrices in one process, each computed once."""
 
 import json
 import types
@@ -29,9 +29,9 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("multiplies_bf16, products", [(True, torch.bfloat16), (False, torch.float32)])
 def test_a_stack_in_bf16_is_torchs_iteration_but_for_the_rounding_of_sums(monkeypatch, multiplies_bf16, products):
-    """And a matrix of zeros stays zero."""
+    """A matrix of zeros stays zero."""
     monkeypatch.setattr(newton_schulz, "cpu_multiplies_bf16", lambda: multiplies_bf16)
-    assert newton_schulz.dtype_of_products(torch.zeros(1, dtype=torch.bfloat16)) == products
+    assert newton_schulz.product_dtype(torch.zeros(1, dtype=torch.bfloat16)) == products
     matrices = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(1))
     matrices[2] = 0
     for matrix, result in zip(matrices, newton_schulz.orthogonalize(matrices), strict=True):
@@ -71,13 +71,13 @@ def check_losses(folder, device, ranks: int, runs: dict, steps: int = muonranks.
         assert len(own[name]) == steps
 
 
-def test_losses_of_two_ranks_are_those_of_whole_matrices_in_one_process(folder, device):
+def test_losses_of_two_ranks_are_those_of_full_matrices_in_one_process(folder, device):
     check_losses(folder, device, 2, QUICK, steps=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RUNS)
-def test_losses_of_any_number_of_ranks_are_those_of_whole_matrices_in_one_process(folder, device, ranks):
+def test_losses_of_any_number_of_ranks_are_those_of_full_matrices_in_one_process(folder, device, ranks):
     check_losses(folder, device, ranks, RUNS[ranks])
 
 
@@ -92,8 +92,8 @@ RESUMES = [  # ranks, sequences of a microbatch, sharding
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_with_other_numbers_of_ranks_and_stages_as_if_nothing_had_been(folder, tmp_path):
-    """Of sizes that none of these numbers divides; two steps each, beside all of them on one rank."""
+def test_a_checkpoint_continues_on_other_numbers_of_ranks_and_stages_as_if_uninterrupted(folder, tmp_path):
+    """Two steps on each number of ranks, which divides no size; compared with all steps on one rank."""
     common = words(f"--optimizer muon --model {folder / 'uneven'} --dataset synthetic")
     common += words("--sequence-length 32 --precision fp32 --no-compile --lr-scheduler constant --lr 2e-3")
     common += words("--log-interval 1 --final-checkpoint --num-workers 0")

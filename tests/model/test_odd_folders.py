@@ -19,7 +19,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def write(folder, family: str = "llama", **sizes):
-    """A model of a family as save_pretrained writes it; returns its weights."""
+    """Write a model of a family by save_pretrained; return its weights."""
     folder.mkdir()
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **SIZES | {"pad_token_id": None} | sizes)
@@ -28,14 +28,14 @@ def write(folder, family: str = "llama", **sizes):
 
 
 def put(folder, weights: dict[str, torch.Tensor], name: str = "model.safetensors", **fields) -> None:
-    """Writes weights into a file, and fields into the config."""
+    """Write weights into a file, and fields into the config."""
     save_file({key: tensor.contiguous() for key, tensor in weights.items()}, folder / name, {"format": "pt"})
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))
 
 
 def read(folder, export, device) -> None:
-    """Exports what a folder's weights were read as."""
+    """Export the weights of a folder as the program reads them."""
     flags = f"--num-steps 0 --dataset synthetic --init pretrained --model {folder} --export {export}"
     assert train(words(flags), device) == 0
 
@@ -52,7 +52,7 @@ def halves(weights: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor
 
 
 def in_float8(weights: dict[str, torch.Tensor], ending: str = "_scale_inv") -> dict[str, torch.Tensor]:
-    """Linear layers' weights as float8 with a scale for each block of 32 x 32."""
+    """Weights of linears as float8 with a scale for each block of 32 x 32."""
     coded = dict(weights)
     for name, weight in weights.items():
         if name.endswith("proj.weight"):
@@ -64,7 +64,7 @@ def in_float8(weights: dict[str, torch.Tensor], ending: str = "_scale_inv") -> d
 
 
 def in_int8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Linear layers' weights as int8 with a scale for each row, as compressed-tensors has them."""
+    """Weights of linears as int8 with a scale for each row, as in compressed-tensors."""
     coded = dict(weights)
     for name, weight in weights.items():
         if name.endswith("proj.weight"):
@@ -273,15 +273,12 @@ def a_tensor_of_another_shape(folder):
 
 def float8_without_a_config(folder):
     put(folder, in_float8(write(folder)))
-    return (
-        "_proj.weight in F8_E4M3, and its config.json no quantization_config",
-        "add the one that it was quantized with",
-    )
+    return ("_proj.weight in F8_E4M3, and its config.json no quantization_config", "add the one of its quantization")
 
 
 def float8_with_scales_of_another_name(folder):
     put(folder, in_float8(write(folder), "_scale"), quantization_config=FP8)
-    return "has scales that its quantization_config (fp8) does not read", "choose weights that are not quantized"
+    return "in F8_E4M3, without scales that its quantization_config reads", "choose weights that are not quantized"
 
 
 def float8_without_the_scale_of_one_weight(folder):
@@ -306,7 +303,7 @@ def float8_whose_blocks_do_not_fit(folder):
 
 def int8_without_a_config(folder):
     put(folder, in_int8(write(folder)))
-    return "_proj.weight in I8, and its config.json no quantization_config", "add the one that it was"
+    return "_proj.weight in I8, and its config.json no quantization_config", "add the one of its quantization"
 
 
 def int8_without_the_package_that_reads_it(folder):
@@ -344,7 +341,7 @@ def test_a_folder_that_cannot_be_read_so_is_one_line_that_says_what_to_do(device
 
 
 def test_weights_that_are_not_read_may_be_as_they_like(device, tmp_path):
-    """Random weights need a config alone, of which an export keeps nothing that its own weights are not."""
+    """Random weights need a config alone, and an export drops the quantization from it."""
     float8_without_a_config(tmp_path / "model")
     put(tmp_path / "model", {}, "adapter_model.safetensors", quantization_config=FP8)
     (tmp_path / "model" / "adapter_config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Optimizers: what a step changes, what it does not, and what it leaves behind."""
+"""Optimizers: the changes and the memory of a step."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def built(device, arguments):
 
 
 def test_steps_leave_nothing_behind(built):
-    """Through DTensor each step of torch 2.11 left 1,642 objects and 154 KiB."""
+    """With DTensors each step of torch 2.11 left 1,642 objects and 154 KiB."""
     _, optimizer = built()
     counts = []
     for step in range(60):
@@ -131,7 +131,7 @@ def test_moments_that_would_stand_still_in_bf16_are_refused():
 @pytest.mark.parametrize("precision", ["--precision bf16-pure", "--precision fp8 --fp8-emulate"])
 @pytest.mark.slow
 def test_adamw8bit_updates_weights_as_adamw_does(built, monkeypatch, precision):
-    """Its first step: the moments are rounded to a byte after the update has used them."""
+    """In its first step: the moments are rounded to a byte after the update has used them."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     (model, optimizer), (other, reference) = (
         built("--optimizer", name, "--lr", "0.05", *precision.split()) for name in ("adamw8bit", "adamw")

@@ -38,7 +38,7 @@ def built(device, arguments):
 
 
 def take_step(model, optimizer, planted: float | None = None) -> torch.Tensor:
-    """A step with gradients that are drawn; `planted` stands in those of the first and of a middle parameter."""
+    """A step with random gradients; `planted` is written into those of the first and of a middle parameter."""
     parameters = list(model.parameters())
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
@@ -53,7 +53,7 @@ def take_step(model, optimizer, planted: float | None = None) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", [slow_case(name) if name in SLOW else name for name in CASES])
 def test_a_skipped_step_changes_no_bit_of_weights_states_and_counts(built, name):
-    """The first step of all, and one after another."""
+    """In the first step, and in a later one."""
     model, optimizer = built(CASES[name])
     torch.manual_seed(0)
     for _ in range(2):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, STORIES, forked, metrics_of, parse, python, train, unlock, words, write_model
 
-from harness import data, opening
+from harness import data, loop
 from harness.base import UserError
 
 
@@ -23,8 +23,8 @@ def flags(tmp_path):
     return lambda more: [*small, *words(more.replace("{}", str(tmp_path)))]
 
 
-def opened(given: list) -> opening.Opened:
-    return opening.open_run(parse(given), lambda known: 1)
+def opened(given: list) -> loop.Opened:
+    return loop.open_run(parse(given))
 
 
 def evaluated(folder) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, STORIES, metrics_of, parse, train, words, write_model
 
-from harness import data, opening
+from harness import data, loop
 from harness.base import UserError
 
 CHAT = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
@@ -58,7 +58,7 @@ def flags(folder, tmp_path):
 
 
 def loaded(given: list):
-    run = opening.open_run(parse(given), lambda known: 1)
+    run = loop.open_run(parse(given))
     return data.load(run.settings, run.corpora, run.tokenizer, run.config)
 
 

@@ -13,8 +13,8 @@ import pytest
 from conftest import PROGRAM, ROOT, cold_python, start
 
 # Each may import those before it, data and model not each other.
-ORDER = ("base", "flags", "job", "data", "model", "state", "resolving", "opening", "report", "plan")
-WINGS = [name for name in ORDER if name not in ("resolving", "opening")]  # each of which is one file
+ORDER = ("base", "flags", "job", "data", "model", "state", "resolving", "report", "plan", "loop")
+WINGS = [name for name in ORDER if name not in ("resolving", "loop")]  # each of which is one file
 NEIGHBOURS = {"data", "model"}
 WITHOUT_TORCH = ("base", "flags", "job")
 OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "matplotlib", "peft"}

@@ -7,7 +7,7 @@ from conftest import parse, words
 
 from harness.flags import Settings
 from harness.model import load_config
-from harness.resolving import resolve
+from harness.resolving import resolve, resolve_steps
 
 RUNS = [
     "--model demo",
@@ -23,9 +23,9 @@ RUNS = [
 
 
 def resolved(flags: str) -> Settings:
-    """As a run on one rank has it; of auto batches the second smallest fits."""
-    settings = parse(words(flags))
-    return resolve(settings, load_config(settings.model), lambda known: 2 * known.batch_size_multiple())
+    args = parse(words(flags))
+    settings = resolve(args, load_config(args.model))
+    return settings if args.plan else resolve_steps(settings)
 
 
 @pytest.mark.parametrize("flags", RUNS)

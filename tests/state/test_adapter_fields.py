@@ -86,7 +86,7 @@ def plain(workspace):
 
 
 def save_adapters(plain, folder, **fields) -> None:
-    """Has peft write a folder of adapters that are not zero."""
+    """Write a folder of adapters that are not zero, by peft."""
     usual = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(plain), peft.LoraConfig(**usual | fields))
     torch.manual_seed(0)
@@ -180,16 +180,18 @@ def hub(plain, workspace, tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_revision_of_the_base_is_that_which_adapters_name(hub, adapters, device, tmp_path):
-    of_main = logits(build(adapters(base_model_name_or_path="me/base"), device))
+    main_logits = logits(build(adapters(base_model_name_or_path="me/base"), device))
     folder = adapters(revision="old")
     theirs = logits(peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    assert (theirs - of_main).abs().max() > 1e-2
+    assert (theirs - main_logits).abs().max() > 1e-2
     assert (logits(build(folder, device)) - theirs).abs().max() < 1e-5
     command = ["--model", folder, "--dataset", "demo", "--export", tmp_path / "export", "--output-dir", tmp_path]
     assert train([*SMALL, *command, "--cache-dir", tmp_path / "cache"], device) == 0
     exported = base.read_json(tmp_path / "export" / base.ADAPTER_CONFIG)
     assert (exported["base_model_name_or_path"], exported["revision"]) == ("me/base", "old")
-    with pytest.raises(base.UserError, match="adapters for me/base at revision new, which is no folder and not to be"):
+    with pytest.raises(
+        base.UserError, match="adapters for me/base at revision new, which is no folder and not available"
+    ):
         build(adapters(revision="new"), device)
 
 

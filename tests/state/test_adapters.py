@@ -1,4 +1,4 @@
-"""What a run with --lora-rank saves and exports: adapters alone, which peft, transformers and a resumed run load."""
+"""Checkpoints and exports of --lora-rank: adapters alone, which peft, transformers and a resumed run load."""
 
 import json
 import re
@@ -32,14 +32,14 @@ IDS = torch.arange(24).view(1, 24) * 7
 
 @pytest.fixture
 def flags(workspace, tmp_path):
-    """`flags(model)`: a run with adapters on a model that the workspace has weights of, or on a folder."""
+    """`flags(model)`: a run with adapters on a model of the workspace with weights, or on a folder."""
 
-    def of(model, *others) -> list[str]:
+    def flags_for(model, *others) -> list[str]:
         tokenizer, cache = workspace / "tokenizer", workspace / "cache"
         where = ["--tokenizer", tokenizer, "--cache-dir", cache, "--output-dir", tmp_path / "out", "--run-name", "r"]
         return [*map(str, ["--model", workspace / "checkpoints" / model, *words(FLAGS), *where, *others])]
 
-    return of
+    return flags_for
 
 
 @pytest.fixture
@@ -64,9 +64,9 @@ def test_the_best_of_a_run_is_exported_as_the_run_was_asked_to(flags, device, tm
     line = re.search(r"^best .* exported by: (.*)$", capfd.readouterr().out, re.MULTILINE)
     command = shlex.split(line[1])
     assert train(command[command.index("--export-weights") :], device) == 0
-    of_adapters = "adapter_config.json"
+    config_name = "adapter_config.json"
     for folder in (tmp_path / "last", tmp_path / "out" / "r-best"):
-        assert (folder / of_adapters).exists() == (which == "adapters")
+        assert (folder / config_name).exists() == (which == "adapters")
         assert (folder / "config.json").exists() == (which == "merged")
 
 
@@ -74,7 +74,7 @@ def test_the_best_of_a_run_is_exported_as_the_run_was_asked_to(flags, device, tm
 def test_peft_and_transformers_load_an_export_with_the_logits_of_the_run(
     workspace, flags, built, device, tmp_path, name
 ):
-    """With a head of its own and with a tied one, experts in one weight, and weights that are stored transposed."""
+    """With an untied and a tied head, experts in one weight, and weights that are stored transposed."""
     folders = {kind: tmp_path / kind for kind in ("adapters", "merged")}
     assert train(flags(name, "--export", folders["adapters"]), device) == 0
     trained = logits_of(built[0])
@@ -84,8 +84,8 @@ def test_peft_and_transformers_load_an_export_with_the_logits_of_the_run(
     assert (logits_of(plain) - trained).abs().max() > 1e-3
     by_peft = peft.PeftModel.from_pretrained(plain, folders["adapters"])
     assert (logits_of(by_peft) - trained).abs().max() < 1e-5
-    of_merged = AutoModelForCausalLM.from_pretrained(folders["merged"], dtype=torch.float32)
-    assert (logits_of(of_merged) - trained).abs().max() < 1e-5
+    merged_model = AutoModelForCausalLM.from_pretrained(folders["merged"], dtype=torch.float32)
+    assert (logits_of(merged_model) - trained).abs().max() < 1e-5
     assert not {path.name for path in folders["adapters"].iterdir()} & {"config.json", "model.safetensors"}
 
 
@@ -139,8 +139,8 @@ def test_a_checkpoint_has_adapters_and_their_states_and_nothing_of_the_base(flag
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_after_a_kill_on_other_ranks_as_if_nothing_had_been(flags, tmp_path):
-    """Two ranks, killed after their second checkpoint; then four, then one. All adapters are whole in it."""
+def test_a_run_continues_after_a_kill_on_other_ranks_as_if_uninterrupted(flags, tmp_path):
+    """Two ranks, killed after their second checkpoint; then four, then one."""
     batch = {ranks: ["--batch-size", 8 // ranks] for ranks in (1, 2, 4)}
     whole = flags("llama", "--checkpoint-interval", 2, "--keep-checkpoints", 9, "--num-steps", 6)
     forked(2, program, *whole, *map(str, batch[2]), "--export", str(tmp_path / "expected"))
@@ -184,7 +184,7 @@ def test_another_base_or_other_adapters_are_no_resume(workspace, flags, device, 
 
 
 def test_the_same_base_in_other_files_is_a_resume(workspace, flags, device, tmp_path):
-    """Of a Qwen3, whose norms of queries and keys are small tensors: what follows them in a file is other."""
+    """Qwen3's norms of queries and keys are small tensors: the bytes after them differ between divisions into files."""
     model = AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(workspace / "models" / "qwen3"))
     for name, size in (("one", "1GB"), ("many", "20KB")):
         model.save_pretrained(tmp_path / name, max_shard_size=size)
@@ -213,7 +213,7 @@ def test_the_room_for_an_export_is_that_of_the_weights_that_it_writes(flags, dev
 
 
 def test_an_export_of_adapters_says_how_answers_end(flags, device, tmp_path):
-    """By the end token of the base, and by what ended the texts that they were trained on."""
+    """Answers end by the end token of the base, and by the one of the texts in training."""
     exported = ["--export", tmp_path / "adapters"]
     assert train(flags("llama", *exported), device) == 0
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "adapters")
@@ -221,22 +221,22 @@ def test_an_export_of_adapters_says_how_answers_end(flags, device, tmp_path):
     assert tokenizer.eos_token_id in ends
 
 
-def test_a_folder_of_adapters_goes_on_from_them_on_its_base(workspace, flags, device, tmp_path, capfd):
+def test_training_continues_from_a_folder_of_adapters_on_its_base(workspace, flags, device, tmp_path, capfd):
     adapters, run = tmp_path / "adapters", tmp_path / "out" / "r"
     evaluated = ["--eval-interval", 4, "--eval-steps", 2]
     assert train(flags("llama", "--export", adapters, *evaluated, "--lora-targets", "q_proj", "up_proj"), device) == 0
     loss = next(line["eval_loss"] for line in metrics_of(run) if "eval_loss" in line)
-    going_on = without_rank(flags(adapters, *evaluated))
-    assert train([*going_on, "--run-name", "second", "--lr", "1e-12"], device) == 0
+    continued = without_rank(flags(adapters, *evaluated))
+    assert train([*continued, "--run-name", "second", "--lr", "1e-12"], device) == 0
     second = metrics_of(tmp_path / "out" / "second")
     assert next(line["eval_loss"] for line in second if "eval_loss" in line) == pytest.approx(loss, rel=1e-6)
     given = json.loads((tmp_path / "out" / "second" / "config.json").read_text())["flags"]
     assert (given["lora_rank"], given["lora_alpha"], given["lora_targets"]) == (2, 4, ["q_proj", "up_proj"])
     config = base.read_json(adapters / base.ADAPTER_CONFIG)
     with pytest.raises(base.UserError, match=r"--lora-rank 0: .* is a folder of adapters; leave it out"):
-        train([*going_on, "--run-name", "third", "--lora-rank", 0], device)
+        train([*continued, "--run-name", "third", "--lora-rank", 0], device)
     (adapters / base.ADAPTER_CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.05}))
-    assert train([*going_on, "--run-name", "undropped", "--num-steps", 1], device) == 0
+    assert train([*continued, "--run-name", "undropped", "--num-steps", 1], device) == 0
     assert capfd.readouterr().err.count("had a dropout of 0.05; training continues without") == 1
     wrong = {
         "is not there": config | {"base_model_name_or_path": "/nowhere/llama"},
@@ -247,7 +247,7 @@ def test_a_folder_of_adapters_goes_on_from_them_on_its_base(workspace, flags, de
     for problem, content in wrong.items():
         (adapters / base.ADAPTER_CONFIG).write_text(json.dumps(content))
         with pytest.raises(base.UserError, match=problem):
-            train([*going_on, "--run-name", "third"], device)
+            train([*continued, "--run-name", "third"], device)
 
 
 MALFORMED = {
@@ -288,7 +288,7 @@ def adapters(workspace, tmp_path):
 
 
 def without_rank(command: list[str]) -> list[str]:
-    """A command without the --lora-rank and --init that stand in it."""
+    """A command without its --lora-rank and --init."""
     first = command.index("--init")
     return command[:first] + command[first + 4 :]
 
@@ -406,14 +406,14 @@ def test_quantized_weights_are_refused(workspace, flags, device, tmp_path):
 )
 @pytest.mark.parametrize("targets", [None, slow_case("o_proj"), "v_proj", slow_case("down_proj")])
 def test_flops_of_adapters_are_those_that_torch_counts(workspace, flags, device, targets):
-    """A frozen weight has no gradient, and before the first adapter nothing has. Of a sharded model, one of peft's, and
-    one whose embedding alone is frozen."""
+    """A frozen weight has no gradient, and before the first adapter nothing has. Checked for a sharded model, one of
+    peft's, and one whose embedding alone is frozen."""
     chosen = ["--lora-targets", targets] if targets else []
     settings = parse(flags("llama", *chosen, "--attention", "eager"))
     config = models.load_config(settings.model)
-    from harness import plan, resolving
+    from harness import resolving
 
-    settings = resolving.resolve(settings, config, plan.choose_batch_size)
+    settings = resolving.resolve_steps(resolving.resolve(settings, config))
     sharded = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
     plain = AutoModelForCausalLM.from_pretrained(settings.model, attn_implementation="eager", dtype=torch.float32)
     all_linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -428,7 +428,7 @@ def test_flops_of_adapters_are_those_that_torch_counts(workspace, flags, device,
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-bf16", slow_case("adamw8bit")])
-def test_other_optimizers_train_adapters_and_go_on(flags, device, tmp_path, optimizer):
+def test_other_optimizers_train_adapters_and_resume(flags, device, tmp_path, optimizer):
     chosen = ["--optimizer", optimizer, "--checkpoint-interval", 2, "--keep-checkpoints", 9]
     assert train(flags("llama", *chosen), device) == 0
     last = tmp_path / "out" / "r" / "checkpoints" / "step-00000004"
@@ -441,7 +441,7 @@ def test_other_optimizers_train_adapters_and_go_on(flags, device, tmp_path, opti
 
 
 def test_a_model_that_no_gpu_has_room_for_is_refused_before_it_is_read(monkeypatch):
-    """By what is trained of it: a frozen weight takes its own bytes, any other its gradient's too."""
+    """A frozen weight takes its own bytes, a trained one its gradient's too."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=2**32))
     with torch.device("meta"):
         model = torch.nn.Linear(2**14, 2**15, bias=False, dtype=torch.float32)  # 2 GiB

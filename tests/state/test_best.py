@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT, Stop, forked, metrics_of, slow_case, train, unlock, words, write_model
 
 import train_fsdp
+from harness import loop
 
 
 @pytest.fixture
@@ -93,25 +94,25 @@ DISTURBED = {  # a stop after so many forward passes after a step, or a kill whe
     "stop in a story": (4, 12),
     "stop in the last stories": (8, 12),
     "kill in the evaluation": ("train_fsdp.evaluate", 4),
-    "kill in the stories": ("harness.opening.generate_samples", 4),
+    "kill in the stories": ("harness.loop.generate_samples", 4),
     "kill before the log line": ("harness.report.Log.write", 4),
     "kill before the save": ("harness.state.Checkpoints.save", 4),
     "kill before the last save": ("harness.state.Checkpoints.save", 8),
-    "kill in the last stories": ("harness.opening.generate_samples", 8),
+    "kill in the last stories": ("harness.loop.generate_samples", 8),
     "kill before the final line": ("harness.report.Log.finish", 8),
 }
 
 
 @pytest.mark.parametrize("how", [how if how == "stop in a story" else slow_case(how) for how in DISTURBED])
 def test_a_run_that_was_disturbed_names_and_keeps_the_best_of_an_undisturbed_one(flags, run, device, monkeypatch, how):
-    evaluate, evaluate_and_log = train_fsdp.evaluate, train_fsdp.evaluate_and_log
+    evaluate, evaluate_and_log = train_fsdp.evaluate, loop.evaluate_and_log
     step, given = [0], [*flags("8 --sample-prompt a --sample-tokens 4 --no-async-checkpoint"), *words("--resume auto")]
 
     def note_step(a_run, due, metrics, *rest):
         step[0] = metrics["step"]
         evaluate_and_log(a_run, due, metrics, *rest)
 
-    monkeypatch.setattr(train_fsdp, "evaluate_and_log", note_step)
+    monkeypatch.setattr(loop, "evaluate_and_log", note_step)
     monkeypatch.setattr(
         train_fsdp, "evaluate", lambda *args: (evaluate(*args), ({"eval_loss": EVAL_LOSSES[step[0]]}, 1))[1]
     )

@@ -1,5 +1,5 @@
-"""torch's fused AdamW. Its kernel gets local tensors: going through DTensor costs the host time for each parameter, and
-in torch 2.11 it leaks. The states are DTensors."""
+"""torch's fused AdamW. Its kernel gets local tensors: DTensors cost the host time for each parameter, and in torch 2.11
+they leak. The states are DTensors."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ class AdamW(torch.optim.AdamW):
     """`moments` is the dtype of the moments, by default that of the parameters. `update` updates one tensor, with the
     arguments of the function of that name; by default torch's kernel updates all, which takes no other dtype.
 
-    `grad_scale` is what the next step divides the gradients by; torch's kernel writes them back, which costs less than
-    a pass of its own. Where `skip` is 1 nothing changes, no step count either.
+    The next step divides the gradients by `grad_scale`; torch's kernel writes them back, which costs less than a
+    separate pass. If `skip` is 1 nothing changes, not even a step count.
     """
 
     @torch.no_grad()
@@ -39,7 +39,7 @@ class AdamW(torch.optim.AdamW):
         self.grad_scale = self.skip = None
 
     def update_group(self, group: dict) -> None:
-        """One step of a group's parameters, of each its part on this rank."""
+        """One step of this rank's shards of a group's parameters."""
         with_grad = [parameter for parameter in group["params"] if parameter.grad is not None]
         states = [self.state[parameter] for parameter in with_grad]
         parameters, gradients = [local(parameter) for parameter in with_grad], [local(p.grad) for p in with_grad]
@@ -59,7 +59,7 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         """One step by `self.update`. `tensors` are the parameters, their gradients and both of their moments."""
         rate = torch.tensor(lr)
-        # private: torch documents few operators on many tensors. One tensor for all would be read on the host.
+        # private: one kernel for all steps. A single tensor as the addend would be read on the host.
         torch._foreach_add_(steps, 1 if self.skip is None else [1 - self.skip] * len(steps))
         for *moments, step in zip(*tensors, steps, strict=True):
             flat = [tensor.view(-1) for tensor in moments]
@@ -80,11 +80,9 @@ def update(
     beta1: float,
     beta2: float,
 ) -> None:
-    """AdamW of one tensor, in fp32 whatever its tensors are kept in; they are rounded when the update has used them.
-    Nothing changes where `skip`, a scalar if it is not None, is 1.
-
-    `rate` is a tensor, as another number in each step would be compiled anew.
-    """
+    """AdamW of one tensor, in fp32 whatever the dtype of its tensors; they are rounded after the update has used them.
+    Nothing changes if `skip`, None or a scalar, is 1. `rate` is a tensor, as a number would be compiled again in each
+    step."""
     grad = grad.float() if scale is None else grad.float() / scale
     first = exp_avg.float() * beta1 + grad * (1 - beta1)
     second = exp_avg_sq.float() * beta2 + grad * grad * (1 - beta2)

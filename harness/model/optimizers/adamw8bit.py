@@ -1,10 +1,10 @@
-"""torchao's AdamW with 8-bit states. Its update gets local tensors: compiled over DTensors it ends with SIGSEGV on
-float8 weights, and on weights in bf16 with an error of the compiler."""
+"""torchao's AdamW with 8-bit states. Its update gets local tensors: compiled with DTensors it ends with SIGSEGV on
+float8 weights and with a compiler error on bf16 weights."""
 
 from typing import Any
 
 import torch
-import torch._dynamo.utils  # private: the limit of recompiles has no public name
+import torch._dynamo.utils  # private: the recompile limit has no public name
 
 from harness import flags
 from harness.model.optimization import OptimizerKind, local
@@ -15,7 +15,7 @@ def build(groups: list[dict], settings: flags.Settings) -> torch.optim.Optimizer
 
 
 def adamw8bit() -> Any:
-    """The class, made when it is asked for: torchao is imported only by who uses it."""
+    """The class, made on the first call: torchao is imported only if it is used."""
     from torchao.optim import AdamW8bit as Torchaos
     from torchao.optim.adam import single_param_adam
     from torchao.optim.subclass_8bit import OptimState8bit
@@ -33,12 +33,12 @@ def adamw8bit() -> Any:
 
         @staticmethod
         def _subclass_zeros(tensor: torch.Tensor, signed: bool, block_size: int) -> torch.Tensor:
-            # of fp32 as the update computes it, also for weights in bf16: torch cannot compile a view of another dtype
+            # fp32, in which the update computes, for bf16 weights too: torch cannot compile a view of another dtype
             return OptimState8bit.zeros(tensor.shape, signed, block_size, tensor.device, dtype=torch.float32)
 
         @torch.no_grad()
         def step(self) -> None:
-            # private: it is compiled for each shape, and the limit of that has no public name
+            # private: the update is compiled for each shape, and the recompile limit has no public name
             with torch._dynamo.utils.disable_cache_limit():
                 for group in self.param_groups:
                     options = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
@@ -55,7 +55,7 @@ def adamw8bit() -> Any:
 
 
 def compute_tables() -> None:
-    """torchao computes its tables of codes from real tensors, once; a plan has none."""
+    """Compute torchao's code tables from real tensors, which a plan lacks; torchao caches them."""
     from torchao.optim import subclass_8bit
 
     subclass_8bit.get_qmap_signed()

@@ -1,5 +1,5 @@
-"""AdamW with moments in bf16. torch's kernel does not take moments of another dtype than the parameters', so these are
-updated here; compiled layers come with a compiled update."""
+"""AdamW with moments in bf16. torch's kernel does not take moments of another dtype than the parameters', so the update
+is Python, compiled with --compile."""
 
 import torch
 

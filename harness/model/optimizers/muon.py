@@ -1,5 +1,5 @@
-"""Muon, orthogonal updates of the matrices in decoder layers, with AdamW for all else. Each matrix is computed whole,
-once in the world, however it is sharded; docs/OPTIMIZERS.md has the formulas, its memory and its traffic.
+"""Muon, orthogonal updates of the matrices in decoder layers, with AdamW for all else. Each full matrix is computed on
+one rank, however it is sharded; docs/OPTIMIZERS.md has the formulas, its memory and its traffic.
 
 Momentum, Nesterov and update are those of torch.optim.Muon (torch 2.13), step for step.
 """
@@ -11,10 +11,10 @@ from torch import nn
 
 from harness import flags
 from harness.model import newton_schulz
+from harness.model.full_matrices import FullUpdate, Ranks
 from harness.model.matrices import matrix_weights
 from harness.model.optimization import OptimizerKind, decay_matrices, local
 from harness.model.optimizers.adamw import AdamW
-from harness.model.whole_matrices import Ranks, WholeUpdate
 
 MOMENTUM = 0.95
 
@@ -23,7 +23,7 @@ class Muon(AdamW):
     """A group with `matrices` is updated by Muon, any other by AdamW."""
 
     def __init__(self, groups: list[dict], settings: flags.Settings):
-        self.ranks: Ranks | None = None  # since the first step
+        self.ranks: Ranks | None = None  # set in the first step
         super().__init__(groups, lr=settings.lr, betas=settings.betas)
 
     def add_states(self, group: dict) -> None:
@@ -45,62 +45,61 @@ class Muon(AdamW):
         self.move_momenta(group, [weight.parameter for weight in weights])
 
         def add(matrices: list[torch.Tensor], updates: list[torch.Tensor], size: tuple[int, int]) -> None:
-            # private: torch documents few operators on many tensors
-            torch._foreach_add_(matrices, updates, alpha=-group["lr"] * scale_of_update(size))
+            # private: one kernel for all
+            torch._foreach_add_(matrices, updates, alpha=-group["lr"] * update_scale(size))
 
-        WholeUpdate(self.ranks, newton_schulz.DTYPE, self.orthogonalize, add).run(weights)
+        FullUpdate(self.ranks, newton_schulz.DTYPE, self.orthogonalize, add).run(weights)
 
     def move_momenta(self, group: dict, parameters: list) -> None:
-        """Moves the momenta towards the gradients, then puts into the gradients what Nesterov takes, as they are not
-        needed any more and a step then takes no further memory of their size; and decays the weights. Where `skip` is 1
-        each momentum stands in for its gradient: towards itself it does not move, and what is computed of it is
-        finite."""
+        """Move the momenta towards the gradients, overwrite the gradients with Nesterov's (which saves memory of their
+        size), and decay the weights. If `skip` is 1 each momentum replaces its gradient: it does not move, and all that
+        is computed from it is finite."""
         shrinks_to = 1 - group["lr"] * group["weight_decay"]
         if self.skip is not None:
             shrinks_to = torch.where(self.skip > 0, 1.0, shrinks_to)
         gradients = [local(parameter.grad) for parameter in parameters]
         if self.grad_scale is not None:
-            # private: torch documents few operators on many tensors
+            # private: one kernel for all
             torch._foreach_div_(gradients, self.grad_scale)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             momentum = local(self.state[parameter]["momentum"])
-            exact = gradient.float()  # itself where it is in fp32
+            exact = gradient.float()  # the gradient itself if it is in fp32
             if self.skip is not None:
                 torch.where(self.skip > 0, momentum, exact, out=exact)
             momentum.lerp_(exact, 1 - MOMENTUM)
             gradient.copy_(exact.lerp_(momentum, MOMENTUM))
-        # private: one kernel for all, where a documented loop would launch one each
+        # private: one kernel for all
         torch._foreach_mul_([local(parameter) for parameter in parameters], shrinks_to)
 
     def orthogonalize(self, matrices: torch.Tensor) -> torch.Tensor:
-        """The updates of matrices (count, rows, columns), zeros in a step that is skipped."""
+        """The updates of matrices (count, rows, columns); zeros if the step is skipped."""
         updates = newton_schulz.orthogonalize(matrices)
         return updates if self.skip is None else updates.masked_fill_(self.skip > 0, 0)
 
 
-def scale_of_update(size: tuple[int, int]) -> float:
-    """What the learning rate is multiplied by, for a matrix of (outputs, inputs): with 0.2 sqrt(max) an update's root
-    mean square is about that of AdamW, whose rate and weight decay carry over (arXiv 2502.16982; `match_rms_adamw` of
+def update_scale(size: tuple[int, int]) -> float:
+    """The factor of the learning rate for a matrix of (outputs, inputs): with 0.2 sqrt(max) the root mean square of an
+    update is about AdamW's, whose rate and weight decay carry over (arXiv 2502.16982; `match_rms_adamw` of
     torch.optim.Muon)."""
     return 0.2 * max(size) ** 0.5
 
 
 def groups(model: nn.Module, settings: flags.Settings) -> list[dict]:
-    """The parameters that are matrices in a first group, with `matrices`; the others as AdamW groups them."""
+    """Groups of parameters: first the matrices, with `matrices`, then the others as for AdamW."""
     weights = [weight for weight in matrix_weights(model).values() if weight.parameter.requires_grad]
     first = {"params": [weight.parameter for weight in weights], "matrices": weights}
     result = [first | {"lr": settings.lr, "weight_decay": settings.weight_decay}]
-    of_muon = {id(weight.parameter) for weight in weights}
+    muon_ids = {id(weight.parameter) for weight in weights}
     for group in decay_matrices(model, settings):
-        others = [parameter for parameter in group["params"] if id(parameter) not in of_muon]
+        others = [parameter for parameter in group["params"] if id(parameter) not in muon_ids]
         result.append(group | {"params": others, "lr": settings.adamw_lr or settings.lr})
     return result
 
 
 def describe(model: nn.Module) -> str:
-    """How many parameters each of the two updates, and which."""
+    """The header's text: the number and kinds of parameters of both updates."""
     found = matrix_weights(model)
-    matrices: Counter[str] = Counter()  # by the last word of the parameters' names, as are the others
+    matrices: Counter[str] = Counter()  # keyed by the last word of the parameters' names
     others: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         short = "biases" if name.endswith("bias") else name.removesuffix(".weight").split(".")[-1]
@@ -108,8 +107,8 @@ def describe(model: nn.Module) -> str:
             matrices[short] += found[name].count()
         elif parameter.requires_grad:
             others[short] += 1
-    of_muon = f"{matrices.total():,} matrices ({', '.join(matrices)})"
-    return f"{of_muon}; adamw on {others.total():,} other parameters ({', '.join(others)})"
+    muon_part = f"{matrices.total():,} matrices ({', '.join(matrices)})"
+    return f"{muon_part}; adamw on {others.total():,} other parameters ({', '.join(others)})"
 
 
 OPTIMIZER = OptimizerKind(Muon, groups=groups, describe=describe)

@@ -1,9 +1,9 @@
-"""Whole matrices: deals sharded weights out among all ranks, brings the gradient of each whole to its owner, and brings
-the update that the owner made of it back.
+"""Full matrices: assigns each sharded weight to an owner rank, sends the full gradient to the owner, and sends the
+owner's update back.
 
-Weights of one kind travel together: an all-to-all over the shard group sends every rank its weights whole, another
-brings the results back, and with replicas, each of which takes its own part, an all-gather over the replicas follows.
-Experts lie whole on a rank already: replicas divide them among themselves, and only the all-gather is left.
+Weights of one kind travel together: an all-to-all over the shard group sends each owner its full gradients, another
+returns the updates. Replicas divide the weights among themselves, so an all-gather over the replicas follows. A rank
+holds full matrices of its experts already: replicas divide them, and only the all-gather is left.
 """
 
 import dataclasses
@@ -16,28 +16,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.model.matrices import MatrixWeight
 from harness.model.optimization import local
 
-MAX_BATCH_BYTES = 2**26  # of the weights of a rank in one batch, in 2 bytes a number; one weight may be larger
+MAX_BATCH_BYTES = 2**26  # bytes of a rank's weights in one batch, 2 per number; a single weight may be larger
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Weights of one kind that travel and are computed together: what each rank of the mesh owns of them."""
+    """Weights of one kind that travel and are computed together, in a list for each rank of the mesh, their owner."""
 
     owned: list[list[MatrixWeight]]
 
     @property
     def weight(self) -> MatrixWeight:
-        """One of them."""
+        """One of the weights; all have its kind."""
         return next(weight for rank_weights in self.owned for weight in rank_weights)
 
     @property
     def slots(self) -> int:
-        """How many weights a rank is sent; one that owns fewer is sent nothing in particular in the last ones."""
+        """The number of weights that each rank receives; the last are padding for a rank that owns fewer."""
         return max(map(len, self.owned))
 
 
 def deal(weights: Iterable[MatrixWeight], world: int) -> list[Batch]:
-    """Weights of two dimensions in batches, dealt out in turn to the ranks, the largest first."""
+    """Batches of weights of two dimensions, the largest first, whose owners are the ranks in turn."""
     kinds: dict[tuple, list[MatrixWeight]] = {}
     for weight in weights:
         kinds.setdefault(weight.kind, []).append(weight)
@@ -53,15 +53,15 @@ def deal(weights: Iterable[MatrixWeight], world: int) -> list[Batch]:
     return batches
 
 
-def rows_of_shard(length: int, shard: int, shards: int) -> range:
-    """The indices of dimension 0 that a shard has, as FSDP2 and torch.chunk divide it; the last ones may be empty."""
+def shard_rows(length: int, shard: int, shards: int) -> range:
+    """The rows of a shard when FSDP2 and torch.chunk divide `length` rows; the last shards may be empty."""
     size = -(-length // shards)
     return range(min(shard * size, length), min((shard + 1) * size, length))
 
 
 class Ranks:
-    """The ranks of a mesh of (shard,) or (replicate, shard), seen from one. Tensors travel on the mesh's device. What
-    begins a collective returns a function that waits for its result."""
+    """This rank's place in a mesh of (shard,) or (replicate, shard), and its collectives, on the mesh's device. A
+    method that starts a collective returns a function that waits for the result."""
 
     def __init__(self, mesh: DeviceMesh):
         self.device = torch.device(mesh.device_type)
@@ -73,10 +73,10 @@ class Ranks:
             self.replica_group = mesh.get_group("replicate")
 
     def rows(self, weight: MatrixWeight) -> range:
-        """The rows of a weight of two dimensions that this rank has."""
-        return rows_of_shard(weight.shape[0], self.shard, self.shards)
+        """This rank's rows of a weight of two dimensions."""
+        return shard_rows(weight.shape[0], self.shard, self.shards)
 
-    def places(self, batch: Batch, replica: int) -> list[tuple[int, int, MatrixWeight]]:
+    def owned_slots(self, batch: Batch, replica: int) -> list[tuple[int, int, MatrixWeight]]:
         """(shard, slot, weight) of the weights that a replica's ranks own."""
         found = []
         for shard, owned in enumerate(batch.owned[replica * self.shards :][: self.shards]):
@@ -84,36 +84,36 @@ class Ranks:
         return found
 
     def empty(self, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
-        """For the most rows that a shard has, of each slot of this replica: (shards, slots, rows, columns)."""
+        """A buffer of (shards, slots, most rows of a shard, columns)."""
         length, columns = batch.weight.shape
-        rows = len(rows_of_shard(length, 0, self.shards))
+        rows = len(shard_rows(length, 0, self.shards))
         return torch.empty(self.shards, batch.slots, rows, columns, dtype=dtype, device=self.device)
 
     def gather(self, batch: Batch, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """Begins to bring the gradients of this rank's weights here; `whole` puts them together."""
+        """Start to send this rank's gradient rows to their owners; `join` makes full gradients of received rows."""
         sent, rows = self.empty(batch, dtype), len(self.rows(batch.weight))
-        places = self.places(batch, self.replica)
-        if places:
-            targets = [sent[shard, slot, :rows] for shard, slot, _ in places]
+        slots = self.owned_slots(batch, self.replica)
+        if slots:
+            targets = [sent[shard, slot, :rows] for shard, slot, _ in slots]
             # private: no public name copies many tensors at once, from other dtypes and devices too
-            torch._foreach_copy_(targets, [local(weight.parameter.grad) for _, _, weight in places])
+            torch._foreach_copy_(targets, [local(weight.parameter.grad) for _, _, weight in slots])
         return self.exchange(sent)
 
-    def whole(self, batch: Batch, received: torch.Tensor) -> torch.Tensor:
-        """What came, as (weights that this rank owns, rows, columns)."""
+    def join(self, batch: Batch, received: torch.Tensor) -> torch.Tensor:
+        """The full gradients from received rows, (weights that this rank owns, rows, columns)."""
         own = len(batch.owned[self.replica * self.shards + self.shard])
         return received[:, :own].transpose(0, 1).flatten(1, 2)[:, : batch.weight.shape[0]]
 
-    def give_back(self, batch: Batch, whole: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins to bring results, shaped as `whole` gave them, back to the ranks that have their rows."""
-        sent = self.empty(batch, whole.dtype)
+    def give_back(self, batch: Batch, full: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to send results, shaped as by `join`, back to the ranks that have their rows."""
+        sent = self.empty(batch, full.dtype)
         for shard, shard_buffer in enumerate(sent):
-            rows = rows_of_shard(batch.weight.shape[0], shard, self.shards)
-            shard_buffer[: len(whole), : len(rows)] = whole[:, rows.start : rows.stop]
+            rows = shard_rows(batch.weight.shape[0], shard, self.shards)
+            shard_buffer[: len(full), : len(rows)] = full[:, rows.start : rows.stop]
         return self.exchange(sent)
 
     def exchange(self, sent: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins an all-to-all among the shards of a replica, in equal parts."""
+        """Start an all-to-all among the shards of a replica, in equal parts."""
         if self.shards == 1:
             return lambda: sent
         received = torch.empty_like(sent)
@@ -121,7 +121,7 @@ class Ranks:
         return after(work, sent, received)
 
     def share(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins to bring the results of all replicas to this one, as (replicas, ...)."""
+        """Start to gather the results of all replicas, (replicas, ...)."""
         if self.replicas == 1:
             return lambda: results[None]
         gathered = results.new_empty(self.replicas, *results.shape)
@@ -129,20 +129,20 @@ class Ranks:
         return after(work, results, gathered)
 
     def results(self, batch: Batch, gathered: torch.Tensor) -> tuple[list[MatrixWeight], list[torch.Tensor]]:
-        """(all weights of a batch, this rank's rows of each), of what `share` gave."""
+        """(all weights of a batch, this rank's rows of each), from the result of `share`."""
         weights, updates, rows = [], [], len(self.rows(batch.weight))
         for replica in range(self.replicas):
-            for shard, slot, weight in self.places(batch, replica):
+            for shard, slot, weight in self.owned_slots(batch, replica):
                 weights.append(weight)
                 updates.append(gathered[replica, shard, slot, :rows])
         return weights, updates
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeUpdate:
-    """An update of weights that takes their matrices whole, each once in the world.
+class FullUpdate:
+    """An update of weights that is computed from full matrices, each on one rank.
 
-    `compute` makes updates of gradients: of matrices (count, rows, columns) in `dtype`, on the rank that owns them.
+    `compute` turns gradients, matrices (count, rows, columns) in `dtype`, into updates, on the rank that owns them.
     `add(matrices, updates, size)` adds updates to this rank's rows of matrices of one size, (outputs, inputs).
     """
 
@@ -152,30 +152,30 @@ class WholeUpdate:
     add: Callable[[list[torch.Tensor], list[torch.Tensor], tuple[int, int]], None]
 
     def run(self, weights: list[MatrixWeight]) -> None:
-        """Updates all weights. Ranks have the same ones, so they deal alike."""
-        divided = [weight for weight in weights if not weight.is_of_experts]
+        """Update all weights. All ranks have the same list, so they agree on the owners."""
+        divided = [weight for weight in weights if not weight.is_expert_stack]
         tasks = [self.update_batch(batch) for batch in deal(divided, self.ranks.replicas * self.ranks.shards)]
         for weight in weights:
-            if weight.is_of_experts:
+            if weight.is_expert_stack:
                 tasks += self.expert_tasks(weight)
         interleave(tasks)
 
     def update_batch(self, batch: Batch) -> Iterator[None]:
-        """Updates the weights of a batch; each yield is a place to wait, at which another batch may go on."""
+        """Update the weights of a batch; at each yield a collective is running, and another batch may continue."""
         ranks = self.ranks
-        coming = ranks.gather(batch, self.dtype)
+        wait = ranks.gather(batch, self.dtype)
         yield
-        whole = ranks.whole(batch, coming())
-        self.compute_in_place(batch.weight, whole)
-        coming = ranks.give_back(batch, whole)
+        full = ranks.join(batch, wait())
+        self.compute_in_place(batch.weight, full)
+        wait = ranks.give_back(batch, full)
         yield
-        coming = ranks.share(coming())
+        wait = ranks.share(wait())
         yield
-        weights, updates = ranks.results(batch, coming())
+        weights, updates = ranks.results(batch, wait())
         self.receive([(weight, ...) for weight in weights], updates, ranks.rows(batch.weight).start)
 
     def expert_tasks(self, weight: MatrixWeight) -> Iterator[Iterator[None]]:
-        """The tasks that update the experts that this rank holds, some at a time, divided among replicas."""
+        """The tasks that update this rank's experts, some at a time, divided among replicas."""
         size = max(1, MAX_BATCH_BYTES // (2 * weight.shape[1:].numel())) * self.ranks.replicas
         experts = range(len(local(weight.parameter)))
         for first in experts[::size]:
@@ -185,24 +185,24 @@ class WholeUpdate:
         ranks = self.ranks
         share = -(-len(experts) // ranks.replicas)
         own = local(weight.parameter.grad)[experts.start : experts.stop][ranks.replica * share :][:share]
-        whole = torch.zeros(share, *weight.shape[1:], dtype=self.dtype, device=ranks.device)
-        whole[: len(own)] = own
-        self.compute_in_place(weight, whole)
-        coming = ranks.share(whole)
+        full = torch.zeros(share, *weight.shape[1:], dtype=self.dtype, device=ranks.device)
+        full[: len(own)] = own
+        self.compute_in_place(weight, full)
+        wait = ranks.share(full)
         yield
-        updates = coming().flatten(0, 1)[: len(experts)]
+        updates = wait().flatten(0, 1)[: len(experts)]
         self.receive([(weight, expert) for expert in experts], list(updates))
 
-    def compute_in_place(self, weight: MatrixWeight, whole: torch.Tensor) -> None:
-        """Puts updates in the place of the gradients of weights, (count, rows, columns)."""
-        for matrices in weight.split(whole) if len(whole) else ():
+    def compute_in_place(self, weight: MatrixWeight, full: torch.Tensor) -> None:
+        """Overwrite the gradients of weights, (count, rows, columns), with updates."""
+        for matrices in weight.split(full) if len(full) else ():
             matrices.copy_(self.compute(matrices))
 
-    def receive(self, places: list[tuple], updates: list[torch.Tensor], first_row: int = 0) -> None:
-        """Adds updates to weights of one kind: of each this rank's rows, those from `first_row` on. `places` are a
-        weight and which of its experts, or `...`."""
-        weight, _ = places[0]
-        targets = [weight.split(local(one.parameter)[expert], first_row) for one, expert in places]
+    def receive(self, updated: list[tuple], updates: list[torch.Tensor], first_row: int = 0) -> None:
+        """Add updates to this rank's rows, from `first_row` on, of weights of one kind. `updated` are (a weight, the
+        index of its expert or `...`)."""
+        weight, _ = updated[0]
+        targets = [weight.split(local(one.parameter)[expert], first_row) for one, expert in updated]
         sources = [weight.split(update.to(targets[0][0].device), first_row) for update in updates]
         for number, size in enumerate(weight.sizes):
             part_targets, part_sources = ([parts[number] for parts in tensors] for tensors in (targets, sources))
@@ -210,21 +210,21 @@ class WholeUpdate:
 
 
 def after(work: dist.Work, sent: torch.Tensor, received: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A function that waits for a collective and returns what it received. What is sent lives until then, not longer:
-    whoever keeps the function keeps neither it nor `work`, which has it too."""
-    on_its_way = [(work, sent)]
+    """A function that waits for a collective and returns the received tensor. Waiting frees `sent` and `work`, which
+    refers to it, even if the function is kept."""
+    pending = [(work, sent)]
 
-    def take() -> torch.Tensor:
-        work, _ = on_its_way.pop()
+    def wait() -> torch.Tensor:
+        work, _ = pending.pop()
         work.wait()
         return received
 
-    return take
+    return wait
 
 
 def interleave(tasks: Iterable[Iterator[None]]) -> None:
-    """Runs generators to their end. Each begins before those before it go on: what a task waits for is on its way while
-    the task before it computes."""
+    """Run generators to their end. Each starts before those before it continue, so that its collective runs while they
+    compute."""
     running: list[Iterator[None]] = []
     for task in tasks:
         running = [other for other in [task, *running] if advance(other)]
@@ -233,5 +233,5 @@ def interleave(tasks: Iterable[Iterator[None]]) -> None:
 
 
 def advance(task: Iterator[None]) -> bool:
-    """Runs a generator to its next yield; whether it has one."""
+    """Run a generator to its next yield; return False if it ended."""
     return next(task, "ended") is None

@@ -1,0 +1,376 @@
+"""Loop: what a run does around its training steps: it opens files, resolves its settings, evaluates, samples, logs,
+saves, stops and ends. Every rank calls each function."""
+
+import dataclasses
+import math
+import pathlib
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness import base, data, flags, job, plan, report, resolving, state
+from harness import model as models
+
+# The script's `evaluate`: (settings, model, eval data, device) -> (losses by key, tokens).
+Evaluate = Callable[[flags.Settings, Any, dict[str, Any], torch.device], tuple[dict[str, float], int]]
+
+# ---- Opening ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(kw_only=True)
+class Opened:
+    """What a run has found and decided before anything is built."""
+
+    settings: flags.Settings
+    corpora: list[data.Corpus]
+    config: transformers.PretrainedConfig
+    tokenizer: Any
+    prompts: list[str | data.Conversation]  # to generate samples from
+    checkpoint: state.Checkpoint | None  # to resume from or to read
+    dataset: Any = None  # a data.TrainingData; None if no data are read, or before they are
+
+    @property
+    def manifest(self) -> dict | None:
+        return self.checkpoint.manifest if self.checkpoint else None
+
+    @property
+    def record(self) -> data.DataRecord | None:
+        """The record of the data: of those that are read, else of the checkpoint's."""
+        if self.dataset is not None:
+            return self.dataset.record
+        return data.read_record(self.manifest) if self.manifest else None
+
+
+def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
+    """Find the data, the model's files and the checkpoint, and resolve the flags.
+
+    Args:
+        folder: the run's; None if nothing is trained.
+
+    Raises:
+        UserError: something is missing, damaged, or does not go together.
+    """
+    corpora = data.find(args) if args.num_steps or args.eval_interval or args.show_samples else []
+    config, tokenizer, texts = models.load_files(args, data.needs_tokenizer(args, corpora))
+    prompts = base.broadcast_from_rank_0(lambda: [prompt for text in texts for prompt in data.read_prompt(text)])
+    checkpoint = state.find_checkpoint(args.resume, folder)
+    starts_at_random = args.trains() and args.init == "random" and not checkpoint
+    unread = base.broadcast_from_rank_0(lambda: models.describe_unread(args.model)) if starts_at_random else ""
+    if unread:
+        job.warn(unread)
+    if args.export:
+        state.check_export(args, checkpoint, folder)
+    # training keeps the batch and the warmup of its checkpoint; what only reads one has none
+    manifest = checkpoint.manifest if checkpoint and args.trains() else None
+    settings = resolving.resolve(args, config, corpora, manifest)
+    if args.batch_size == "auto":
+        size = base.broadcast_from_rank_0(lambda: plan.choose_batch_size(settings))
+        settings = dataclasses.replace(settings, batch_size=size)
+    if manifest:
+        settings = state.keep_global_batch(settings, manifest)
+    epoch = data.count_epoch(settings, corpora, tokenizer, config, manifest) if settings.num_epochs else 0
+    settings = resolving.resolve_steps(settings, manifest, epoch)
+    resolving.refuse_contradictions(settings, args)
+    opened = Opened(
+        settings=settings, corpora=corpora, config=config, tokenizer=tokenizer, prompts=prompts, checkpoint=checkpoint
+    )
+    check_prompts(opened)
+    return opened
+
+
+def check_prompts(opened: Opened) -> None:
+    """Raise a UserError if a prompt, as the model gets it, and its continuation exceed the model's positions."""
+    settings, positions = opened.settings, getattr(opened.config.get_text_config(), "max_position_embeddings", None)
+    for text in render_prompts(opened, opened.prompts):
+        tokens = len(opened.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if positions and tokens + settings.sample_tokens > positions:
+            problem = f"more than {settings.model}'s {positions} positions with the prompt's {tokens} tokens"
+            advice = "use fewer, or a shorter --sample-prompt"
+            raise base.UserError(f"--sample-tokens {settings.sample_tokens}: {problem}; {advice}")
+
+
+def render_prompts(opened: Opened, prompts: list[str | data.Conversation]) -> list[str]:
+    """The texts that samples continue, rendered by rank 0."""
+    settings, tokenizer = opened.settings, opened.tokenizer
+    answers = data.are_chats(opened.corpora, data.read_record(opened.manifest) if opened.manifest else None)
+    return base.broadcast_from_rank_0(
+        lambda: [data.render_prompt(settings, answers, tokenizer, prompt) for prompt in prompts]
+    )
+
+
+def load_eval_data(opened: Opened) -> None:
+    """Load what an evaluation without training reads into `opened`: of the data that the weights were trained on the
+    eval split, of other data without an eval split all documents.
+
+    Raises:
+        UserError: the run trained on it, or it is no longer what the run read.
+    """
+    settings, manifest = opened.settings, opened.manifest
+    source = (opened.corpora, opened.tokenizer, opened.config)
+    if manifest is None or not base.broadcast_from_rank_0(lambda: data.evaluates_own_data(settings, manifest)):
+        trained_on = state.trained_on(settings, opened.record)
+        opened.dataset = data.load(settings, *source, trained_on=trained_on)
+        return
+    opened.dataset = data.load(settings, *source, manifest)
+    if settings.dataset != "synthetic":
+        state.check_same_corpus(settings, opened.dataset.record, manifest)
+
+
+# ---- A run that trains -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(kw_only=True)
+class OpenedTraining(Opened):
+    """What a run that trains has opened before its model is built."""
+
+    device: torch.device
+    mesh: DeviceMesh
+    folder: pathlib.Path
+    trackers: list
+    peak_tflops: float | None  # of one device; None if it is not known
+    identity: dict  # for the manifests of the run's checkpoints
+    changed: str  # since the checkpoint from which it resumes, in words
+
+
+@dataclasses.dataclass(kw_only=True)
+class Run(OpenedTraining):
+    """A run that is ready for its first step."""
+
+    batches: data.Batches
+    log: report.Log
+    checkpoints: state.Checkpoints
+    state: state.TrainState  # everything that must survive a restart
+
+
+def open_training(
+    args: flags.Args, mesh: DeviceMesh, device: torch.device, peak_tflops: float | None
+) -> OpenedTraining:
+    """Open a run that trains, up to its data. What is cheap and may fail comes first.
+
+    Raises:
+        UserError: the run cannot succeed on this machine, something is missing or damaged, or the checkpoint is another
+            run's.
+    """
+    folder = job.take_folder(args)
+    report.check_measurable(args, device, peak_tflops)
+    trackers = report.open_trackers(args, folder)
+    if args.memory_snapshot:
+        report.record_memory(folder)
+    opened = open_run(args, folder)
+    settings, config, tokenizer = opened.settings, opened.config, opened.tokenizer
+    job.check_machine(settings, mesh, device)
+    opened.dataset = data.load(settings, opened.corpora, tokenizer, config, opened.manifest)
+    identity = state.describe_identity(settings, config, tokenizer, opened.dataset)
+    return OpenedTraining(
+        **vars(opened),
+        device=device,
+        mesh=mesh,
+        folder=folder,
+        trackers=trackers,
+        peak_tflops=peak_tflops,
+        identity=identity,
+        changed=state.check_resume(settings, config, identity, opened.dataset, opened.checkpoint),
+    )
+
+
+def begin(opened: OpenedTraining, train_state: state.TrainState, flops: tuple[np.ndarray, str]) -> Run:
+    """Load the checkpoint into `train_state`, check what can be checked before the first step, print the header and
+    open the log.
+
+    Args:
+        flops: as `models.known_flops` returns them, for every length of a document.
+
+    Raises:
+        UserError: the weights are not finite, a gate cannot be judged, or the disk has no room for what flags ask for.
+    """
+    settings, checkpoint, folder, device = opened.settings, opened.checkpoint, opened.folder, opened.device
+    flops_by_length, flops_text = flops
+    if settings.min_mfu and not flops_by_length.any():
+        raise base.UserError(f"--min-mfu: {flops_text}")
+    verified = models.verify_sharding(settings, train_state.model, train_state.optimizer, opened.mesh)
+    if checkpoint:
+        train_state.load(checkpoint, from_other_run=not state.resumes_same_run(checkpoint, folder))
+        opened.changed = ", ".join(filter(None, [opened.changed, train_state.describe_lr_change()]))
+    state.refuse_broken(settings, train_state, checkpoint)
+    sizes = train_state.saved_bytes(), state.export_bytes(settings, train_state.model)
+    has_room = train_state.step == settings.num_steps or job.check_disk(settings, *sizes, folder)
+    dataset, changed = opened.dataset, opened.changed
+    header = (settings, train_state, opened.mesh, dataset, flops_text, opened.peak_tflops, verified)
+    job.print0(report.describe_setup(*header, checkpoint, changed))
+    log = report.Log(
+        settings, train_state, dataset, folder, device, opened.trackers, flops_by_length, changed, has_room
+    )
+    return Run(
+        **vars(opened),
+        batches=data.Batches(data.training_batches(settings, dataset, train_state, device)),
+        log=log,
+        checkpoints=state.Checkpoints(settings, folder, opened.identity, device, log.sync),
+        state=train_state,
+    )
+
+
+def evaluate_missed_step(run: Run, stop: job.StopRequest, evaluate: Evaluate) -> None:
+    """Evaluate the step that this start resumes from, if a stop came before that was done."""
+    due = run.log.due_at(run.state.step)
+    if due.evaluate and base.broadcast_from_rank_0(run.log.needs_evaluation):
+        metrics = {"step": run.state.step, "tokens_seen": run.state.tokens}
+        evaluate_and_log(run, due, metrics, "", stop, evaluate)
+
+
+def check_and_log(run: Run, due: job.Actions, stop: job.StopRequest, evaluate: Evaluate) -> None:
+    """Read the metrics of the steps since the last call, check the state that is to be saved, evaluate and log what is
+    due.
+
+    Raises:
+        UserError: the run diverged.
+        job.Stopped: a stop was asked for during the evaluation.
+    """
+    metrics, problem = run.log.metrics()
+    if (due.save or due.last) and not problem:
+        problem = find_non_finite(run, metrics)
+    if due.log or problem:
+        evaluate_and_log(run, due, metrics, problem, stop, evaluate)
+
+
+def evaluate_and_log(
+    run: Run, due: job.Actions, metrics: dict, problem: str, stop: job.StopRequest, evaluate: Evaluate
+) -> None:
+    """Add an evaluation to `metrics` if one is due, and write the log line. Raise a UserError if the run diverged: for
+    `problem`, or a loss of the evaluation. An evaluation that a stop interrupts counts for nothing, its samples too:
+    the next start makes it."""
+    samples = []
+    if due.evaluate and not problem:
+        try:
+            with run.state.tracker.paused(), stop.before_each_forward(run.state.model):
+                losses, _ = evaluate(run.settings, run.state.model, run.dataset.held_out, run.device)
+                if not due.last:  # after the last step `finish` generates them
+                    samples = generate_samples(run, run.state.model, run.device)
+        except job.Stopped:
+            run.log.write(metrics)
+            raise
+        metrics |= losses
+        problem = report.first_not_finite(metrics, [])
+        run.checkpoints.record_eval_loss(run.state, metrics["eval_loss"])
+    run.log.write(metrics, samples)
+    if problem:
+        run.checkpoints.finish()
+        raise report.divergence_error(problem, run.folder, run.checkpoint)
+
+
+def find_non_finite(run: Run, metrics: dict) -> str:
+    """Find what is NaN or infinite in the state after the last step, whose metrics are given: weights, optimizer
+    states, or the loss and gradient norm of one more pass, as the loss in `metrics` is from before the update. Return
+    it in words; "" if nothing is."""
+    batch = run.batches.last_finite(was_skipped="loss" not in metrics)
+    with run.state.tracker.paused():
+        if problem := run.state.broken_by_update():
+            return problem
+        loss, norm = models.loss_and_norm(run.state.model, run.state.optimizer, batch)
+    for name, value in (("loss", loss), ("gradient norm", norm)):
+        if not math.isfinite(value):
+            # the last update that was not skipped; for weights that were broken from the start, the first step
+            step = max(run.log.first_step, run.state.step - run.state.skipped_in_a_row)
+            return f"the {name} of the weights became {value} at step {step}"
+    return ""
+
+
+def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) -> int:
+    """End a run that has no step left: metrics, samples, an export, gates, and what to do next.
+
+    Args:
+        planned: the process that plans this run.
+
+    Returns:
+        The exit code.
+    """
+    settings = run.settings
+    with stop.before_each_forward(run.state.model):
+        samples = generate_samples(run, run.state.model, run.device)
+    if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long
+        stop.raise_if_asked()  # else a run that took its last step is done
+    stop.can_save = False
+    metrics = run.log.finish(samples, plan.predicted_metrics(planned) | run.checkpoints.best_metrics())
+    if settings.export:
+        export(run, run.state)
+    job.print0(report.next_commands(settings, run.folder, run.state.step, metrics))
+    run.checkpoints.check_saved()
+    run.log.check_written()
+    base.broadcast_from_rank_0(lambda: report.check_gates(settings, metrics))
+    return 0
+
+
+def save_and_stop(run: Run, stop: job.StopRequest) -> int:
+    """Answer a stop: save the last complete step, if that is not done, and print so. Return the exit code."""
+    log, checkpoints = run.log, run.checkpoints
+    checkpoints.finish()
+    newest = base.broadcast_from_rank_0(lambda: base.newest_checkpoint(run.folder))
+    if not newest or base.step_in_name(newest) != run.state.step:
+        metrics, problem = log.metrics() if log.results else (log.last, "")
+        problem = problem or find_non_finite(run, metrics)
+        if problem:
+            raise report.divergence_error(problem, run.folder, run.checkpoint)
+        checkpoints.save(run.state, wait=True)
+    saved_in = None if checkpoints.failures else checkpoints.folder
+    job.print0(report.describe_stop(run.settings, run.folder, run.state.step, stop.name, saved_in))
+    return 1 if checkpoints.failures or log.lacks_lines() else job.STOPPED
+
+
+# ---- Without training ------------------------------------------------------------------------------------------------
+
+
+def evaluate_only(args: flags.Args, device: torch.device, recipe: plan.Recipe) -> int:
+    """--num-steps 0: evaluate a checkpoint or pretrained weights, generate samples, export. Return the exit code."""
+    with report.json_alone(args) as stdout:
+        mesh = recipe.build_mesh(args, device)
+        opened = open_run(args)
+        settings, checkpoint = opened.settings, opened.checkpoint
+        if settings.eval_interval:
+            load_eval_data(opened)
+        state.check_same_weights(settings, opened.config, opened.manifest)
+        model = recipe.build_model(settings, opened.config, mesh, read_weights=not checkpoint)
+        weights = state.TrainState(model)
+        if checkpoint:
+            opened.checkpoint = state.load_for_inference(settings, weights, opened.config, checkpoint)
+        state.refuse_broken(settings, weights, opened.checkpoint)
+        if settings.eval_interval:
+            losses, tokens = recipe.evaluate(settings, model, opened.dataset.held_out, device)
+            report.print_evaluation(settings, opened.dataset, weights if checkpoint else None, losses, tokens, stdout)
+        report.print_samples(generate_samples(opened, model, device))
+        if settings.export:
+            export(opened, weights)
+    return 0
+
+
+def show_samples(args: flags.Args) -> int:
+    """--show-samples: print what a step of this run trains on, in the order that the run recorded if it has one. Return
+    the exit code."""
+    opened = open_run(args)
+    recorded = state.find_recorded_data(args, opened.checkpoint)
+    dataset = data.load(opened.settings, opened.corpora, opened.tokenizer, opened.config, recorded)
+    if recorded:
+        state.check_data(opened.settings, dataset.record, recorded)
+    data.show_samples(opened.settings, dataset, opened.tokenizer, recorded)
+    return 0
+
+
+def generate_samples(opened: Opened, model: transformers.PreTrainedModel, device: torch.device) -> list[dict[str, Any]]:
+    """Generate a continuation of each prompt; for conversations, an answer to it."""
+    job.enter_phase("sampling")
+    settings, prompts, dataset = opened.settings, opened.prompts, opened.dataset
+    if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.beginning:
+        prompts = [dataset.beginning]  # the demo's prompt is for the demo's stories
+    ends = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, opened.record, opened.tokenizer))
+    texts = render_prompts(opened, prompts)
+    return [models.sample(settings, text, ends, model, opened.tokenizer, device) for text in texts]
+
+
+def export(opened: Opened, weights: state.TrainState) -> None:
+    """Write the folder of --export."""
+    settings, record = opened.settings, opened.record
+    ends = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, record, opened.tokenizer))
+    state.export(settings, weights, opened.tokenizer, ends, state.trained_on(settings, record))
