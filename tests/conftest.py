@@ -306,6 +306,12 @@ def train(arguments: list, device, stop: Stop | None = None) -> int:
     return train_fsdp.run(parse(arguments), device, stop or Stop())
 
 
+def unlock(folder: pathlib.Path) -> pathlib.Path:
+    """Lets other processes start in the folder of a run of this process, which would hold its lock to its own end."""
+    (folder / ".lock").unlink()
+    return folder
+
+
 def one_source(windows, seed: int):
     """The training data of a run of these windows alone."""
     from harness import data

@@ -1,6 +1,5 @@
 """One rank of the tests of adapters: a few steps of the program's own, from adapters that are known by their names."""
 
-import contextlib
 import json
 import pathlib
 
@@ -87,11 +86,7 @@ def take_steps(model_folder: pathlib.Path, words: str) -> dict:
 
 def main(models_folder: pathlib.Path, cases: dict[str, tuple[str, str]], out: pathlib.Path) -> None:
     start_processes()
-    seen = {}
-    for name, (model, words) in cases.items():
-        seen[name] = take_steps(models_folder / model, words)
-        with contextlib.suppress(AttributeError):
-            torch.compiler.reset()
+    seen = {name: take_steps(models_folder / model, words) for name, (model, words) in cases.items()}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(seen))
     stop_processes()

@@ -202,12 +202,10 @@ def losses(folder: pathlib.Path, run: dict, device, is_reference: bool = False, 
     return values
 
 
-def main(
-    folder: pathlib.Path, runs: dict[str, dict], out: pathlib.Path, is_reference: bool = False, steps: int = STEPS
-) -> None:
+def main(folder: pathlib.Path, runs: dict[str, dict], out: pathlib.Path, steps: int = STEPS) -> None:
     """One rank: all runs, one after the other; rank 0 writes their losses."""
     device = start_processes()
-    result = {name: losses(folder, run, device, is_reference, steps) for name, run in runs.items()}
+    result = {name: losses(folder, run, device, False, steps) for name, run in runs.items()}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
     stop_processes()

@@ -48,7 +48,7 @@ CASES = {
     " --activation-checkpointing full",
 }
 FEW = ("stage 3", "stage 2 in 2 microbatches", "pure bf16 from full logits", "adapters")
-NAMES = {1: (*FEW, "muon"), 2: (*FEW, "muon"), 4: tuple(CASES)}  # by ranks
+NAMES = {1: (*FEW, "muon"), 2: ("stage 2 in 2 microbatches", "adapters", "muon"), 4: tuple(CASES)}  # by ranks
 
 
 def arguments(model: pathlib.Path, flags: str) -> list[str]:

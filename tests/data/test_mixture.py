@@ -51,27 +51,6 @@ def test_a_mixture_that_changes_at_resumes_reads_each_source_on_from_where_it_wa
         assert Mixture(run.segments, 42, shards).locate(sample) == mixture.locate(sample)
 
 
-@pytest.mark.parametrize(
-    "weights, within",
-    [
-        ((7, 3), 0.5),
-        ((999, 1), 0.5),
-        ((1, 2, 4), 1),
-        ((10**6, 10**6, 1), 1),
-        ((0.4, 0.3, 0.2, 0.1), 2),
-        (tuple(WEIGHTS.values()), 2),
-    ],
-)
-def test_each_source_has_its_share_at_the_end_of_a_block_and_nearly_so_inside(weights, within):
-    mixture = Mixture([segment(0, **{f"s{number}": weight for number, weight in enumerate(weights)})], 3)
-    shares = np.array(weights) / sum(weights)
-    found = [int(mixture.locate(sample)[0][1:]) for sample in range(12 * BLOCK)]
-    counts = np.cumsum(np.array(found)[:, None] == range(len(weights)), axis=0)
-    apart = np.abs(counts - np.arange(1, 12 * BLOCK + 1)[:, None] * shares)
-    assert (apart[BLOCK - 1 :: BLOCK] <= within).all()
-    assert (apart <= within + 2 + 2 * shares * (len(weights) - 2)).all() and apart.max() < within + 3
-
-
 @pytest.mark.parametrize("weights, shards", [({"a": 1, "b": 1}, 8), ({"a": 7, "b": 3}, 10), (WEIGHTS, 1024)])
 def test_each_shard_has_about_its_share_of_each_source(weights, shards):
     """Also where a regular order would give all samples of a source to every second shard."""

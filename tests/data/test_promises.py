@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import os
+import pathlib
 import re
 import time
 from collections import Counter
@@ -17,8 +18,9 @@ import numpy as np
 import psutil
 import pyarrow
 import pyarrow.ipc
+import pyarrow.parquet
 import pytest
-from conftest import ROOT, STORIES, forking, losses_of, metrics_of, train, words
+from conftest import ROOT, STORIES, forked, forking, losses_of, metrics_of, train, words
 
 import train_fsdp
 import utils
@@ -26,6 +28,7 @@ from harness import base
 
 DEMO = ROOT / "assets" / "demo"
 VOCABULARY = multirank.SIZES["vocab_size"]
+LINES = (STORIES / "train.jsonl").read_text().splitlines(keepends=True)
 IGNORED = -100  # a label that is not trained on
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content + eos_token }}"
@@ -37,19 +40,18 @@ TEMPLATE = (
 def corpora(tmp_path_factory):
     """Corpora of every kind. Texts of named.jsonl say their number several times, as w07."""
     folder = tmp_path_factory.mktemp("corpora")
-    lines = (STORIES / "train.jsonl").read_text().splitlines(keepends=True)
-    (folder / "a.jsonl").write_text("".join(lines[:40]))
-    (folder / "b.jsonl").write_text("".join(lines[40:70]))
+    (folder / "a.jsonl").write_text("".join(LINES[:40]))
+    (folder / "b.jsonl").write_text("".join(LINES[40:70]))
     (folder / "many").mkdir()
     for number in range(3):
-        (folder / "many" / f"{number}.jsonl").write_text("".join(lines[100 + 12 * number : 112 + 11 * number]))
+        (folder / "many" / f"{number}.jsonl").write_text("".join(LINES[100 + 12 * number : 112 + 11 * number]))
     ids = np.random.default_rng(0).integers(1, VOCABULARY, 5000, dtype=np.uint16)
     ids[50::50] = 0  # ends of documents
     np.save(folder / "ids.npy", ids)
     named = [json.dumps({"text": f"w{number:02} " * 6}) + "\n" for number in range(60)]
     (folder / "named.jsonl").write_text("".join(named))
-    texts = [json.loads(line)["text"] for line in lines[:60]]
-    stories = [json.loads(line)["text"] for line in lines[:400]]
+    texts = [json.loads(line)["text"] for line in LINES[:60]]
+    stories = [json.loads(line)["text"] for line in LINES[:400]]
     uneven = [text[: 6 if number % 20 < 15 else 400] for number, text in enumerate(stories)]
     (folder / "uneven.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in uneven))
     rows = [[7, *(9 + (number * place) % 900 for place in range(4 + number % 30))] for number in range(400)]
@@ -263,6 +265,34 @@ def test_token_files_are_mapped_and_not_copied(tmp_path):
     assert sum(cached) < 2**20
 
 
+def test_a_file_has_one_token_cache_by_whatever_name(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("".join(LINES[:5]))
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "./a.jsonl", str(tmp_path / "a.jsonl"), f"../{tmp_path.name}/a.jsonl"):
+        utils.get_dataset(tokenizer, 32, dataset=name, cache_dir=tmp_path / "cache")
+    assert len([*(tmp_path / "cache").rglob("*.bin")]) == 1
+
+
+def test_the_folder_of_nanogpt_is_trained_on_and_evaluated(start, tmp_path, capsys):
+    folder = tmp_path / "shakespeare"
+    folder.mkdir()
+    parts = np.random.default_rng(0).integers(1, VOCABULARY, (2, 1000), dtype=np.uint16)
+    parts[:, ::50] = 0
+    for name, part in zip(("train.bin", "val.bin"), parts, strict=True):
+        part.tofile(folder / name)
+    (folder / "input.txt").write_text("the text that was tokenized")
+    start("--dataset", folder, "--eval-interval", 2)
+    assert any("eval_loss" in line for line in metrics_of(tmp_path / "r"))
+    assert "input.txt" in capsys.readouterr().out
+
+
+def test_the_demo_is_a_data_set_of_the_library_too(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    windows = utils.get_dataset(tokenizer, 32, dataset="demo", cache_dir=tmp_path)
+    whole = utils.get_dataset(tokenizer, 32, dataset=str(STORIES / "train.jsonl"), cache_dir=tmp_path)
+    assert len(windows) == len(whole) and windows[7].tolist() == whole[7].tolist()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Mixtures and order
 
@@ -276,7 +306,7 @@ def four(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("weights, within", [((1, 2, 4), 1), ((0.4, 0.3, 0.2, 0.1), 2)])
+@pytest.mark.parametrize("weights, within", [((7, 3), 0.5), ((1, 2, 4), 1), ((0.4, 0.3, 0.2, 0.1), 2)])
 def test_each_source_is_within_a_sample_or_two_of_its_share_at_a_blocks_end_and_two_more_inside(four, weights, within):
     sources = [f"{four / str(number)}.npy:{weight}" for number, weight in enumerate(weights, 1)]
     windows = utils.get_dataset(None, 32, dataset=sources, vocab_size=5, seed=3)
@@ -406,3 +436,77 @@ def test_a_store_has_the_samples_of_a_local_folder_streamed_and_cached(start, me
         start("--dataset", memory, "--run-name", f"store-{way}", *flags)
         start("--dataset", "many", "--run-name", f"local-{way}", *flags)
         assert losses_of(tmp_path / f"store-{way}") == losses_of(tmp_path / f"local-{way}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is read from a disk
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read from files."""
+    return int(re.search(r"rchar: (\d+)", pathlib.Path("/proc/self/io").read_text())[1])
+
+
+def reading_rank(folder: str, *argv: str) -> None:
+    """A rank of a run; prints how often it listed the folder of its corpus, and the bytes that it read."""
+    listed, scandir, leave = [], os.scandir, os._exit
+
+    def scandir_and_note(path="."):
+        listed.append(str(path))
+        return scandir(path)
+
+    def leave_with_a_line(code: int):
+        print(f"rank {os.environ['RANK']}: listed {listed.count(folder)}, read {bytes_read()}", flush=True)
+        leave(code)
+
+    os.scandir, os._exit = scandir_and_note, leave_with_a_line  # the program ends the process
+    multirank.program(*argv)
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A corpus in 32 files of a megabyte that is quickly read and tokenized: stories beside a field that is padding."""
+    (tmp_path / "large").mkdir()
+    for number in range(32):
+        records = ({"padding": "x" * 100_000} | json.loads(line) for line in LINES[10 * number : 10 * number + 10])
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / "large" / f"{number:02}.jsonl").write_text(text)
+    return str(tmp_path / "large")
+
+
+@pytest.mark.slow
+def test_a_resumed_stream_reads_from_its_chunk_on(start, large):
+    """At two thirds of an epoch no more than near its beginning."""
+    streamed = ["--dataset", large, *words("--streaming --streams 4 --sequence-length 128 --resume auto --num-steps")]
+    read = []
+    for steps in (10, 110):
+        start(*streamed, steps)
+        before = bytes_read()
+        start(*streamed, steps + 1)
+        read.append(bytes_read() - before)
+    assert read[1] - read[0] < 8_000_000  # a quarter of the corpus
+
+
+@pytest.mark.slow
+def test_one_rank_lists_a_streamed_corpus_once_and_each_reads_its_share(small, large, tmp_path):
+    flags = [*small, "--output-dir", tmp_path, "--dataset", large, "--streaming", "--eval-interval", 2]
+    said = forked(2, reading_rank, large, *map(str, flags))
+    listed, read = zip(*sorted(re.findall(r"rank \d: listed (\d), read (\d+)", said), reverse=True), strict=True)
+    assert listed == ("1", "0")
+    assert min(map(int, read)) > 0.6 * max(map(int, read))
+
+
+@pytest.mark.slow
+def test_a_resume_does_not_read_the_whole_token_cache(start, tmp_path):
+    """Not more than for a small cache; the large one has 40 MB, of ids that need no tokenizing."""
+    read = {}
+    for name, count in (("small", 20_000), ("large", 20_000_000)):
+        ids = np.resize(np.arange(1, VOCABULARY, dtype=np.int16), count)
+        column = pyarrow.ListArray.from_arrays(np.arange(0, count + 1, 1000, dtype=np.int32), ids)
+        pyarrow.parquet.write_table(pyarrow.table({"input_ids": column}), tmp_path / f"{name}.parquet")
+        flags = ["--dataset", tmp_path / f"{name}.parquet", "--run-name", f"run-{name}"]
+        start(*flags)
+        before = bytes_read()
+        start(*flags, *words("--num-steps 4 --resume auto"))
+        read[name] = bytes_read() - before
+    assert read["large"] - read["small"] < 10_000_000

@@ -59,6 +59,7 @@ def keeping_rank(*argv: str) -> None:
     multirank.program(*argv)
 
 
+@pytest.mark.slow
 def test_each_rank_keeps_the_held_out_windows_that_it_evaluates_and_none_is_lost(device, flags, tmp_path):
     (tmp_path / "train.jsonl").write_text("".join((STORIES / "train.jsonl").open().readlines()[:400]))
     run = [*flags, "--dataset", tmp_path / "train.jsonl", "--output-dir"]
@@ -87,7 +88,6 @@ def report_of_ranks(act) -> None:
 
 def slicing_rank(folder: str) -> None:
     """Half of a data set of the hub on this rank, which says how many files it opened of it; then with a broken one."""
-    start_processes(timeout_minutes=1)
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "demo")
     listing = dataclasses.replace(find_files(folder), is_hub=True)
     corpus = corpora.Corpus(Source("a", folder, None), listing, "train[:50%]", "text", False, False)
@@ -111,25 +111,10 @@ def slicing_rank(folder: str) -> None:
         file.seek(-4, os.SEEK_END)
         file.write(b"oops")
     report_of_ranks(tokens)
-    stop_processes()
-
-
-def test_rank_0_alone_opens_the_footers_of_a_hub_slice_and_what_is_broken_is_one_line_on_all(tmp_path):
-    texts = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").open().readlines()[:40]]
-    (tmp_path / "data").mkdir()
-    for name, part in (("a", texts[:20]), ("b", texts[20:])):
-        pyarrow.parquet.write_table(pyarrow.table({"text": part}), tmp_path / "data" / f"{name}.parquet")
-    said = [json.loads(line) for line in forked(2, slicing_rank, str(tmp_path / "data")).splitlines() if line[0] == "["]
-    (first, second), (again, second_again), (error, error_of_other) = said
-    assert first[0] == second[0] == again[0] == second_again[0] > 0
-    assert again[1] == 2 and second[1] == second_again[1] == 0  # a footer of each file, by rank 0
-    assert error == error_of_other and "\n" not in error
-    assert re.match(r"error: --dataset .*/b.parquet: cannot be read \(Parquet magic bytes not found in footer", error)
 
 
 def mapping_rank(folder: str) -> None:
     """Token files on a node where rank 1 has none."""
-    start_processes(timeout_minutes=1)
     open_token_file = formats.open_token_file
 
     def open_there(file, vocab_size):
@@ -140,25 +125,57 @@ def mapping_rank(folder: str) -> None:
     reading = CorpusReader(tokenizer=None, seq_len=16, vocab_size=1536)
     corpus = corpora.inspect_source(Source("a", folder, None), None, "text", None)
     report_of_ranks(lambda: len(reading.open_tokens(corpus, "train")[0]))
-    stop_processes()
 
 
 def finding_rank(*argv: str) -> None:
     """Looks for the eval split `held`, a folder that rank 1 alone has, then one that rank 0 alone has."""
-    start_processes(timeout_minutes=1)
     settings, exists = parse(argv), os.path.exists
     (corpus,) = corpora.find(settings)
     for rank_with_it in (1, 0):
         found = rank_with_it == dist.get_rank()
         os.path.exists = lambda path, found=found: found if path == "held" else exists(path)
         report_of_ranks(lambda: eval_split.choose_eval_split(settings, corpus, None, eval_split.HELD_OUT, False))
+
+
+def rank_of_all(slices: str, tokens: str, *argv: str) -> None:
+    start_processes(timeout_minutes=1)
+    slicing_rank(slices)
+    mapping_rank(tokens)
+    finding_rank(*argv)
     stop_processes()
 
 
-def test_a_folder_of_the_name_of_a_split_is_looked_for_by_rank_0_alone():
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """(what two ranks reported of each attempt, the folder of their token files)."""
+    slices, tokens = tmp_path_factory.mktemp("slices") / "data", tmp_path_factory.mktemp("tokens")
+    texts = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").open().readlines()[:40]]
+    slices.mkdir()
+    for name, part in (("a", texts[:20]), ("b", texts[20:])):
+        pyarrow.parquet.write_table(pyarrow.table({"text": part}), slices / f"{name}.parquet")
+    (tokens / "train.bin").write_bytes(bytes(4096))
     flags = words("--dataset demo --eval-interval 1 --eval-split held")
-    said = [json.loads(line) for line in forked(2, finding_rank, *flags).splitlines() if line[0] == "["]
-    (split, split_of_other), (error, error_of_other) = said
+    printed = forked(2, rank_of_all, str(slices), str(tokens), *flags)
+    return [json.loads(line) for line in printed.splitlines() if line[0] == "["], tokens
+
+
+def test_rank_0_alone_opens_the_footers_of_a_hub_slice_and_what_is_broken_is_one_line_on_all(reported):
+    (first, second), (again, second_again), (error, error_of_other) = reported[0][:3]
+    assert first[0] == second[0] == again[0] == second_again[0] > 0
+    assert again[1] == 2 and second[1] == second_again[1] == 0  # a footer of each file, by rank 0
+    assert error == error_of_other and "\n" not in error
+    assert re.match(r"error: --dataset .*/b.parquet: cannot be read \(Parquet magic bytes not found in footer", error)
+
+
+def test_a_token_file_that_one_node_lacks_is_one_line_on_all_ranks(reported):
+    said, folder = reported
+    error, error_of_other = said[3]
+    assert error == error_of_other and "\n" not in error
+    assert error.startswith(f"error: --dataset {folder}/gone/train.bin: cannot be read (")
+
+
+def test_a_folder_of_the_name_of_a_split_is_looked_for_by_rank_0_alone(reported):
+    (split, split_of_other), (error, error_of_other) = reported[0][4:]
     assert split == split_of_other == ["held", None]
     assert error == error_of_other and error.startswith("error: --eval-split held: demo has no split of that name")
 
@@ -184,11 +201,3 @@ def test_a_chat_template_that_one_node_lacks_is_read_by_rank_0_for_all(small, tm
     flags += ["--sample-prompt", "Who?", "--export", tmp_path / "export", *words("--sample-tokens 2 --batch-size 1")]
     forked(2, rank_without_a_template, *map(str, [*small, *flags, "--num-steps", 1]))
     assert metrics_of(tmp_path / "r")[-1]["samples"][0]["prompt"] == "Who?"
-
-
-def test_a_token_file_that_one_node_lacks_is_one_line_on_all_ranks(tmp_path):
-    (tmp_path / "train.bin").write_bytes(bytes(4096))
-    said = forked(2, mapping_rank, str(tmp_path)).splitlines()
-    error, error_of_other = next(json.loads(line) for line in said if line[0] == "[")
-    assert error == error_of_other and "\n" not in error
-    assert error.startswith(f"error: --dataset {tmp_path}/gone/train.bin: cannot be read (")

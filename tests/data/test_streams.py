@@ -1,44 +1,26 @@
-"""A streamed corpus trains on the same samples whoever reads them, holds each document once an epoch, and goes on after
-a kill where it was."""
+"""A streamed corpus trains on the same samples whoever reads them, and a resume continues where it was."""
 
 import gzip
-import itertools
 import json
 import shutil
-from collections import Counter
-from fractions import Fraction
-from types import SimpleNamespace
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from conftest import STORIES, losses_of, metrics_of, train, words
 
 from harness.base.errors import UserError
-from harness.data import stream as streams
-from harness.data.files import find_files
-from harness.data.loader import RankBatches
-from harness.data.mixture import DataRecord, Segment, StepSize
 from harness.data.schema import DOCUMENT_MARK
-from harness.data.stream import ShardReader, Stream
-from harness.data.tokenize import TextFormat
-from harness.data.training_data import TrainingData
 
 SEQ_LEN = 16
-END = 0
 
 
 @pytest.fixture(scope="module")
-def texts():
-    lines = (STORIES / "train.jsonl").read_text().splitlines()[:400]
-    return [f"{number} {json.loads(line)['text']}"[: 20 + 7 * (number % 9)] for number, line in enumerate(lines)]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory, texts):
+def corpus(tmp_path_factory):
     """A folder of all kinds of files, packed and empty ones too."""
     folder = tmp_path_factory.mktemp("corpus")
+    stories = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").read_text().splitlines()[:400]]
+    texts = [f"{number} {story}"[: 20 + 7 * (number % 9)] for number, story in enumerate(stories)]
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
     (folder / "a.jsonl").write_text("".join(lines[:150]))
     (folder / "b.txt").write_text(DOCUMENT_MARK.join(texts[150:250]))
@@ -46,112 +28,6 @@ def corpus(tmp_path_factory, texts):
     pyarrow.parquet.write_table(pyarrow.table({"text": texts[300:]}), folder / "d.parquet", row_group_size=13)
     (folder / "e.jsonl").write_text("")
     return folder
-
-
-@pytest.fixture
-def open_stream(tokenizer, monkeypatch):
-    """`open_stream(place, lanes)`: a stream in small chunks."""
-    monkeypatch.setattr(streams, "MAX_CHUNK", 1500)
-    monkeypatch.setattr(streams, "MIN_CHUNK", 100)
-
-    def open_stream(place, lanes: int = 1, split: str = "train", **options) -> Stream:
-        files = find_files(str(place)).files_in_split(split)
-        return Stream(files, TextFormat(tokenizer, 1536), "text", SEQ_LEN, 7, num_shards=lanes, **options)
-
-    return open_stream
-
-
-def documents_of(stream: Stream, lane: int, epoch: int) -> list[str]:
-    """The documents of one epoch of a lane in their order."""
-    chunks = len(stream.shard_chunks(lane))
-    found = []
-    for chunk, _, documents in stream.pieces(lane, epoch * chunks, 0, Counter()):
-        if chunk >= (epoch + 1) * chunks:
-            return found
-        found += documents
-    raise AssertionError
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The order
-
-
-@pytest.mark.parametrize("lanes", [1, 8])
-def test_an_epoch_of_all_lanes_holds_each_document_once_in_another_order_each_time(open_stream, corpus, texts, lanes):
-    stream = open_stream(corpus, lanes)
-    epochs = [[text for lane in range(lanes) for text in documents_of(stream, lane, epoch)] for epoch in range(3)]
-    assert all(sorted(epoch) == sorted(texts) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != texts
-
-
-def test_a_chunk_of_parquet_is_a_row_group_and_there_are_no_more_shards(tmp_path, open_stream, texts):
-    for name, part in (("a", texts[:20]), ("b", texts[20:30])):
-        pyarrow.parquet.write_table(pyarrow.table({"text": part}), tmp_path / f"{name}.parquet", row_group_size=5)
-    stream = open_stream(tmp_path, 6)
-    assert [len(list(stream.documents(chunk))) for chunk in stream.chunks] == [5] * 6
-    assert streams.max_shards(stream.files) == 6
-    assert [text for chunk in stream.chunks for text in stream.documents(chunk)] == texts[:30]
-    assert stream.fingerprint()["dataset"].endswith("then streamed by row groups")
-
-
-def test_the_memory_of_a_lane_is_bounded_whatever_the_size_of_its_file(tmp_path, open_stream, texts):
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (tmp_path / "large.jsonl.gz").write_bytes(gzip.compress((lines * 40).encode()))
-    stream = open_stream(tmp_path / "large.jsonl.gz")
-    reader, most = ShardReader(stream, 0, streams.BEGINNING, Counter()), 0
-    for number in range(0, 3000, 10):
-        reader.sequence(number)
-        most = max(most, len(reader.tokens))
-    assert most < 2000  # tokens, of some 400,000
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Data workers
-
-
-def batches_of(stream: Stream, batch_size: int, rank: int = 0, ranks: int = 1, first: int = 0) -> RankBatches:
-    one = {"a": Fraction(1)}
-    record = DataRecord({"a": {}}, "a", stream.num_shards, {}, [Segment(0, one, one)], [StepSize(0, 0, 1)])
-    settings = SimpleNamespace(batch_size=batch_size)
-    return RankBatches(settings, TrainingData({"a": stream}, record, SEQ_LEN, 7), first, {}, rank, ranks)
-
-
-def read_by(workers: int, stream: Stream, ranks: int, batch_size: int) -> tuple[np.ndarray, int]:
-    """(the tokens of the first 96 samples, how many documents were tokenized for them) by so many workers a rank."""
-    tokenized, encode = [], stream.encoder.encode
-    stream.encoder.encode = lambda documents, counts: tokenized.append(len(documents)) or encode(documents, counts)
-    tokens = np.zeros((96, SEQ_LEN + 1), int)
-    for rank in range(ranks):
-        for worker in range(workers):
-            parts = batches_of(stream, batch_size, rank, ranks).worker_rows(worker, workers)
-            for microbatch, part in enumerate(itertools.islice(parts, 96 // ranks // batch_size)):
-                for row, sequence in part["sequences"].items():
-                    tokens[(microbatch * ranks + rank) * batch_size + row] = sequence
-    return tokens, sum(tokenized)
-
-
-@pytest.mark.parametrize(
-    "lanes, ranks, batch_size", [(8, 1, 8), (8, 2, 4), (24, 2, 1), (6, 1, 4), (2, 1, 8), (1, 1, 2)]
-)
-def test_several_workers_read_the_samples_of_one_and_tokenize_no_document_twice(
-    open_stream, corpus, lanes, ranks, batch_size
-):
-    alone, tokenized = read_by(1, open_stream(corpus, lanes), ranks, batch_size)
-    assert alone.any(axis=1).all()
-    for workers in (2, 3, 5):
-        tokens, by_all = read_by(workers, open_stream(corpus, lanes), ranks, batch_size)
-        assert np.array_equal(tokens, alone) and by_all == tokenized
-
-
-@pytest.mark.parametrize("workers", [2, 4])
-def test_workers_have_the_same_share_of_each_microbatch_wherever_a_run_goes_on(open_stream, corpus, workers):
-    for worker in range(workers):
-        parts = batches_of(open_stream(corpus, 8), batch_size=8, first=19).worker_rows(worker, workers)
-        assert [len(part["sequences"]) for part in itertools.islice(parts, 3)] == [8 // workers] * 3
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The program
 
 
 @pytest.fixture

@@ -280,6 +280,7 @@ def not_forked():
     multiprocessing.set_start_method(before, force=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("not_forked")
 @pytest.mark.parametrize("flags", ["--packing best-fit --document-mask", "--streaming --streams 2"])
 def test_data_workers_that_are_not_forked_read_what_the_rank_would(tmp_path, arguments, device, flags):

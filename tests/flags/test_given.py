@@ -5,14 +5,16 @@ import itertools
 import json
 import re
 import shlex
+import sys
 
 import multirank
 import pytest
 import torch
-from conftest import ROOT, forked, metrics_of, parse, python, slow_case, train, words, write_model
+from conftest import PROGRAM, ROOT, forked, metrics_of, parse, python, slow_case, train, unlock, words, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import flags, state
+from harness.base import UserError
 
 SMALL = "--dataset synthetic --sequence-length 16 --num-workers 0 --no-compile --log-interval 1"
 
@@ -25,16 +27,24 @@ def small(tmp_path) -> str:
 
 
 @pytest.fixture
-def run(small):
-    """`run(name, flags)`: the output of a run that ends well, in a folder of its own name."""
+def printed(device, monkeypatch, capfd):
+    """`printed(command)`: the output of a run in this process, which ends well."""
+    monkeypatch.setattr(sys, "argv", [PROGRAM])
 
-    def start(name: str, flags: str) -> str:
-        done = python(*words(f"{small} --run-name {name} {flags}"))
-        said = re.sub("train_fsdp.py: warning: --precision bf16: this CPU has no .*\n", "", done.stderr)
-        assert (done.returncode, said) == (0, ""), done.stderr
-        return done.stdout
+    def start(command: list) -> str:
+        capfd.readouterr()
+        assert train(command, device) == 0
+        done = capfd.readouterr()
+        assert re.sub("train_fsdp.py: warning: --precision bf16: this CPU has no .*\n", "", done.err) == ""
+        return done.out
 
     return start
+
+
+@pytest.fixture
+def run(small, printed):
+    """`run(name, flags)`: the output of a run in a folder of its own name."""
+    return lambda name, flags: printed(words(f"{small} --run-name {name} {flags}"))
 
 
 def paste(output: str) -> list[str]:
@@ -51,9 +61,9 @@ def header(output: str, name: str) -> str:
     return re.search(rf"^{name} +(.*)$", output, re.MULTILINE)[1]
 
 
-def test_going_on_keeps_what_was_given_and_what_it_was_resolved_to(run, tmp_path):
-    printed = run("first", "--num-steps 20 --batch-size 2")
-    assert header(printed, "precision") == "fp32 throughout; the default on a CPU"
+def test_going_on_keeps_what_was_given_and_what_it_was_resolved_to(run, printed, tmp_path):
+    output = run("first", "--num-steps 20 --batch-size 2")
+    assert header(output, "precision") == "fp32 throughout; the default on a CPU"
     first = record_of(tmp_path / "first")
     typed = f"{SMALL.replace('no-compile', 'compile')} --model --final-checkpoint --output-dir --run-name --num-steps"
     typed += " --batch-size"
@@ -62,8 +72,7 @@ def test_going_on_keeps_what_was_given_and_what_it_was_resolved_to(run, tmp_path
     manifest = json.loads(next((tmp_path / "first" / "checkpoints").glob("*/manifest.json")).read_text())
     assert manifest["given"] == first["given"]
 
-    again = python(*paste(printed))
-    assert (again.returncode, again.stderr) == (0, "")
+    printed(paste(output))
     second = record_of(tmp_path / "first")
     assert second["flags"]["num_steps"] == 40
     assert second["flags"]["warmup_steps"] == first["flags"]["warmup_steps"]  # though 5 % of the steps are two
@@ -130,36 +139,38 @@ def test_three_starts_on_any_ranks_keep_the_batch_that_was_given(batch, tmp_path
         assert len(global_batches) == 1, (worlds, second, third)
 
 
-@pytest.mark.parametrize("ranks, how", [((1, 2, 2), "a file"), slow_case((2, 1, 2), "printed")])
-def test_three_starts_on_other_ranks_are_one_run(small, token_cache, tmp_path, ranks, how):
+@pytest.mark.parametrize("ranks, how", [((1, 2, 1), "a file"), slow_case((2, 1, 2), "printed")])
+def test_three_starts_on_other_ranks_are_one_run(small, token_cache, printed, tmp_path, ranks, how):
     """With the losses of a run that was never stopped, also those of the windows that --eval-steps take."""
     (tmp_path / "run.toml").write_text('dataset = "demo"\nbatch-size = 2\ngradient-accumulation-steps = 2')
     more = f"--lr-scheduler constant --eval-interval 2 --eval-steps 3 --tokenizer {ROOT / 'assets' / 'demo'}"
     common = words(f"{small} --cache-dir {token_cache} {more}")
     common += ["--config", str(tmp_path / "run.toml")]
-    forked(ranks[0], multirank.program, *common, "--run-name", "whole", "--num-steps", "6")
-    printed = forked(ranks[0], multirank.program, *common, "--run-name", "r", "--num-steps", "2")
-    for steps, world in zip(("4", "6"), ranks[1:], strict=True):
-        start = [*common, "--run-name", "r", "--resume", "auto"]
+    printed([*common, "--run-name", "whole", "--num-steps", "6", "--batch-size", 2 * ranks[0]])
+    start = [*common, "--run-name", "r", "--resume", "auto"]
+    for steps, world in zip(("2", "4", "6"), ranks, strict=True):
+        command = [*start, "--num-steps", steps]
+        output = printed(command) if world == 1 else forked(world, multirank.program, *command)
+        assert "global batch" not in output
+        if world == 1:
+            unlock(tmp_path / "r")
         if how == "printed":
-            start = shlex.split(header(printed, "resume"))
+            start = shlex.split(header(output, "resume"))
             start = start[next(i for i, word in enumerate(start) if word.startswith("--")) :]
-        printed = forked(world, multirank.program, *start, "--num-steps", steps)
-        assert "global batch" not in printed
     assert metrics_of(tmp_path / "r")[-1]["tokens_seen"] == metrics_of(tmp_path / "whole")[-1]["tokens_seen"]
     for name in ("loss", "eval_loss"):
         whole, moved = ([m[name] for m in metrics_of(tmp_path / run) if name in m] for run in ("whole", "r"))
         assert moved == pytest.approx(whole, rel=1e-5)
 
 
-def test_so_many_tokens_have_a_decay_and_a_resume_is_judged_by_the_warmup_that_it_keeps(run, small, tmp_path):
+def test_so_many_tokens_have_a_decay_and_a_resume_is_judged_by_the_warmup_that_it_keeps(run, small, device, tmp_path):
     decay = "--lr-scheduler warmup_stable_decay --decay-steps 4"
     run("r", f"--num-tokens 320 --batch-size 2 {decay}")  # 10 steps of 32, none of warmup
     assert metrics_of(tmp_path / "r")[-1]["step"] == 10
     run("w", f"--num-tokens 320 --batch-size 2 {decay} --warmup-steps 6")
-    too_long = words(f"{small} --run-name w --resume auto --num-steps 12 --batch-size 2")
-    refused = python(*too_long, *words(decay.replace("4", "7")))
-    assert "--decay-steps 7: the run has 6 steps after warmup" in refused.stderr
+    too_long = f"{small} --run-name w --resume auto --num-steps 12 --batch-size 2 {decay.replace('4', '7')}"
+    with pytest.raises(UserError, match="--decay-steps 7: the run has 6 steps after warmup"):
+        train(words(too_long), device)
 
 
 @pytest.mark.smoke

@@ -13,7 +13,7 @@ import time
 
 import multirank
 import pytest
-from conftest import forked, forking, losses_of, metrics_of, parse, words
+from conftest import forked, forking, losses_of, metrics_of, parse, slow_case, words
 
 from harness.job import signals
 
@@ -90,7 +90,8 @@ def is_child(pid: str, name: str) -> bool:
     return words[1] == name and words[3] == str(os.getpid())
 
 
-CHILDREN = [of_subprocess, of_spawned, of_forked, of_a_threads, of_wandb, of_compile_workers]
+QUICK = [of_subprocess, of_spawned, of_forked, of_a_threads, of_compile_workers]
+CHILDREN = [*(pytest.param(kind, id=kind.__name__) for kind in QUICK), slow_case(of_wandb, id="of_wandb")]
 
 
 def start_child(kind, answer) -> None:
@@ -99,7 +100,7 @@ def start_child(kind, answer) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("kind", CHILDREN, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", CHILDREN)
 def test_child_processes_get_signals_as_usual(kind):
     context = multiprocessing.get_context("fork")
     answer = context.Value(ctypes.c_ulonglong, 2**64 - 1)

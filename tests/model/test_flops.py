@@ -7,7 +7,7 @@ import multirank
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, slow_case
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -25,6 +25,8 @@ VARIANTS = {  # beside the models of tests/multirank.py: (family, sizes)
     "a shared expert": ("qwen2_moe", SIZES | multirank.EXPERTS | {"shared_expert_intermediate_size": 32}),
 }
 OTHERS = ("deepseek_v3", "gpt_oss", "falcon", "opt", "gemma3_text")
+QUICK = ("smollm3", "uneven", "mistral", "qwen3_moe", "gpt2", "a shared expert", "deepseek_v3", "gpt_oss")
+CASES = [name if name in QUICK else slow_case(name) for name in (*multirank.MODELS, *VARIANTS, *OTHERS)]
 SEQUENCE = 64
 
 
@@ -35,7 +37,7 @@ def config_of(name: str):
     return AutoConfig.for_model(family, **sizes)
 
 
-@pytest.mark.parametrize("name", [*multirank.MODELS, *VARIANTS, *OTHERS])
+@pytest.mark.parametrize("name", CASES)
 def test_flops_equal_torchs_counter_and_palms_formula_to_the_digit(name):
     config = config_of(name)
     counted = families.flops_on_real_tensors(config)
@@ -44,7 +46,7 @@ def test_flops_equal_torchs_counter_and_palms_formula_to_the_digit(name):
     assert utils.get_model_flops_per_token(model.config, SEQUENCE) == counted
 
 
-@pytest.mark.parametrize("name", [*multirank.MODELS, *VARIANTS, *OTHERS])
+@pytest.mark.parametrize("name", CASES)
 def test_flops_of_many_lengths_are_those_of_each(name):
     config, lengths = config_of(name), [8, 40, SEQUENCE]
     one_by_one = [utils.get_model_flops_per_token(config, length) for length in lengths]
@@ -99,9 +101,10 @@ def test_flops_of_smollm3_3b_by_hand():
 def test_flops_of_a_mixture_count_active_experts_only():
     attention = 2048 * 128 * (32 + 4 + 4 + 32)  # q, k, v, o
     layer = attention + 2048 * 128 + 8 * 3 * 2048 * 768  # router; gate, up and down of 8 experts of the 128
-    matmuls = 48 * layer + 2048 * 151936
+    matmuls = 2 * layer + 2048 * 151936
     config = load_config("qwen3-30b-a3b")
-    assert utils.get_model_flops_per_token(config, 4096) == 6 * matmuls + 12 * 48 * 32 * 128 * 4096
+    config.num_hidden_layers = 2  # of 48 equal ones
+    assert utils.get_model_flops_per_token(config, 4096) == 6 * matmuls + 12 * 2 * 32 * 128 * 4096
 
 
 # A window bounds the keys of fused attention, in the layers whose mask has it; eager attention computes every score.

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from conftest import slow_case
 from tiny import MODELS
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -63,7 +64,7 @@ def inputs_of(tokens: int, vocab: int = 50, bias: bool = True, dtype: torch.dtyp
 
 @by_path
 @pytest.mark.parametrize("terms", [{}, TERMS], ids=["the loss alone", "with terms"])
-@pytest.mark.parametrize("tokens, bias", [(1, False), (1024, True), (2500, False), (2500, True)])
+@pytest.mark.parametrize("tokens, bias", [(1, False), slow_case(1024, True), slow_case(2500, False), (2500, True)])
 def test_every_path_has_the_loss_the_terms_and_the_gradients_that_autograd_has(path, terms, tokens, bias):
     hidden, weight, offset, labels = inputs_of(tokens, bias=bias)
     wanted = [tensor for tensor in (hidden, weight, offset) if tensor is not None]

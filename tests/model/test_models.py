@@ -61,40 +61,6 @@ def test_a_model_that_does_not_work_is_refused(mistake, tmp_path, name):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Pretrained weights
-
-
-def without_a_parameter(folder) -> None:
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def of_another_shape(folder) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
-
-
-def cut_short(folder) -> None:
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-
-
-@pytest.mark.parametrize(
-    "damage, named",
-    [(without_a_parameter, "layers.1.mlp.up_proj.weight"), (of_another_shape, "_proj.weight"), (cut_short, "")],
-)
-def test_weights_that_are_not_those_of_the_config_are_refused(mistake, tmp_path, damage, named):
-    config = AutoConfig.for_model("llama", **SIZES | {"tie_word_embeddings": False})
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    damage(tmp_path / "model")
-    message = mistake("--init", "pretrained")
-    assert message.startswith("--init pretrained: ") and named in message
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # float8
 
 

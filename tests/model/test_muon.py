@@ -1,6 +1,5 @@
 """Muon: the same on any sharding as on full matrices in one process, each computed once."""
 
-import collections
 import json
 import types
 
@@ -9,16 +8,12 @@ import pytest
 import torch
 from conftest import forked, losses_of, words
 from multirank import resolved
-from muonranks import MODELS, case
+from muonranks import case
 from torch.optim import _muon as torchs
-from transformers import AutoConfig
 
 import train_fsdp
-from harness.model import full_matrices, newton_schulz
-from harness.model.full_matrices import deal
-from harness.model.matrices import matrix_weights
+from harness.model import newton_schulz
 from harness.model.optimization import build_optimizer
-from harness.model.weights import on_meta
 from harness.report.header import describe_setup
 from harness.state import TrainState
 
@@ -45,29 +40,6 @@ def test_a_stack_in_bf16_is_torchs_iteration_but_for_the_rounding_of_sums(monkey
         assert (result.float() - whole.float()).norm() <= 0.01 * whole.float().norm()
 
 
-def products(weight) -> int:
-    """The relative cost of orthogonalizing a weight's matrices."""
-    return sum(min(sides) ** 2 * (2 * max(sides) + min(sides)) for sides in weight.sizes)
-
-
-@pytest.mark.parametrize("world", [1, 3, 8])
-def test_weights_are_dealt_to_ranks_alike_in_batches_of_a_limited_size(monkeypatch, world):
-    model_type, sizes_of_model = MODELS["llama"]
-    weights = [*matrix_weights(on_meta(AutoConfig.for_model(model_type, **sizes_of_model))).values()] * 6
-    for limit in (10**9, 3 * 2 * 48 * 56, 1):
-        monkeypatch.setattr(full_matrices, "MAX_BATCH_BYTES", limit)
-        owned, work = collections.Counter(), collections.Counter()
-        for batch in deal(weights, world):
-            assert len({weight.kind for rank_weights in batch.owned for weight in rank_weights}) == 1
-            sizes = [2 * sum(weight.shape.numel() for weight in rank_weights) for rank_weights in batch.owned]
-            assert max(sizes) <= limit or max(map(len, batch.owned)) == 1
-            for rank, rank_weights in enumerate(batch.owned):
-                owned.update(rank_weights)
-                work[rank] += sum(map(products, rank_weights))
-        assert owned == collections.Counter(weights)
-        assert max(work.values()) < 1.2 * min(work.values())
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Equal to a plain reference
 
@@ -90,25 +62,23 @@ RUNS = {
 }
 
 
-def check_losses(folder, ranks: int, runs: dict, steps: int = muonranks.STEPS) -> None:
-    references, own = folder / f"reference-{ranks}.json", folder / f"own-{ranks}.json"
-    plain = {name: run | {"layout": ""} for name, run in runs.items()}
-    forked(1, muonranks.main, folder, plain, references, True, steps)
-    forked(ranks, muonranks.main, folder, runs, own, False, steps)
-    references, own = (json.loads(file.read_text()) for file in (references, own))
+def check_losses(folder, device, ranks: int, runs: dict, steps: int = muonranks.STEPS) -> None:
+    forked(ranks, muonranks.main, folder, runs, folder / f"{ranks}.json", steps)
+    own = json.loads((folder / f"{ranks}.json").read_text())
     for name, run in runs.items():
-        assert own[name] == pytest.approx(references[name], rel=LIMITS[run["iteration"]]), name
+        reference = muonranks.losses(folder, run | {"layout": ""}, device, True, steps)
+        assert own[name] == pytest.approx(reference, rel=LIMITS[run["iteration"]]), name
         assert len(own[name]) == steps
 
 
-def test_losses_of_two_ranks_are_those_of_full_matrices_in_one_process(folder):
-    check_losses(folder, 2, QUICK, steps=4)
+def test_losses_of_two_ranks_are_those_of_full_matrices_in_one_process(folder, device):
+    check_losses(folder, device, 2, QUICK, steps=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RUNS)
-def test_losses_of_any_number_of_ranks_are_those_of_full_matrices_in_one_process(folder, ranks):
-    check_losses(folder, ranks, RUNS[ranks])
+def test_losses_of_any_number_of_ranks_are_those_of_full_matrices_in_one_process(folder, device, ranks):
+    check_losses(folder, device, ranks, RUNS[ranks])
 
 
 RESUMES = [  # ranks, sequences of a microbatch, sharding

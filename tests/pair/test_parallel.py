@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import forked, slow_case
 from filelock import FileLock
-from multirank import COMPILED, QUICK, QUICK_NEAR, REPLICATED, ROUND_TRIPS, SLOW, SLOW_NEAR, resolved
+from multirank import COMPILED, QUICK, QUICK_NEAR, QUICK_TRIPS, REPLICATED, ROUND_TRIPS, SLOW, SLOW_NEAR, resolved
 
 import train_fsdp
 import utils
@@ -31,7 +31,7 @@ def observed(request, workspace):
     four = {"same": QUICK | SLOW, "near": QUICK_NEAR | SLOW_NEAR, "replicas": REPLICATED, "round trips": ROUND_TRIPS}
     if request.config.option.markexpr == "not slow":
         one |= {"same": {model: (model, "") for model, _ in QUICK.values()}}
-        four |= {"same": QUICK, "near": QUICK_NEAR, "replicas": {}}
+        four |= {"same": QUICK, "near": QUICK_NEAR, "replicas": {}, "round trips": QUICK_TRIPS}
     files = {ranks: workspace / f"observed-{ranks}.json" for ranks in (1, 4)}
     with FileLock(workspace / "observed.lock"), concurrent.futures.ThreadPoolExecutor() as threads:
         if not files[4].exists():
@@ -88,7 +88,7 @@ def test_replicas_begin_equal_where_each_rank_draws_other_numbers(observed, name
     assert (first == second) == (name == "stage 0")  # else they are two shards
 
 
-@pytest.mark.parametrize("name", ROUND_TRIPS)
+@pytest.mark.parametrize("name", [name if name in QUICK_TRIPS else slow_case(name) for name in ROUND_TRIPS])
 def test_pretrained_weights_give_the_logits_that_transformers_gives(observed, name):
     assert observed[4]["round trips"][name] < 1e-4
 

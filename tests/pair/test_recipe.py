@@ -1,6 +1,5 @@
 """The recipe in train_fsdp.py: what a step may not cost, and what is sharded."""
 
-import functools
 from collections import Counter
 
 import numpy as np
@@ -8,17 +7,15 @@ import pytest
 import torch
 import torch._dynamo
 import transformers
-from conftest import one_source, parse, slow_case, write_model
+from conftest import one_source, parse, write_model
 from multirank import resolved
-from tiny import END, MODELS, SIZES, NoReadBack
-from torch._dynamo.utils import counters
+from tiny import END, MODELS, NoReadBack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
 from harness import data
 from harness import model as models
-from harness.model import collectives
 from harness.model.weights import decoder_layers
 from harness.state.train_state import TrainState
 
@@ -88,59 +85,6 @@ def test_what_a_gpu_would_wait_for_is_seen(read):
         read(torch.ones(4))
 
 
-@pytest.mark.parametrize("flags, gathers", [("", 1), ("--cpu-offload", 4)])
-def test_a_rank_alone_gathers_its_parameters_once_a_step_unless_they_are_on_the_host(trainer, flags, gathers):
-    model, step = trainer("llama", "--gradient-accumulation-steps", "2", "--precision", "fp32", *flags.split())
-    layer, times = decoder_layers(model)[-1], []
-    weight = layer._get_fsdp_state()._fsdp_param_group.fsdp_params[0]
-    to_unsharded = weight.to_unsharded
-    weight.to_unsharded = lambda: times.append(1) or to_unsharded()
-    before = layer.mlp.up_proj.weight.full_tensor().clone()
-    step()
-    assert len(times) == gathers
-    layer.unshard()  # what the next forward sees is what the optimizer made
-    assert not torch.equal(layer.mlp.up_proj.weight, before)
-    layer.reshard()
-    assert not torch.equal(layer.mlp.up_proj.weight.full_tensor(), before)
-
-
-def test_one_rank_copies_no_gradient(trainer):
-    """FSDP2 copies each layer's from input to output, which are one here; test_parallel.py has the losses."""
-    model, step = trainer("llama", "--precision", "bf16", "--gradient-accumulation-steps", "2")
-    step()
-    copied, onto_itself = [], []
-
-    class Copies(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            if op.__name__ == "copy_.default" and torch._C._current_graph_task_id() != -1:
-                (onto_itself if args[0] is args[1] else copied).append(args[0].numel())
-            return op(*args, **kwargs or {})
-
-    with Copies():
-        step()
-    largest = max(parameter.numel() for parameter in model.parameters())
-    layer = sum(parameter.numel() for parameter in decoder_layers(model)[0].parameters())
-    assert onto_itself.count(layer) >= SIZES["num_hidden_layers"]
-    assert max(copied, default=0) <= largest  # a parameter that is gathered again
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_gradients_memory_is_held_for_another_stream_only_where_microbatches_add_up(
-    trainer, monkeypatch, microbatches
-):
-    """Held, it is free only when the device gets there: 11.5 GiB of an 8B model."""
-    model, _ = trainer("llama", "--gradient-accumulation-steps", str(microbatches))
-    held = []
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: held.append(stream))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
-    of_modules = [models.fsdp_group(module)._reduce_scatter_comm for module in collectives.sharded_modules(model)]
-    for reduce_scatter in of_modules:
-        for _ in ("input", "output"):
-            reduce_scatter.allocate((4,), dtype=torch.float32, device=torch.device("cpu"))
-    assert len(held) == (0 if microbatches == 1 else len(of_modules))
-
-
 class Calls(TorchDispatchMode):
     """Counts the operators that run."""
 
@@ -163,41 +107,6 @@ def test_checkpointing_computes_again_what_it_does_not_keep(device, checkpointin
         layer(torch.ones(2, 8, requires_grad=True)).sum().backward()
     assert calls.counts["mm"] + calls.counts["addmm"] == matmuls
     assert calls.counts["sigmoid"] == sigmoids
-
-
-def test_a_layer_is_made_float8_then_checkpointed_then_compiled_then_sharded(device, monkeypatch):
-    order = []
-
-    def note(name: str, result=None):
-        def call(*args, **options):
-            order.append(name)
-            return result
-
-        return call
-
-    def compiled(function):
-        order.append(f"compile {getattr(function, 'func', function).__name__}")
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    settings = parse(["--demo", "--compile", "--activation-checkpointing", "full"])
-    train_fsdp.transform_layer(settings, torch.nn.Linear(2, 2), note("float8"), note("shard"))
-    assert order == ["float8", "compile checkpoint", "shard"]
-
-
-@pytest.mark.parametrize("checkpointing", ["none", slow_case("selective")])
-def test_each_kind_of_layer_is_compiled_once_and_whole(trainer, monkeypatch, checkpointing):
-    """SmolLM3 has two kinds, with rotary positions and without; the code generator is left out, it is slow."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    counters.clear()
-    _, step = trainer("smollm3", "--compile", "--activation-checkpointing", checkpointing)
-    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
-        step()
-    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2 + 2, {})  # the last norm, the loss
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for _ in range(2):
-            step()
-    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2 + 2, {})
 
 
 def test_float8_scales_of_all_layers_are_found_at_once_and_used_by_the_next_all_gather(trainer):

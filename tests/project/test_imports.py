@@ -71,17 +71,6 @@ def test_no_files_import_each_other_in_a_circle_in_functions_and_for_types_eithe
     [*graphlib.TopologicalSorter(graph).static_order()]
 
 
-@pytest.mark.parametrize("wing", WINGS)
-def test_a_door_is_plain_imports_of_the_names_that_it_lists(wing):
-    docstring, *statements, listed = ast.parse((ROOT / "harness" / wing / "__init__.py").read_text()).body
-    assert isinstance(docstring, ast.Expr)
-    names = []
-    for statement in statements:
-        assert isinstance(statement, ast.ImportFrom) and statement.module.startswith(f"harness.{wing}.")
-        names += [alias.name for alias in statement.names]
-    assert ast.unparse(listed.targets[0]) == "__all__" and sorted(ast.literal_eval(listed.value)) == sorted(names)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # What a type checker sees
 

@@ -110,20 +110,6 @@ def evaluation(monkeypatch):
     return evaluate
 
 
-@pytest.mark.parametrize("interval", [0, 4])
-def test_the_lines_after_a_profile_have_no_garbage_of_it_to_collect(run, monkeypatch, evaluation, interval):
-    """Objects that a collection looks through, by step, before each line: a profile of three steps has 100,000."""
-    write, looked_through = Log.write, {}
-
-    def count_and_write(self, metrics, *more):
-        looked_through[metrics["step"]] = len(gc.get_objects())
-        write(self, metrics, *more)
-
-    monkeypatch.setattr(Log, "write", count_and_write)
-    run(*PROFILED, "--eval-interval", interval)
-    assert max(looked_through[step] for step in range(5, 10)) < 10_000
-
-
 def test_a_profile_counts_steps_only(run, capsys, monkeypatch, evaluation):
     """An evaluation after step 4, the second of three that are profiled, is no part of what they are said to take."""
     evaluation.seconds = 2

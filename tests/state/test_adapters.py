@@ -106,7 +106,7 @@ MIXED = {  # {family: (its config, linears that peft reads as experts or refuses
 }
 
 
-@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("family", [f if f in ("qwen3_moe", "nemotron_h") else slow_case(f) for f in MIXED])
 def test_linears_whose_adapters_peft_does_not_load_have_none_and_are_named(
     workspace, flags, built, device, tmp_path, capsys, family
 ):
@@ -402,7 +402,7 @@ def test_quantized_weights_are_refused(workspace, flags, device, tmp_path):
 @pytest.mark.skipif(
     transformers.__version__ < "5.18", reason="transformers 5.17 has a product for rotary angles, which torch counts"
 )
-@pytest.mark.parametrize("targets", [None, "o_proj", "v_proj", "down_proj"])
+@pytest.mark.parametrize("targets", [None, slow_case("o_proj"), "v_proj", slow_case("down_proj")])
 def test_flops_of_adapters_are_those_that_torch_counts(workspace, flags, device, targets):
     """A frozen weight has no gradient, and before the first adapter nothing has. Checked for a sharded model, one of
     peft's, and one whose embedding alone is frozen."""

@@ -8,7 +8,7 @@ import shlex
 import multirank
 import numpy as np
 import pytest
-from conftest import ROOT, Stop, forked, metrics_of, train, words, write_model
+from conftest import ROOT, Stop, forked, metrics_of, slow_case, train, unlock, words, write_model
 
 import train_fsdp
 from harness import loop
@@ -67,8 +67,10 @@ def test_the_best_is_kept_beside_the_newest_and_what_exports_it_is_said(flags, r
     assert losses(run.with_name("q")).keys() == {step for step in (4, 6, 8) if step > best}
 
 
-def test_it_survives_a_resume_on_other_ranks(flags, run):
-    forked(1, multirank.program, *flags("4"))
+@pytest.mark.slow
+def test_it_survives_a_resume_on_other_ranks(flags, run, device):
+    assert train(flags("4"), device) == 0
+    unlock(run)
     forked(2, multirank.program, *flags("8 --resume auto"))
     check_best(run, 8)
 
@@ -88,10 +90,8 @@ class Killed(BaseException):
 
 EVAL_LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5}
 DISTURBED = {  # a stop after so many forward passes after a step, or a kill where a function is called
-    "stop in the evaluation": (4, 2),
     "stop between evaluation and stories": (4, 10),
     "stop in a story": (4, 12),
-    "stop in the last evaluation": (8, 2),
     "stop in the last stories": (8, 12),
     "kill in the evaluation": ("train_fsdp.evaluate", 4),
     "kill in the stories": ("harness.loop.generate_samples", 4),
@@ -103,12 +103,7 @@ DISTURBED = {  # a stop after so many forward passes after a step, or a kill whe
 }
 
 
-QUICK = ("stop in a story", "kill before the final line")
-
-
-@pytest.mark.parametrize(
-    "how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.slow) for how in DISTURBED]
-)
+@pytest.mark.parametrize("how", [how if how == "stop in a story" else slow_case(how) for how in DISTURBED])
 def test_a_run_that_was_disturbed_names_and_keeps_the_best_of_an_undisturbed_one(flags, run, device, monkeypatch, how):
     evaluate, evaluate_and_log = train_fsdp.evaluate, loop.evaluate_and_log
     step, given = [0], [*flags("8 --sample-prompt a --sample-tokens 4 --no-async-checkpoint"), *words("--resume auto")]

@@ -135,11 +135,11 @@ def told(output: str, name: str) -> str:
 STOPPED = [
     "--precision bf16 --num-workers 2 --document-mask",
     "--precision bf16-pure --optimizer muon --lr-scheduler warmup_stable_decay",
-    "--precision fp8 --fp8-emulate --zero-stage 2",
+    slow_case("--precision fp8 --fp8-emulate --zero-stage 2"),
     slow_case("--optimizer adamw8bit --model {square}"),
     "--optimizer adamw-bf16 --model {dropout}",
-    "--optimizer muon --zero-stage 1",
-    "--cpu-offload --zero-stage 0 --precision bf16-pure",
+    slow_case("--optimizer muon --zero-stage 1"),
+    slow_case("--cpu-offload --zero-stage 0 --precision bf16-pure"),
     "--streaming --batch-size 16 --dataset {stories}",  # a lane for each sequence of a step, as a number and as text
     "--dataset web={stories}:0.7 code={stories}:0.3 --eval-interval 2 --eval-steps 2",
 ]
@@ -171,12 +171,11 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, technique):
 WITHIN = {  # a step of four microbatches, or an evaluation after step 3 of two batches
     "a step": "--gradient-accumulation-steps 4 --batch-size 1 --model {dropout}",
     "a step of a stream": "--gradient-accumulation-steps 4 --batch-size 1 --streaming --dataset {stories}",
-    "an evaluation": "--eval-interval 3 --eval-steps 2",
     "the last evaluation": "--eval-interval 3 --eval-steps 2 --num-steps 3",
 }
 
 
-@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("within", [slow_case(name) if "stream" in name else name for name in WITHIN])
 def test_a_stop_within_a_step_or_an_evaluation_saves_the_last_complete_step_and_goes_on_bit_for_bit(
     run, tmp_path, within
 ):
