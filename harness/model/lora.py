@@ -104,19 +104,16 @@ def decoder_linears(model: nn.Module) -> list[str]:
 
 
 def supported_linears(model: nn.Module) -> list[str]:
-    """The names of the linears of decoder layers whose adapters peft loads: with one last part of a name, all or none
-    of them."""
+    """The names of the linears of decoder layers whose adapters peft loads."""
     linears = decoder_linears(model)
-    if loads_adapters(model, linears):
-        return linears
     groups = [[name for name in linears if name.rpartition(".")[2] == leaf] for leaf in leaf_names(linears)]
-    supported = {name for names in groups if loads_adapters(model, names) for name in names}
+    supported = loaded_linears(model, linears) or set().union(*(loaded_linears(model, names) for names in groups))
     return [name for name in linears if name in supported]
 
 
-def loads_adapters(model: nn.Module, linears: list[str]) -> bool:
-    """True if peft loads the adapters of these linears from a folder. In families whose experts were linears once it
-    takes the names of dense linears for those of experts, and it refuses some names."""
+def loaded_linears(model: nn.Module, linears: list[str]) -> set[str]:
+    """The names of these linears whose adapters peft loads from a folder with the adapters of all; empty if it refuses
+    one. In families whose experts were linears once it takes names of dense linears for those of experts."""
     import peft
 
     with quiet_on_meta():
@@ -126,9 +123,9 @@ def loads_adapters(model: nn.Module, linears: list[str]) -> bool:
             tensors = {name: torch.empty(shape) for name, shape in adapter_shapes(model, linears, 1).items()}
             result: Any = peft.set_peft_model_state_dict(wrapped, tensors)
         except (ValueError, RuntimeError):
-            return False
+            return set()
     loaded = {name.replace(NAME, ".") for name in wrapped.state_dict() if name not in result.missing_keys}
-    return tensors.keys() <= loaded
+    return {name for name in linears if {*adapter_shapes(model, [name], 1)} <= loaded}
 
 
 def adapter_shapes(model: nn.Module, linears: list[str], rank: int) -> dict[str, tuple[int, int]]:
