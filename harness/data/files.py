@@ -2,16 +2,15 @@
 split of each, and what is left out. A corpus is listed once, by rank 0."""
 
 import glob
-import io
 import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from harness import base, flags
 from harness.data import formats, stores
-from harness.data.formats import COMPRESSIONS
+from harness.data.data_file import COMPRESSIONS, DataFile
 
 # The words of names and the patterns are those of `datasets.data_files`.
 SPLIT_KEYWORDS = {
@@ -24,45 +23,6 @@ SHARD = re.compile(r"data/([^/]*)-[0-9]{5}-of-[0-9]{5}[^/]*\.[^/]*")  # with any
 NO_DATA = re.compile(  # in a folder; cache-*.arrow are the results of maps and filters of `datasets`
     r"readme\.md|config\.json|dataset_infos?\.json|dataset_dict\.json|state\.json|cache-.*\.arrow"
 )
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """A file of a corpus, as listed."""
-
-    path: str  # local, or a URL
-    size: int  # bytes
-    mark: str = field(compare=False)  # changes with the content: the mtime, or a store's ETag
-
-    def __str__(self) -> str:
-        return stores.without_query(self.path)
-
-    @property
-    def name(self) -> str:
-        return str(self).rpartition("/")[2]
-
-    @property
-    def compression(self) -> str | None:
-        """Arrow's name of its compression, by its suffix; None without one."""
-        return COMPRESSIONS.get(os.path.splitext(self.name)[1].lower())
-
-    @property
-    def is_remote(self) -> bool:
-        return base.is_url(self.path)
-
-    def open(self) -> io.RawIOBase:
-        """Open it unbuffered. A UserError if it has changed since it was listed, an OSError if it cannot be read."""
-        if self.is_remote:
-            return stores.RangeReader(self.path, self.size, self.mark)
-        opened = open(self.path, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
-        if os.fstat(opened.fileno()).st_size != self.size:  # a copy on another node may have another mtime
-            opened.close()
-            raise stores.changed(self.path)
-        return opened
-
-    def version(self) -> list:
-        """Return its real path, size and mark, which tell it from other files and from other versions of it."""
-        return [self.path if self.is_remote else os.path.realpath(self.path), self.size, self.mark]
 
 
 def mark_of(status: os.stat_result) -> tuple[int, str]:

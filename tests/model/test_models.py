@@ -153,6 +153,10 @@ def test_float8_weights_whose_rows_the_ranks_do_not_divide_train_as_on_one_rank(
 # Attention kernels
 
 
+def choose(args, config):
+    return choose_attention(args, config, args.precision, args.sequence_length, bool(args.document_mask))
+
+
 @pytest.mark.parametrize(
     "capability, model, flags, allowed",
     [
@@ -171,9 +175,9 @@ def test_cudnn_is_left_out_where_its_gradients_may_be_nan(monkeypatch, tmp_path,
         settings = parse(["--model", source, *flags.split(), "--attention", attention])
         if attention == "cudnn" and not allowed:
             with pytest.raises(UserError, match=r"--attention cudnn: .* 704 tokens.*--sequence-length 768"):
-                choose_attention(settings, load_config(source))
+                choose(settings, load_config(source))
         else:
-            assert choose_attention(settings, load_config(source)) == attention
+            assert choose(settings, load_config(source)) == attention
             assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
 
 
@@ -200,7 +204,7 @@ def test_a_gpu_that_has_no_cudnn_although_torch_prefers_it_is_warned_of(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     config = load_config(settings.model)
-    settings = dataclasses.replace(settings, attention=choose_attention(settings, config))
+    settings = dataclasses.replace(settings, attention=choose(settings, config))
     config._attn_implementation = "sdpa"
     choice = getattr(torch.nn.attention.SDPBackend, kernel).value
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: choice)
@@ -213,7 +217,7 @@ def test_fp32_on_a_gpu_repeats_shared_keys_as_no_fused_kernel_takes_them():
     module, found = types.SimpleNamespace(num_key_value_groups=2, is_causal=True), []
     for precision, guard in (("fp32", NoSharedKeys()), ("bf16", contextlib.nullcontext())):
         settings = parse(["--model", "demo", "--plan", "--precision", precision])  # planned for a GPU
-        choose_attention(settings, load_config("demo"))
+        choose(settings, load_config("demo"))
         with guard:
             found.append(sdpa_attention.sdpa_attention_forward(module, query, keys, keys, None)[0])
     torch.testing.assert_close(*found)

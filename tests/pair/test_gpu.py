@@ -126,7 +126,7 @@ def test_flex_attention_is_sdpa_inside_documents(loss_and_gradients, monkeypatch
     across = loss_and_gradients("--no-compile", "--attention", "sdpa")
     if not CUDA:  # torch has its backward for a CPU, and refuses it
         monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
-        monkeypatch.setattr(models, "choose_attention", lambda settings, config: "flex_attention")
+        monkeypatch.setattr(models, "choose_attention", lambda *_: "flex_attention")
     compiled = "--compile" if CUDA else "--no-compile"
     flex = loss_and_gradients(compiled, "--document-mask", "--attention", "flex_attention")
     assert_close(flex, masked, gradients=0.03)

@@ -99,6 +99,6 @@ def test_an_interpreter_that_cannot_run_it_is_named_in_one_line(change, problem)
 def test_a_python_without_any_package_says_so_and_still_helps():
     bare = [sys.executable, "-I", "-S", "-c", STARTED_BY.format(change=f"sys.path.insert(0, {str(ROOT)!r})"), PROGRAM]
     process = start([*bare, "--demo"])
-    lacks = ", ".join(versions.IMPORTED)
+    lacks = ", ".join(versions.REQUIRED)
     assert process.stderr.startswith(f"train_fsdp.py: error: this is {sys.executable}, which lacks {lacks}; ")
     assert start([*bare, "--help"]).returncode == 0

@@ -35,7 +35,6 @@ from multirank import MODELS, SIZES, program
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoTokenizer
 
-import train_fsdp
 from harness import job
 from harness import model as models
 from harness.base import UserError, saved
@@ -581,7 +580,7 @@ def test_a_checkpoint_that_is_not_finite_is_neither_trained_nor_exported(run, re
         optimizer.param_groups[1]["params"][0].to_local().fill_(math.inf)
 
     with monkeypatch.context() as unchecked:  # as a version without the checks saved it
-        unchecked.setattr(train_fsdp, "find_non_finite", lambda *_: "")
+        unchecked.setattr(loop, "find_non_finite", lambda *_: "")
         unchecked.setattr(models, "step_or_skip", overflow)
         run("r", "--max-skipped", STEPS)
     path = tmp_path / "r" / "checkpoints" / f"step-{STEPS:08d}"

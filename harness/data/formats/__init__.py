@@ -29,16 +29,13 @@ import pkgutil
 import zlib
 from collections.abc import Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from harness import base
+from harness.data.data_file import COMPRESSIONS, DataFile
 from harness.data.schema import LAYOUTS, Field, NoFieldError, Record, field_advice, field_names
 from harness.data.token_files import TokenFile, damaged
 
-if TYPE_CHECKING:
-    from harness.data.files import DataFile
-
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # suffix: Arrow's name
 BLOCK = 2**18  # bytes per read
 
 
@@ -76,22 +73,16 @@ def is_token_file(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def report_read_errors(file: "DataFile") -> Iterator[None]:
+def report_read_errors(file: DataFile) -> Iterator[None]:
     """Raise a UserError that names the file for what the reading of one raises."""
     try:
         yield
-    except (
-        OSError,
-        ValueError,
-        NotImplementedError,
-        EOFError,
-        zlib.error,
-    ) as error:  # the second and third are Arrow's
+    except (OSError, ValueError, NotImplementedError, EOFError, zlib.error) as error:  # 2 and 3 are Arrow's
         raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
 
 
 @contextlib.contextmanager
-def decompressed(file: "DataFile", raw: io.RawIOBase) -> Iterator[BinaryIO]:
+def decompressed(file: DataFile, raw: io.RawIOBase) -> Iterator[BinaryIO]:
     """Give the bytes of an open file, decompressed by the suffix of its name."""
     if file.compression is None:
         yield cast(BinaryIO, raw)
@@ -111,7 +102,7 @@ def decompressed(file: "DataFile", raw: io.RawIOBase) -> Iterator[BinaryIO]:
 
 
 def read_records(
-    file: "DataFile", text_field: Field, start: int = 0, end: int | None = None
+    file: DataFile, text_field: Field, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[str, Record]]:
     """Yield (position in words, record) of a file, or of the part [start, end) of one that can be cut; a UserError if
     it cannot be read."""
@@ -126,7 +117,7 @@ def read_records(
         raise no_such_field(file, text_field, error.args[0]) from error
 
 
-def no_such_field(file: "DataFile", text_field: Field, fields: list[str]) -> base.UserError:
+def no_such_field(file: DataFile, text_field: Field, fields: list[str]) -> base.UserError:
     """Make the error for a file of columns that has none of `text_field`."""
     wanted = field_names(text_field)[-1]
     found = f"(fields: {', '.join(fields)}); {field_advice(wanted, fields)}"
@@ -136,7 +127,7 @@ def no_such_field(file: "DataFile", text_field: Field, fields: list[str]) -> bas
     return base.UserError(f"--text-field {wanted}: no such field in {file} {found}")
 
 
-def open_token_file(file: "DataFile", vocab_size: int) -> TokenFile:
+def open_token_file(file: DataFile, vocab_size: int) -> TokenFile:
     """Map a token file; a UserError if it is damaged or compressed."""
     if file.compression:
         raise damaged(file, "it is compressed, and token files are mapped", "decompress it")

@@ -23,7 +23,7 @@ from harness.data.schema import (
 if TYPE_CHECKING:
     import pyarrow
 
-    from harness.data.files import DataFile
+    from harness.data.data_file import DataFile
 
 SUFFIXES = (".parquet",)
 RECORD_NAME = "row"

@@ -1,0 +1,49 @@
+"""A data file: a listed file of a corpus, local or in a store."""
+
+import io
+import os
+from dataclasses import dataclass, field
+
+from harness import base
+from harness.data import stores
+
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # suffix: Arrow's name
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of a corpus, as listed."""
+
+    path: str  # local, or a URL
+    size: int  # bytes
+    mark: str = field(compare=False)  # changes with the content: the mtime, or a store's ETag
+
+    def __str__(self) -> str:
+        return stores.without_query(self.path)
+
+    @property
+    def name(self) -> str:
+        return str(self).rpartition("/")[2]
+
+    @property
+    def compression(self) -> str | None:
+        """Arrow's name of its compression, by its suffix; None without one."""
+        return COMPRESSIONS.get(os.path.splitext(self.name)[1].lower())
+
+    @property
+    def is_remote(self) -> bool:
+        return base.is_url(self.path)
+
+    def open(self) -> io.RawIOBase:
+        """Open it unbuffered. A UserError if it has changed since it was listed, an OSError if it cannot be read."""
+        if self.is_remote:
+            return stores.RangeReader(self.path, self.size, self.mark)
+        opened = open(self.path, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
+        if os.fstat(opened.fileno()).st_size != self.size:  # a copy on another node may have another mtime
+            opened.close()
+            raise stores.changed(self.path)
+        return opened
+
+    def version(self) -> list:
+        """Return its real path, size and mark, which tell it from other files and from other versions of it."""
+        return [self.path if self.is_remote else os.path.realpath(self.path), self.size, self.mark]
