@@ -35,7 +35,7 @@ from multirank import MODELS, SIZES, program
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoTokenizer
 
-from harness import job
+from harness import job, loop
 from harness import model as models
 from harness.base import UserError, saved
 from harness.job import folders
