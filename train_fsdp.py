@@ -5,12 +5,12 @@
     accelerate launch --num_processes=4 train_fsdp.py --model smollm3-3b
 
 Read it from the top: the model and how it is sharded, a step, an evaluation, a run. `args` are the flags as typed,
-`settings` have every default decided. utils.py has the FLOP and MFU math and the clock. Everything else is in the
-packages of harness/, whose `__init__.py` files list what they offer:
+`settings` the same with every default resolved; a `flags.Flags` may be either. utils.py has the FLOP and MFU math and
+the clock. Everything else is in the packages of harness/, whose `__init__.py` files list what they offer:
 
     base     errors, text, GPUs                        models   weights, loss, optimizers (harness/model)
     flags    every flag, and the rules between them    state    checkpoints, resume, export
-    job      processes, signals, the run's folder      report   log lines, trackers, the HTML page, gates
+    job      processes, signals, the run's folder      report   log lines, trackers, the HTML page, acceptance gates
     data     from files to batches                     plan     what a configuration will need and give
     loop     around the steps: opening a run, evaluating, logging, saving, stopping
 """
@@ -55,25 +55,28 @@ def build_mesh(settings: flags.Flags, device: torch.device) -> DeviceMesh:
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    job.wait_for_a_day(*mesh.get_all_groups())
+    job.set_group_timeouts(*mesh.get_all_groups())
     return mesh
 
 
 def reshard_after_forward(settings: flags.Settings) -> bool:
-    """Whether parameters are resharded after each forward and backward pass: at stage 3. In a shard group of one rank
+    """True if parameters are resharded after each forward and backward pass: at stage 3. In a shard group of one rank
     that would save nothing and cost a cast and a copy, unless the shard is on the host."""
-    alone = dist.get_world_size() == settings.dp_replicate_size
-    return settings.zero_stage == 3 and (settings.cpu_offload or not alone)
+    is_single_rank = dist.get_world_size() == settings.dp_replicate_size
+    return settings.zero_stage == 3 and (settings.cpu_offload or not is_single_rank)
 
 
 def build_model(
     settings: flags.Settings, config: transformers.PretrainedConfig, mesh: DeviceMesh, read_weights: bool = True
 ) -> transformers.PreTrainedModel:
-    """Builds the model sharded: on the meta device first, then one decoder layer after the other is materialized and
-    sharded. The optimizer is made after it: made before, it would hold whole parameters, and states of their size.
+    """Build the sharded model: on the meta device first, then each decoder layer in turn is materialized and sharded.
+    The optimizer is built after it: built before, it would hold the full parameters, and states of their size.
 
-    No rank ever holds more than one whole layer beside its shards (and, for a moment, embedding and head). Every rank
+    No rank ever holds more than one full layer beside its shards (and, for a moment, embedding and head). Every rank
     draws the same random numbers in the same order, so the weights do not depend on world size or sharding.
+
+    Args:
+        read_weights: False if a checkpoint is loaded next; frozen weights are read anyway, as no checkpoint has them.
     """
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
     dtype = models.loaded_dtype(settings)
@@ -84,7 +87,7 @@ def build_model(
     if not settings.cpu_offload:
         models.check_room(model, device, mesh["shard"].size())
     if settings.init == "pretrained" and (read_weights or models.has_frozen(model)):
-        weights = base.call_on_all_ranks(  # on one node alone a file may be missing
+        weights = base.call_on_all_ranks(  # raises on all ranks if a file is missing on one node
             lambda: models.PretrainedWeights(model, layers, models.find_source(settings.model), dtype)
         )
     if settings.precision == "fp8":
@@ -102,16 +105,17 @@ def build_model(
         add_adapters(layer)
         transform_layer(settings, layer, convert_to_fp8, shard)
     if settings.compile:
-        base.count_compiling_as_work()
+        base.count_compiling_as_work()  # in the heartbeats: a rank that compiles has not stalled
         for module in outside:
             if type(module).__name__.endswith("Norm"):  # the one before the head
                 module.forward = torch.compile(module.forward)
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
+    # In a shard group of one rank FSDP2 would copy each parameter and gradient.
     models.alias_unsharded_params(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
-    models.make_replicas_equal(model, mesh)  # another kind of GPU draws other numbers of the same seed
-    base.give_back_freed_memory()  # whole layers
+    models.make_replicas_equal(model, mesh)  # different kinds of GPU draw different numbers from one seed
+    base.trim_host_memory()  # host memory of the full layers, which glibc would keep
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
     return model
 
@@ -122,7 +126,7 @@ def transform_layer(
     convert_to_fp8: Callable[[nn.Module], object] | None,
     shard: Callable[..., FSDPModule],
 ) -> None:
-    """Does to one decoder layer what the flags ask for. The order matters:
+    """Apply to one decoder layer what the flags request. The order matters:
 
     1. float8 swaps the linears, so it comes before whatever wraps them.
     2. Activation checkpointing comes before compile: the compiler sees what is recomputed and can fuse it.
@@ -157,17 +161,18 @@ def train_step(
     batches: Iterator[dict[str, Any]],
     tracker: utils.PerformanceTracker,
 ) -> report.StepResult:
-    """One optimizer step. Returns this rank's loss, whose mean over ranks is that of the global batch, the global
-    gradient norm, and 1 where the step was skipped, else 0: all still on the device, for which nothing here waits.
-    Skipped is a step whose norm is not finite. Each `job.enter_phase` is for the line that names a rank which hangs.
+    """Take one optimizer step. Return this rank's loss, whose mean over ranks is that of the global batch, the global
+    gradient norm, and 1 if the step was skipped, else 0: tensors on the device, for which nothing here waits. A step
+    with a non-finite gradient norm is skipped. Each `job.enter_phase` is recorded, to say in which phase a rank hangs.
 
-    The loss counts every trained token of the global batch alike. The router loss of a mixture of experts is that of
-    each microbatch by itself, and every microbatch of every rank counts alike: it is the same on any number of ranks
-    where the microbatches are the same. It is added, times its coefficient, to what is differentiated, not to the loss;
-    so are the terms of `chosen_terms` in harness/model/loss.py, which count tokens as the loss does.
+    The loss weights every trained token of the global batch equally. The router loss of a mixture of experts is
+    computed per microbatch and averaged over all microbatches of all ranks, so the same microbatches give the same
+    router loss on any number of ranks. Times its coefficient it is part of the training objective, but not of the
+    returned loss; so are additional terms (`chosen_terms` in harness/model/loss.py, such as a z-loss), which are means
+    over trained tokens as the loss is.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
-    # at stage 0 there is nothing to reduce in a shard group of one rank: its replicas reduce below
+    # True at stage 0 too: a shard group of one rank has nothing to reduce, and replicas are reduced below
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
     total = models.StepLoss(model, settings.gradient_accumulation_steps)
     document_lengths = []
@@ -183,7 +188,7 @@ def train_step(
         with tracker.data_wait():
             batch = next(batches)
         job.enter_phase("forward")
-        # where masks leave out tokens, "loss_divisor" weighs this microbatch by those that it trains on
+        # with loss masks, "loss_divisor" weights this microbatch by its number of trained tokens
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
         document_lengths.append(batch.pop("document_lengths", None))  # a plan's batches have none
         loss = total.add(model(**batch, use_cache=False).loss / divisor, divisor)
@@ -198,8 +203,9 @@ def train_step(
     optimizer.zero_grad()
     if settings.fp8_recipe == "tensorwise":  # set with --precision fp8 only
         models.compute_float8_scales(model)  # one all-reduce for the scales of all layers
-    numbers = total.terms, total.router_loss, total.expert_load
-    return report.StepResult(total.loss, norm, skip, *numbers, document_lengths)
+    return report.StepResult(
+        total.loss, norm, skip, total.terms, total.router_loss, total.expert_load, document_lengths
+    )
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -208,9 +214,9 @@ def train_step(
 def evaluate(
     settings: flags.Settings, model: nn.Module, eval_data: dict[str, Any], device: torch.device
 ) -> tuple[dict[str, float], int]:
-    """Returns the mean loss over every token of the eval sequences as `eval_loss`, of several sources also that of
-    each as `eval_loss/NAME`; and how many tokens these are."""
-    totals = torch.zeros(len(eval_data), 2, dtype=torch.float64, device=device)  # of each source: summed loss, tokens
+    """Return (losses, number of eval tokens): `eval_loss` is the mean over all tokens of the eval sequences; with
+    several sources each also has its own mean, `eval_loss/NAME`."""
+    totals = torch.zeros(len(eval_data), 2, dtype=torch.float64, device=device)  # per source: summed loss, tokens
     with models.evaluating(model):
         for source_totals, sequences in zip(totals, eval_data.values(), strict=True):
             for batch in data.eval_batches(settings, sequences, device):
@@ -226,26 +232,26 @@ def evaluate(
 
 
 def prepare(args: flags.Args, device: torch.device) -> loop.Run:
-    """Build what a run trains with, in its order, up to the header that says what will run."""
+    """Build all that a run trains with, load the checkpoint, and print the header that describes the run."""
     mesh = build_mesh(args, device)
     peak_tflops = args.peak_tflops or utils.get_gpu_peak_tflops()
-    opened = loop.open_training(args, mesh, device, peak_tflops)  # its folder, data and checkpoint
+    opened = loop.open_training(args, mesh, device, peak_tflops)  # the run's folder, data and checkpoint
     settings = opened.settings
     model = build_model(settings, opened.config, mesh, read_weights=not opened.checkpoint)
     optimizer = models.build_optimizer(settings, model)
     scheduler = models.build_scheduler(settings, optimizer)
-    lengths = np.arange(settings.sequence_length + 1)  # of documents
-    flops = models.known_flops(model, lengths, utils.get_flops_by_length)
+    document_lengths = np.arange(settings.sequence_length + 1)
+    flops = models.known_flops(model, document_lengths, utils.get_flops_by_length)
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak_tflops or 0)
-    return loop.begin(opened, state.TrainState(model, optimizer, scheduler, tracker=tracker), flops)
+    return loop.start_or_resume(opened, state.TrainState(model, optimizer, scheduler, tracker=tracker), flops)
 
 
 def train(run: loop.Run, stop: job.StopRequest) -> None:
-    """The loop. `stop` is a request to save and leave, by a signal to any rank: all ranks ask for it before the same
-    forward pass, which then raises job.Stopped, and the last complete step is what is saved."""
+    """Run the training loop. `stop` is set by a signal to any rank, which asks to save and exit. All ranks check it
+    before the same forward pass, which then raises job.Stopped; the last complete step is what is saved."""
     settings, model, tracker = run.settings, run.state.model, run.state.tracker
     loop.evaluate_missed_step(run, stop, evaluate)
-    tracker.open_window()  # until here a run is set up, which is no part of a step
+    tracker.open_window()  # restart the clock: setting up is no part of a step
     while run.state.step < settings.num_steps:
         with run.log.step() as due:  # a log line, an evaluation, a checkpoint
             with stop.before_each_forward(model), run.state.step_undone_if_stopped():
@@ -258,7 +264,7 @@ def train(run: loop.Run, stop: job.StopRequest) -> None:
         if due.save:
             run.checkpoints.save(run.state, wait=due.last)
             if not due.last:
-                stop.raise_if_stopping()  # while what is saved is the last complete step
+                stop.raise_if_stopping()  # now: the checkpoint just saved is of the last complete step
     run.checkpoints.finish()
 
 
@@ -269,13 +275,13 @@ def run(args: flags.Args, device: torch.device, stop: job.StopRequest) -> int:
     if args.num_steps == 0:
         return loop.evaluate_only(args, device, RECIPE)
     ready = prepare(args, device)
-    stop.resumed_step = ready.state.step
-    # on a GPU a plan of this very run is made beside it: its last line shows both
+    stop.resumed_step = ready.state.step  # after Ctrl-C: the steps since this one, or since the newest save, are lost
+    # on a GPU another process plans this same run, so that the last line compares planned and measured
     planning = plan.planning_in_background(ready.settings, device, ready.settings.num_steps - ready.state.step)
-    with ready.log, ready.checkpoints, planning as planned:
+    with ready.log, ready.checkpoints, planning as plan_process:
         try:
             train(ready, stop)
-            return loop.finish(ready, stop, planned)
+            return loop.finish(ready, stop, plan_process)
         except job.Stopped:
             return loop.save_and_stop(ready, stop)
 
@@ -293,11 +299,12 @@ RECIPE = plan.Recipe(
 
 
 def main(args: flags.Args) -> None:
-    with job.World(args, lambda: plan.memory_advice(args)) as world:
+    with job.World(args, memory_advice=lambda: plan.memory_advice(args)) as world:
         if args.plan:
             plan.print_plan(args, RECIPE)
         else:
-            world.exit_code = run(args, world.meet(), world.stop)
+            device = world.meet()  # rendezvous: all ranks have started
+            world.exit_code = run(args, device, world.stop)
 
 
 if __name__ == "__main__":

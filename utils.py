@@ -74,9 +74,9 @@ def get_dataset(
             all else concatenated.
         chat_template: file with the jinja template of conversations; by default the tokenizer's.
         chat_loss: which tokens of conversations are trained on: those of the "assistant", or "all".
-        document_mask: whether sequences say where their documents begin, and have no label across; by default those of
-            conversations and of rows with labels do; never with `packing="none"`.
-        shuffle: whether the sequences are shuffled; those of a mixture are always.
+        document_mask: True if sequences have the positions at which documents begin, and no label across these; by
+            default for conversations and rows with labels; never with `packing="none"`.
+        shuffle: False for the order of the corpus, which mixtures do not take.
         seed: of the order, and of best-fit packing.
 
     Raises:
@@ -118,14 +118,17 @@ def get_model_flops_per_token(
     tied or not, and the embedding not at all. Sliding windows and chunks bound the keys that a query meets, but not in
     eager attention, which computes every score. `causal` counts those keys only that come before the query.
 
-    The formula is taken where torch's own counter confirms it on four tokens of this very model. The operators of all
-    others (linear attention, latent projections of keys) are counted by torch, which has no causal figure.
+    The formula is used if torch's own counter confirms it on four tokens of this very model. FLOPs of other models
+    (linear attention, latent projections of keys) come from torch's counter, which has no causal count.
 
-    Of a model with frozen weights, which have no gradient, torch counts the matmuls: about 4 x N where all but adapters
-    is frozen. Its first layer takes less than the others, as nothing before it is trained.
+    For models with frozen weights, which have no gradient, FLOPs come from torch's counter: about 4 x N if all but
+    adapters is frozen. The first layer takes less than the others, as nothing before it is trained.
 
-    `model` is a causal language model of transformers, sharded or with peft's adapters too, or its config, of which all
-    is trained. A ValueError says why there is no figure to be trusted, or no causal one.
+    `model` is a causal language model of transformers, also sharded or with peft's adapters, or a config, all of whose
+    weights count as trained.
+
+    Raises:
+        ValueError: the FLOPs are unknown, or those of causal attention.
     """
     return round(float(get_flops_by_length(model, np.array([seq_len]), causal)[0]))
 
@@ -188,8 +191,8 @@ def attention_flops(
     """FLOPs per token of softmax attention in sequences of each of `lengths`, float64: in each layer
     6 x heads x (head_dim of keys + that of values) x keys.
 
-    A query meets all keys of its sequence, or where attention is `masked` those of its layer's window or chunk. Where
-    it is `causal` it meets, on average over the sequence, those of them that come before it.
+    A query meets all keys of its sequence, or if attention is `masked` those of its layer's window or chunk. If it is
+    `causal`, it meets, on average over the sequence, those of them that come before it.
     """
     windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     layer_types = getattr(config, "layer_types", None)
@@ -225,9 +228,9 @@ def estimate_mfu(
     """Speed of `num_gpus` devices that together processed `num_tokens` tokens in `time_elapsed` seconds.
 
     `num_tokens` is global, of all ranks and microbatches: this is the only place where `num_gpus` divides. Returns
-    `tokens_per_sec` and `actual_tflops_per_sec`, both global, and where the dense peak of one device is known (by
-    default the current GPU's) `theoretical_tflops_total` (peak x num_gpus) and `mfu_percent` (100 x actual / it). A
-    ValueError where `time_elapsed` or `num_gpus` is not positive.
+    `tokens_per_sec` and `actual_tflops_per_sec`, both global, and if the dense peak of one device is known (by default
+    the current GPU's) `theoretical_tflops_total` (peak x num_gpus) and `mfu_percent` (100 x actual / it). A ValueError
+    if `time_elapsed` or `num_gpus` is not positive.
     """
     if time_elapsed <= 0 or num_gpus <= 0:
         raise ValueError(f"time_elapsed ({time_elapsed}) and num_gpus ({num_gpus}) must be positive")
@@ -245,19 +248,19 @@ def estimate_mfu(
 class PerformanceTracker:
     """Speed of the steps after warmup.
 
-    A window opens when the warmup ends and closes at each `step` that reads the clock; the device is synchronized at
+    An interval begins when the warmup ends, and ends at each `step` that reads the clock; the device is synchronized at
     these two ends only. Give every step its tokens; with `synchronize=False` a step is only counted and costs nothing.
     """
 
     warmup_steps: int = 10  # left out at the start: compilation, allocator, autotuning
-    num_gpus: int = 1  # that share the tokens
+    num_gpus: int = 1  # GPUs that share the tokens
     peak_tflops: float | None = None  # dense, of one device; by default that of the current GPU
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything; the warmup begins again."""
+        """Forget everything; the warmup begins again."""
         self.steps_seen, self.warmup_seconds = 0, 0.0
         self.total = dict.fromkeys(("steps", "tokens", "flops", "seconds", "data_wait"), 0.0)
         self.windows: list[tuple[float, float]] = []  # (steps, seconds)
@@ -265,10 +268,10 @@ class PerformanceTracker:
         self.open_window()
 
     def step(self, batch_tokens: int, model_flops_per_token: float, synchronize: bool = True) -> dict[str, Any]:
-        """Counts one optimizer step of `batch_tokens` tokens (global: every rank, every microbatch).
+        """Count one optimizer step of `batch_tokens` tokens (global: every rank, every microbatch).
 
         Returns `{}` in warmup and for a step that is only counted, `{"warmup_completed": True}` once, and afterwards
-        the metrics of the window that this step closes: those of `estimate_mfu` and `flops_per_token`,
+        the metrics of the interval that this step ends: those of `estimate_mfu` and `flops_per_token`,
         `tokens_per_sec_per_gpu`, `steps_per_sec`, `step_time_ms`, `data_wait_percent`; on a GPU also this process's
         peaks so far in GiB, `peak_memory_active`, `peak_memory_alloc`, `peak_memory_reserved`.
         """
@@ -299,8 +302,8 @@ class PerformanceTracker:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs inside (evaluation, a checkpoint, steps that are not given to `step`) is outside the window, and
-        has a mark in a profile."""
+        """Exclude what runs inside (evaluation, a checkpoint, steps that are not given to `step`) from the interval,
+        and mark it in a profile."""
         base.wait_for_device()
         is_outermost = self._start is not None
         if is_outermost:
@@ -316,7 +319,7 @@ class PerformanceTracker:
 
     @contextlib.contextmanager
     def data_wait(self) -> Iterator[None]:
-        """What runs inside is time that the step waited for data."""
+        """Count what runs inside as time that the step waited for data."""
         start = time.perf_counter()
         yield
         if self._start is not None:
@@ -338,7 +341,7 @@ class PerformanceTracker:
         return "  ".join(parts)
 
     def open_window(self) -> None:
-        """Starts the clock anew: what came before it, such as setting a run up, is in no window."""
+        """Restart the clock: what came before, such as setting a run up, is in no interval."""
         base.wait_for_device()
         self.window = dict.fromkeys(self.total, 0.0)
         self._start = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Loop: what a run does around its training steps: it opens files, resolves its settings, evaluates, samples, logs,
-saves, stops and ends. Every rank calls each function."""
+"""Loop: the parts of a run around its training steps: open files, resolve settings, evaluate, sample, log, save, stop
+and finish. Every rank calls each function."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ Evaluate = Callable[[flags.Settings, Any, dict[str, Any], torch.device], tuple[d
 
 @dataclasses.dataclass(kw_only=True)
 class Opened:
-    """What a run has found and decided before anything is built."""
+    """The inputs of a run, found and resolved before anything is built."""
 
     settings: flags.Settings
     corpora: list[data.Corpus]
@@ -40,7 +40,7 @@ class Opened:
 
     @property
     def record(self) -> data.DataRecord | None:
-        """The record of the data: of those that are read, else of the checkpoint's."""
+        """The record of the data that are read; if none are, the checkpoint's."""
         if self.dataset is not None:
             return self.dataset.record
         return data.read_record(self.manifest) if self.manifest else None
@@ -50,22 +50,22 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     """Find the data, the model's files and the checkpoint, and resolve the flags.
 
     Args:
-        folder: the run's; None if nothing is trained.
+        folder: the run's folder; None if nothing is trained.
 
     Raises:
         UserError: something is missing, damaged, or does not go together.
     """
     corpora = data.find(args) if args.num_steps or args.eval_interval or args.show_samples else []
-    config, tokenizer, texts = models.load_files(args, data.needs_tokenizer(args, corpora))
-    prompts = base.broadcast_from_rank_0(lambda: [prompt for text in texts for prompt in data.read_prompt(text)])
+    config, tokenizer, typed_prompts = models.load_files(args, data.needs_tokenizer(args, corpora))
+    prompts = base.broadcast_from_rank_0(lambda: [one for typed in typed_prompts for one in data.read_prompt(typed)])
     checkpoint = state.find_checkpoint(args.resume, folder)
-    starts_at_random = args.trains() and args.init == "random" and not checkpoint
-    unread = base.broadcast_from_rank_0(lambda: models.describe_unread(args.model)) if starts_at_random else ""
-    if unread:
-        job.warn(unread)
+    draws_weights = args.trains() and args.init == "random" and not checkpoint
+    warning = base.broadcast_from_rank_0(lambda: models.describe_ignored_weights(args.model)) if draws_weights else ""
+    if warning:
+        job.warn(warning)
     if args.export:
         state.check_export(args, checkpoint, folder)
-    # training keeps the batch and the warmup of its checkpoint; what only reads one has none
+    # only a run that trains keeps the global batch and the warmup of its checkpoint
     manifest = checkpoint.manifest if checkpoint and args.trains() else None
     settings = resolving.resolve(args, config, corpora, manifest)
     if args.batch_size == "auto":
@@ -73,8 +73,10 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
         settings = dataclasses.replace(settings, batch_size=size)
     if manifest:
         settings = state.keep_global_batch(settings, manifest)
-    epoch = data.count_epoch(settings, corpora, tokenizer, config, manifest) if settings.num_epochs else 0
-    settings = resolving.resolve_steps(settings, manifest, epoch)
+    samples_per_epoch = 0
+    if settings.num_epochs:
+        samples_per_epoch = data.count_epoch(settings, corpora, tokenizer, config, manifest)
+    settings = resolving.resolve_steps(settings, manifest, samples_per_epoch)
     resolving.refuse_contradictions(settings, args)
     opened = Opened(
         settings=settings, corpora=corpora, config=config, tokenizer=tokenizer, prompts=prompts, checkpoint=checkpoint
@@ -97,26 +99,26 @@ def check_prompts(opened: Opened) -> None:
 def render_prompts(opened: Opened, prompts: list[str | data.Conversation]) -> list[str]:
     """The texts that samples continue, rendered by rank 0."""
     settings, tokenizer = opened.settings, opened.tokenizer
-    answers = data.are_chats(opened.corpora, data.read_record(opened.manifest) if opened.manifest else None)
+    is_chat = data.are_chats(opened.corpora, data.read_record(opened.manifest) if opened.manifest else None)
     return base.broadcast_from_rank_0(
-        lambda: [data.render_prompt(settings, answers, tokenizer, prompt) for prompt in prompts]
+        lambda: [data.render_prompt(settings, is_chat, tokenizer, prompt) for prompt in prompts]
     )
 
 
 def load_eval_data(opened: Opened) -> None:
-    """Load what an evaluation without training reads into `opened`: of the data that the weights were trained on the
-    eval split, of other data without an eval split all documents.
+    """Set `opened.dataset` for an evaluation without training: the eval split of the data that the weights were trained
+    on; for other data their eval split, or all documents if they have none.
 
     Raises:
-        UserError: the run trained on it, or it is no longer what the run read.
+        UserError: the run trained on the data to evaluate, or its own data have changed since.
     """
     settings, manifest = opened.settings, opened.manifest
-    source = (opened.corpora, opened.tokenizer, opened.config)
+    inputs = (opened.corpora, opened.tokenizer, opened.config)
     if manifest is None or not base.broadcast_from_rank_0(lambda: data.evaluates_own_data(settings, manifest)):
         trained_on = state.trained_on(settings, opened.record)
-        opened.dataset = data.load(settings, *source, trained_on=trained_on)
+        opened.dataset = data.load(settings, *inputs, trained_on=trained_on)
         return
-    opened.dataset = data.load(settings, *source, manifest)
+    opened.dataset = data.load(settings, *inputs, manifest)
     if settings.dataset != "synthetic":
         state.check_same_corpus(settings, opened.dataset.record, manifest)
 
@@ -126,7 +128,7 @@ def load_eval_data(opened: Opened) -> None:
 
 @dataclasses.dataclass(kw_only=True)
 class OpenedTraining(Opened):
-    """What a run that trains has opened before its model is built."""
+    """The inputs of a run that trains, before its model is built."""
 
     device: torch.device
     mesh: DeviceMesh
@@ -134,7 +136,7 @@ class OpenedTraining(Opened):
     trackers: list
     peak_tflops: float | None  # of one device; None if it is not known
     identity: dict  # for the manifests of the run's checkpoints
-    changed: str  # since the checkpoint from which it resumes, in words
+    changed: str  # changes since the checkpoint that it resumes from, in words
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -150,7 +152,7 @@ class Run(OpenedTraining):
 def open_training(
     args: flags.Args, mesh: DeviceMesh, device: torch.device, peak_tflops: float | None
 ) -> OpenedTraining:
-    """Open a run that trains, up to its data. What is cheap and may fail comes first.
+    """Open the inputs of a run that trains. Cheap checks that may fail come first.
 
     Raises:
         UserError: the run cannot succeed on this machine, something is missing or damaged, or the checkpoint is another
@@ -178,15 +180,15 @@ def open_training(
     )
 
 
-def begin(opened: OpenedTraining, train_state: state.TrainState, flops: tuple[np.ndarray, str]) -> Run:
+def start_or_resume(opened: OpenedTraining, train_state: state.TrainState, flops: tuple[np.ndarray, str]) -> Run:
     """Load the checkpoint into `train_state`, check what can be checked before the first step, print the header and
     open the log.
 
     Args:
-        flops: as `models.known_flops` returns them, for every length of a document.
+        flops: (FLOPs per token by document length, zeros if unknown; the header's text about them).
 
     Raises:
-        UserError: the weights are not finite, a gate cannot be judged, or the disk has no room for what flags ask for.
+        UserError: the weights are not finite, --min-mfu needs FLOPs that are unknown, or the disk has too little room.
     """
     settings, checkpoint, folder, device = opened.settings, opened.checkpoint, opened.folder, opened.device
     flops_by_length, flops_text = flops
@@ -196,8 +198,9 @@ def begin(opened: OpenedTraining, train_state: state.TrainState, flops: tuple[np
     if checkpoint:
         train_state.load(checkpoint, from_other_run=not state.resumes_same_run(checkpoint, folder))
         opened.changed = ", ".join(filter(None, [opened.changed, train_state.describe_lr_change()]))
-    state.refuse_broken(settings, train_state, checkpoint)
+    state.check_finite(settings, train_state, checkpoint)
     sizes = train_state.saved_bytes(), state.export_bytes(settings, train_state.model)
+    # for the final checkpoint, which is left out otherwise; a requested one that does not fit is an error
     has_room = train_state.step == settings.num_steps or job.check_disk(settings, *sizes, folder)
     dataset, changed = opened.dataset, opened.changed
     header = (settings, train_state, opened.mesh, dataset, flops_text, opened.peak_tflops, verified)
@@ -215,7 +218,7 @@ def begin(opened: OpenedTraining, train_state: state.TrainState, flops: tuple[np
 
 
 def evaluate_missed_step(run: Run, stop: job.StopRequest, evaluate: Evaluate) -> None:
-    """Evaluate the step that this start resumes from, if a stop came before that was done."""
+    """Evaluate the step that this start resumes from, if the last start was stopped before it had done so."""
     due = run.log.due_at(run.state.step)
     if due.evaluate and base.broadcast_from_rank_0(run.log.needs_evaluation):
         metrics = {"step": run.state.step, "tokens_seen": run.state.tokens}
@@ -266,6 +269,7 @@ def find_non_finite(run: Run, metrics: dict) -> str:
     """Find what is NaN or infinite in the state after the last step, whose metrics are given: weights, optimizer
     states, or the loss and gradient norm of one more pass, as the loss in `metrics` is from before the update. Return
     it in words; "" if nothing is."""
+    # a skipped step has no loss in its metrics, and its batch would give none
     batch = run.batches.last_finite(was_skipped="loss" not in metrics)
     with run.state.tracker.paused():
         if problem := run.state.broken_by_update():
@@ -279,11 +283,11 @@ def find_non_finite(run: Run, metrics: dict) -> str:
     return ""
 
 
-def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) -> int:
+def finish(run: Run, stop: job.StopRequest, plan_process: subprocess.Popen | None) -> int:
     """End a run that has no step left: metrics, samples, an export, gates, and what to do next.
 
     Args:
-        planned: the process that plans this run.
+        plan_process: the process that plans this run, if there is one.
 
     Returns:
         The exit code.
@@ -291,10 +295,10 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
     settings = run.settings
     with stop.before_each_forward(run.state.model):
         samples = generate_samples(run, run.state.model, run.device)
-    if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long
-        stop.raise_if_stopping()  # else a run that took its last step is done
+    if settings.export or settings.plan_gpu or run.device.type == "cuda":
+        stop.raise_if_stopping()  # an export and the wait for the plan take long; without them the run is done anyway
     stop.can_save = False
-    metrics = run.log.finish(samples, plan.predicted_metrics(planned) | run.checkpoints.best_metrics())
+    metrics = run.log.finish(samples, plan.predicted_metrics(plan_process) | run.checkpoints.best_metrics())
     if settings.export:
         export(run, run.state)
     job.print0(report.next_commands(settings, run.folder, run.state.step, metrics))
@@ -305,7 +309,7 @@ def finish(run: Run, stop: job.StopRequest, planned: subprocess.Popen | None) ->
 
 
 def save_and_stop(run: Run, stop: job.StopRequest) -> int:
-    """Answer a stop: save the last complete step, if that is not done, and print so. Return the exit code."""
+    """Save the last complete step after a stop, unless it is saved already, and print so. Return the exit code."""
     log, checkpoints = run.log, run.checkpoints
     checkpoints.finish()
     newest = base.broadcast_from_rank_0(lambda: base.newest_checkpoint(run.folder))
@@ -325,7 +329,7 @@ def save_and_stop(run: Run, stop: job.StopRequest) -> int:
 
 def evaluate_only(args: flags.Args, device: torch.device, recipe: plan.Recipe) -> int:
     """--num-steps 0: evaluate a checkpoint or pretrained weights, generate samples, export. Return the exit code."""
-    with report.json_alone(args) as stdout:
+    with report.keep_stdout_for_json(args) as stdout:
         mesh = recipe.build_mesh(args, device)
         opened = open_run(args)
         settings, checkpoint = opened.settings, opened.checkpoint
@@ -336,7 +340,7 @@ def evaluate_only(args: flags.Args, device: torch.device, recipe: plan.Recipe) -
         weights = state.TrainState(model)
         if checkpoint:
             opened.checkpoint = state.load_for_inference(settings, weights, opened.config, checkpoint)
-        state.refuse_broken(settings, weights, opened.checkpoint)
+        state.check_finite(settings, weights, opened.checkpoint)
         if settings.eval_interval:
             losses, tokens = recipe.evaluate(settings, model, opened.dataset.eval_data, device)
             report.print_evaluation(settings, opened.dataset, weights if checkpoint else None, losses, tokens, stdout)
@@ -363,14 +367,14 @@ def generate_samples(opened: Opened, model: transformers.PreTrainedModel, device
     job.enter_phase("sampling")
     settings, prompts, dataset = opened.settings, opened.prompts, opened.dataset
     if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.beginning:
-        prompts = [dataset.beginning]  # the demo's prompt is for the demo's stories
-    ends = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, opened.record, opened.tokenizer))
+        prompts = [dataset.beginning]  # --demo has no prompt for other data: continue their first words
+    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, opened.record, opened.tokenizer))
     texts = render_prompts(opened, prompts)
-    return [models.sample(settings, text, ends, model, opened.tokenizer, device) for text in texts]
+    return [models.sample(settings, text, stop_ids, model, opened.tokenizer, device) for text in texts]
 
 
 def export(opened: Opened, weights: state.TrainState) -> None:
     """Write the folder of --export."""
     settings, record = opened.settings, opened.record
-    ends = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, record, opened.tokenizer))
-    state.export(settings, weights, opened.tokenizer, ends, state.trained_on(settings, record))
+    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, record, opened.tokenizer))
+    state.export(settings, weights, opened.tokenizer, stop_ids, state.trained_on(settings, record))

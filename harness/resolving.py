@@ -1,5 +1,5 @@
-"""Resolving: decides the defaults that depend on model, corpora, machine and checkpoint, once, before anything is
-built; for a run and for a plan alike."""
+"""Resolving: the defaults that depend on model, corpora, machine and checkpoint, decided once, before anything is
+built, in a run and in a plan."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ from harness import model as models
 def resolve(
     args: flags.Args, config: PretrainedConfig, corpora: Sequence[data.Corpus] = (), manifest: dict | None = None
 ) -> flags.Settings:
-    """Decide every default of `args` but those of `resolve_steps`. --batch-size auto becomes the smallest batch.
+    """Resolve every default of `args` except those of `resolve_steps`. --batch-size auto becomes the smallest possible
+    size, which `loop.open_run` replaces.
 
     Args:
         config: the model's.
@@ -62,8 +63,8 @@ def resolve_steps(settings: flags.Settings, manifest: dict | None = None, epoch:
 
 
 def refuse_contradictions(settings: flags.Settings, args: flags.Args) -> None:
-    """Raise a UserError if what was decided does not go together. A flag that has no effect with this number of
-    microbatches may have one on the ranks of another start: it is checked with the number in `args`."""
+    """Raise a UserError if resolved settings contradict each other. The number of microbatches is that of `args`: with
+    the one resolved for these ranks a flag may have no effect that it has on another start's ranks."""
     as_typed = dataclasses.replace(settings, gradient_accumulation_steps=args.gradient_accumulation_steps)
     if problem := flags.contradiction(as_typed):
         raise base.UserError(problem)

@@ -2,7 +2,7 @@
 imports none of them, and most of it no torch."""
 
 from harness.base.console import exit_with_error, ignore_closed_pipes, print_json, record_error, send
-from harness.base.devices import CLOCK_STOPPED, GIB, give_back_freed_memory, memory_metrics, wait_for_device
+from harness.base.devices import CLOCK_STOPPED, GIB, memory_metrics, trim_host_memory, wait_for_device
 from harness.base.errors import NoSplitError, UserError
 from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, Gpu, choose_kind, find_gpu, unlisted
 from harness.base.hub import answer_from_cache_without_network
@@ -86,7 +86,6 @@ __all__ = [
     "exit_with_error",
     "find_gpu",
     "first_line",
-    "give_back_freed_memory",
     "ignore_closed_pipes",
     "installed",
     "is_url",
@@ -108,6 +107,7 @@ __all__ = [
     "shortened",
     "step_in_name",
     "sync_to_disk",
+    "trim_host_memory",
     "unfinished_checkpoints",
     "unlisted",
     "version_parts",

@@ -29,7 +29,7 @@ def memory_metrics() -> dict[str, float]:
     return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / GIB for name, key in names.items()}
 
 
-def give_back_freed_memory() -> None:
+def trim_host_memory() -> None:
     """Return freed host memory to the system: glibc keeps blocks of up to 32 MiB in its heap. No effect with other C
     libraries, which lack malloc_trim."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

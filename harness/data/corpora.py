@@ -17,7 +17,7 @@ from harness.data.formats import find_format, is_token_file, read_records
 from harness.data.schema import KINDS, LAYOUTS, MASKED_KINDS, BadRecord, Conversation, Field, describe_layouts, kind_of
 
 DEFAULT_EVAL_SPLIT = "validation"
-LOOKED_AT = 100  # files, and records of each; the first good one decides what a corpus is
+MAX_INSPECTED = 100  # files, and records of each; the first valid record decides the kind of a corpus
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Corpus:
 
 
 def find(settings: flags.Args) -> list[Corpus]:
-    """The corpora of a run, listed once, by rank 0: its sources, none of synthetic data, and behind them that of an
-    --eval-split that is a dataset of its own; that one alone if nothing is trained. Every rank calls this."""
+    """Find the corpora of a run: its sources (none for synthetic data), then the eval dataset if --eval-split is a
+    dataset of its own; the eval dataset alone if nothing is trained. Rank 0 lists the files. Every rank calls this."""
     chat_flags = {"chat_template": "--chat-template", "chat_loss": "--chat-loss"}
-    unused = [flag for name, flag in chat_flags.items() if name in settings.explicit and settings.trains()]
+    typed = [flag for name, flag in chat_flags.items() if name in settings.explicit and settings.trains()]
     corpora = base.broadcast_from_rank_0(lambda: find_all(settings))
-    refuse_unused(unused, corpora)
+    refuse_unused(typed, corpora)
     return corpora
 
 
@@ -85,7 +85,7 @@ def find_eval_dataset(settings: flags.Flags) -> Corpus:
     """Find the corpus of an --eval-split that is a dataset of its own: its split `validation`, or `test` if it has
     none, or `train`, which is everything if no file is named as a split."""
     name = str(settings.eval_split)
-    with named_by_eval_split():
+    with blame_eval_split():
         listing = files.find_files(name)
         split = next((name for name in (DEFAULT_EVAL_SPLIT, "test") if name in listing.splits), "train")
         source = flags.Source(flags.source_name(name), name, None)
@@ -94,8 +94,8 @@ def find_eval_dataset(settings: flags.Flags) -> Corpus:
 
 
 @contextlib.contextmanager
-def named_by_eval_split() -> Iterator[None]:
-    """Let errors name --eval-split in the place of --dataset."""
+def blame_eval_split() -> Iterator[None]:
+    """Replace --dataset by --eval-split at the beginning of error messages."""
     try:
         yield
     except base.UserError as error:
@@ -132,7 +132,7 @@ def inspect_source(
     is_mapped = are_token_files(split_files)
     kind = "ids"
     if not is_mapped:
-        found = (look_at_records(file, text_field) for file in split_files[:LOOKED_AT])
+        found = (inspect_records(file, text_field) for file in split_files[:MAX_INSPECTED])
         kind, text_field = next(filter(None, found), ("text", text_field))
     return Corpus(source, listing, split, text_field, is_mapped, kind)
 
@@ -155,15 +155,15 @@ def are_token_files(split_files: list[DataFile]) -> bool:
     return True
 
 
-def look_at_records(file: DataFile, text_field: Field) -> tuple[str, Field] | None:
-    """(the kind of a file's records, the field or layout that is read), by the first good one; None if
-    there is none. Where a record has a conversation and a field of `text_field`, the conversation counts, but for a
-    single field, which somebody has named. What cannot be read is found later."""
+def inspect_records(file: DataFile, text_field: Field) -> tuple[str, Field] | None:
+    """Return (the kind of a file's records, the field or layout to read) from the first valid record; None if there is
+    none. If a record has a conversation and a field of `text_field`, the conversation is read, unless `text_field` is
+    one name, which the user gave. Files that cannot be read are reported later."""
     if not getattr(find_format(file.name), "HAS_FIELDS", True):
         return "text", text_field
     names = (text_field, *LAYOUTS) if isinstance(text_field, str) else (*LAYOUTS, *text_field)
     try:
-        for _, record in itertools.islice(read_records(file, names), LOOKED_AT):
+        for _, record in itertools.islice(read_records(file, names), MAX_INSPECTED):
             if isinstance(record, BadRecord):
                 if record.layout:
                     return "chat", record.layout

@@ -15,14 +15,7 @@ from torch.utils.data import Subset
 
 from harness import base, flags, job
 from harness.data import stream, token_files
-from harness.data.corpora import (
-    Corpus,
-    are_token_files,
-    inspect_source,
-    named_by_eval_split,
-    parse_split,
-    refuse_unused,
-)
+from harness.data.corpora import Corpus, are_token_files, blame_eval_split, inspect_source, parse_split, refuse_unused
 from harness.data.eval_split import (
     EVERY,
     HELD_OUT,
@@ -45,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 SYNTHETIC_EVAL_SEQUENCES = 1024
-STREAM_EVAL_SEQUENCES = 256  # of a stream without an eval split, whose eval documents are spread over the whole corpus
+STREAM_EVAL_SEQUENCES = 256  # if a stream has no eval split: its eval documents are spread over all its files
 
 
 def load(
@@ -56,15 +49,14 @@ def load(
     manifest: dict | None = None,
     trained_on: list[dict[str, Any]] | None = None,
 ) -> TrainingData:
-    """Open the training and eval data of a run, with the header's lines about them; only the eval dataset if nothing is
-    trained and --eval-split is one of its own. Every rank calls this.
+    """Open the training and eval data of a run, with the header's lines about them; the eval data alone if nothing is
+    trained and --eval-split is a dataset of its own. Every rank calls this.
 
     Args:
         manifest: of the checkpoint that the run resumes from: its specs decide how sources are read, and its mixture
             continues.
         trained_on: if nothing is trained, the known specs of the sources that the weights were trained on. Any other
-        source
-            without an eval split is evaluated in full.
+            source without an eval split is evaluated in full.
     """
     eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_only), None)
     corpora = [corpus for corpus in corpora if not corpus.is_eval_only]
@@ -93,8 +85,8 @@ def load(
     record = make_record(
         settings,
         {name: source.spec for name, source in opened.items()},
-        local_weights(settings, opened),
-        {name: sample_tokens(source.train, settings) for name, source in opened.items()},
+        source_weights(settings, opened),
+        {name: tokens_per_sample(source.train, settings) for name, source in opened.items()},
         per_step,
         num_shards,
         before,
@@ -161,7 +153,7 @@ def count_epoch(
     for corpus in corpora:
         if not corpus.is_eval_only:
             spec = before.sources.get(corpus.name) if before else None
-            _, rule = choose_eval_split(settings, corpus, spec, HELD_OUT, whole=False)
+            _, rule = choose_eval_split(settings, corpus, spec, HELD_OUT, evaluates_all=False)
             tokens, line = reader.open_tokens(corpus, corpus.split, warn=False)
             if line.startswith("tokenized"):  # `load` finds it in the cache then
                 job.print0("data      ", line)
@@ -172,8 +164,8 @@ def count_epoch(
 
 
 def refuse_other_sources(settings: flags.Flags, corpora: list[Corpus], before: DataRecord) -> None:
-    """Raise a UserError if a run that counts epochs has other sources than its checkpoint, or had weights: each source
-    continues from its own position, and there is no epoch of all."""
+    """Raise a UserError if a run that counts epochs has other sources than its checkpoint, or if its mixture had
+    weights or stages: then sources end their epochs at different steps, and there is no epoch of all."""
     had_weights = len(before.sources) > 1 and any(before.asked["weights"].values())
     if had_weights or len(before.segments) > 1 or {corpus.name for corpus in corpora} != before.sources.keys():
         flag, advice = "--eval-interval epoch", "a number of steps"
@@ -190,9 +182,9 @@ def open_eval_dataset(
     is an error if one of the sources in `trained_on` has the same tokens."""
     name = settings.eval_split
     if corpus.has_mask and not settings.document_mask and "document_mask" not in settings.explicit:
-        problem = "its documents do not see each other, and those that the run trains on do"
+        problem = "it would have a document mask by default, the training data have none"
         raise base.UserError(f"--eval-split {name}: {problem}; give --document-mask or --no-document-mask")
-    with named_by_eval_split():
+    with blame_eval_split():
         tokens, line = reader.open_tokens(corpus, corpus.split)
         if find_trained_spec(trained_on, tokens, reader):
             raise base.UserError(f"--eval-split {name}: its tokens were trained on; give what was not")
@@ -252,8 +244,8 @@ def open_cached(
     if trained_on:
         opened = reader.open_tokens(corpus, corpus.split)
         spec = find_trained_spec(trained_on, opened[0], reader)
-    whole = trained_on is not None and not spec
-    split, rule = choose_eval_split(settings, corpus, spec, HELD_OUT, whole)
+    evaluates_all = trained_on is not None and not spec
+    split, rule = choose_eval_split(settings, corpus, spec, HELD_OUT, evaluates_all)
     data_name = f"{corpus.source.dataset}, split {corpus.split!r}"
     tokens, line = opened or reader.open_tokens(corpus, corpus.split)
     prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
@@ -332,22 +324,22 @@ def open_stream(
     fingerprint = base.broadcast_from_rank_0(train.fingerprint)
     if trained_on:
         spec = next((spec for spec in trained_on if spec.get("corpus") == fingerprint["corpus"]), None)
-    whole = trained_on is not None and not spec
-    split, rule = choose_eval_split(settings, corpus, spec, HELD_OUT_BY_CONTENT, whole)
+    evaluates_all = trained_on is not None and not spec
+    split, rule = choose_eval_split(settings, corpus, spec, HELD_OUT_BY_CONTENT, evaluates_all)
     eval_stream = open_split(split) if split else copy.copy(train)
     if rule:
         train.eval_only = False
     if rule and not split:
         eval_stream.eval_only = True
-    evaluated = None
+    eval_data = None
     if settings.eval_interval and not flags.is_place(settings.eval_split):
         count = settings.eval_windows
         if not split:
             count = count or STREAM_EVAL_SEQUENCES
-        evaluated = EvalData(eval_stream.eval_sequences(count, settings.batch_size), split or rule or "")
-        if len(evaluated.sequences) == count:
-            evaluated.name += f", the first {base.counted(count, 'sequence')}"
-    return OpenedSource(train, evaluated, {"held_out": rule} | fingerprint)
+        eval_data = EvalData(eval_stream.eval_sequences(count, settings.batch_size), split or rule or "")
+        if len(eval_data.sequences) == count:
+            eval_data.name += f", the first {base.counted(count, 'sequence')}"
+    return OpenedSource(train, eval_data, {"held_out": rule} | fingerprint)
 
 
 def choose_num_shards(settings: flags.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
@@ -364,7 +356,7 @@ def choose_num_shards(settings: flags.Settings, corpora: list[Corpus], before: D
     return min(num_shards, *map(stream.max_shards, files_by_source))
 
 
-def local_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
+def source_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
     """The weight of each source: as given, or its number of tokens."""
     weights = {}
     for source in settings.sources():
@@ -383,8 +375,8 @@ def local_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) -> 
     return weights
 
 
-def sample_tokens(train: PackedDataset | SyntheticDataset | Stream, settings: flags.Settings) -> Fraction:
-    """Tokens of a sequence that are not padding, on average."""
+def tokens_per_sample(train: PackedDataset | SyntheticDataset | Stream, settings: flags.Settings) -> Fraction:
+    """The mean number of tokens in a sequence, without padding."""
     if isinstance(train, PaddedDataset):
         return Fraction(train.total_tokens(), len(train))
     return Fraction(settings.sequence_length)
@@ -457,6 +449,6 @@ def open_sequences(
         packed = sequences[sources[0].name]
         if not shuffle:
             return packed
-        order: Any = SequenceOrder(len(packed), reader.seed)  # computes each number when it is asked for
+        order: Any = SequenceOrder(len(packed), reader.seed)  # computes each index on demand
         return Subset(packed, order)
     return mix(sequences, {source.name: source.weight for source in sources}, reader.seq_len, reader.seed)

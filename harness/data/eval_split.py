@@ -15,7 +15,8 @@ from harness.data.reader import CorpusReader
 from harness.data.tokens import Tokens
 
 EVERY = 20  # one of so many documents is an eval document
-HELD_OUT = f"one of every {EVERY} documents of it"  # the rules, as a checkpoint records them
+# How eval documents are chosen from a training split, as checkpoints record it.
+HELD_OUT = f"one of every {EVERY} documents of it"
 HELD_OUT_BY_CONTENT = f"{HELD_OUT}, by content"
 
 
@@ -32,8 +33,8 @@ class EvalData:
 
 
 def divide(tokens: Tokens) -> tuple[Tokens, Tokens]:
-    """(the tokens to train on, the eval tokens): one document of every 20 in a row, drawn by a checksum of their
-    number, as a corpus may repeat itself every few documents. Of fewer than 20 documents the last 5 % of the tokens."""
+    """(the tokens to train on, the eval tokens): of every 20 consecutive documents one is an eval document, chosen by
+    a checksum, as a corpus may be periodic. With fewer than 20 documents the eval tokens are the last 5 %."""
     ends = tokens.doc_ends
     if len(ends) < EVERY:
         cut = len(tokens) * (EVERY - 1) // EVERY
@@ -60,12 +61,17 @@ def is_eval_document(document: str | np.ndarray) -> bool:
 
 
 def choose_eval_split(
-    settings: flags.Flags, corpus: Corpus, spec: dict[str, Any] | None, rule: str, whole: bool
+    settings: flags.Flags, corpus: Corpus, spec: dict[str, Any] | None, rule: str, evaluates_all: bool
 ) -> tuple[str | None, str | None]:
-    """(the eval split, the rule that takes eval documents out of the training split); None for what does not apply. The
-    eval split is --eval-split, by default `validation`; if there is none, some of the documents are eval documents, or
-    with `whole` all. With an eval dataset of its own, only documents that were eval documents before stay so. `spec` is
-    the source's in the checkpoint that a run resumes from."""
+    """Return (eval split, `rule` if it takes eval documents out of the training split); None for what does not apply.
+
+    The eval split is --eval-split, by default `validation`. If there is none, `rule` chooses eval documents, or all are
+    evaluated if `evaluates_all`. If --eval-split is a dataset of its own, documents are eval documents only if they
+    were when the run began.
+
+    Args:
+        spec: the source's spec in the checkpoint that the run resumes from; None for a new run or source.
+    """
     if not settings.eval_interval:
         return None, None
     was_divided = bool(spec and spec["held_out"])
@@ -76,14 +82,15 @@ def choose_eval_split(
         raise base.UserError(f"--eval-split {split}: {problem}; for the file or folder of that name give ./{split}")
     if split is None and not was_divided and DEFAULT_EVAL_SPLIT in corpus.listing.splits:
         split = DEFAULT_EVAL_SPLIT
-    if split is None and whole:
+    if split is None and evaluates_all:
         split = corpus.split
     if spec and split is None and not was_divided:
         problem = f"the run held out nothing of {corpus.source.dataset}, it trained on all of it"
         raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
     if was_divided and spec["held_out"] != rule:
-        how = "needs" if rule == HELD_OUT else "was read without"
-        raise base.UserError(f"--dataset {corpus.source.dataset}: what the run held out of it {how} --streaming")
+        advice = "add" if rule == HELD_OUT else "leave out"
+        problem = "the run chose its eval documents differently"
+        raise base.UserError(f"--dataset {corpus.source.dataset}: {problem}; {advice} --streaming")
     if is_eval_only:
         return None, rule if was_divided else None
     return split, rule if split is None or was_divided else None
@@ -100,8 +107,8 @@ def find_trained_spec(trained_on: list[dict[str, Any]], tokens: Tokens, reader: 
 
 
 def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
-    """True if an evaluation of a run's checkpoint reads sources of the run, whose eval documents its record knows; a
-    UserError if it reads a part of what the run trained on, or more than that."""
+    """True if an evaluation of a run's checkpoint reads sources of the run, whose record has their eval documents. A
+    UserError if it would read a part of the training data, or these and more."""
     before = manifest["flags"]
     dataset = before["dataset"] if isinstance(before["dataset"], str) else tuple(before["dataset"])
     run = dataclasses.replace(

@@ -23,9 +23,9 @@ from harness.data.training_data import OpenedSource, SampleReader, TrainingData
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_CUT_SHARE = 0.1  # of conversations that are longer than a sequence, without a warning
-EXAMPLE_RECORDS = 1000  # that are looked through for examples
-EXCERPT = 200  # characters of a document that are printed
+MAX_CUT_SHARE = 0.1  # maximum share of documents longer than a sequence without a warning
+EXAMPLE_RECORDS = 1000  # records searched for examples
+EXCERPT = 200  # characters printed of a document
 
 
 def describe(
@@ -90,13 +90,13 @@ def describe_left_out(sequences: PackedDataset | SyntheticDataset | EvalSequence
 
 
 def describe_ends(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The header's text about the token after each text, and those that the tokenizer's own rule would add."""
+    """The header's text about the token after each text, and the special tokens that the tokenizer would add."""
     before, after = own_tokens_around(tokenizer)
     own = [*before, *(token for token in after if token != tokenizer.eos_token_id)]
     line = f"{tokenizer.eos_token} after each text"
     if own:
         names = " ".join(tokenizer.convert_ids_to_tokens(own))
-        line += f"; not {names}, which this tokenizer's own rule adds: docs/DATA.md (Text) says how to have it"
+        line += f"; not {names}, which this tokenizer would add, see docs/DATA.md (Text)"
     return line
 
 

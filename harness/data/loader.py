@@ -19,7 +19,7 @@ from harness.data.stream import EvalSequences
 from harness.data.training_data import Positions, SampleReader, TrainingData
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a shard reads its next chunk
-NOT_OF_MODEL = ("loss_divisor", "document_lengths")  # entries of a batch that are no inputs of the model
+NON_MODEL_KEYS = ("loss_divisor", "document_lengths")  # keys of a batch that the model does not get
 
 
 class DataPosition(Protocol):
@@ -47,9 +47,9 @@ class Batches:
         return dict(self.last)  # a step takes out what the model does not get
 
     def last_finite(self, was_skipped: bool) -> dict[str, Any]:
-        """The last batch; if its step was skipped, an earlier one that this returned, if there is one."""
+        """Return the last batch; if its step was skipped, what the previous call returned, if there was one."""
         if not (was_skipped and self.finite):
-            self.finite = {name: value for name, value in self.last.items() if name not in NOT_OF_MODEL}
+            self.finite = {name: value for name, value in self.last.items() if name not in NON_MODEL_KEYS}
         return self.finite
 
 
@@ -65,12 +65,12 @@ def training_batches(
     records of streams that rank 0 has left out is printed at the first one and each time that it is ten times as large.
     """
     batches = read_batches(settings, data, state, device)
-    return batches if data.is_uniform else count_labels(batches, settings.gradient_accumulation_steps)
+    return batches if data.is_uniform else add_loss_divisors(batches, settings.gradient_accumulation_steps)
 
 
-def count_labels(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[dict[str, Any]]:
-    """Microbatches with their `loss_divisor`, by the labels of all `per_step` of a step on all ranks. Every rank calls
-    this; the sum stays on the device. The loss of a step without a label is NaN."""
+def add_loss_divisors(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[dict[str, Any]]:
+    """Add a `loss_divisor` to each microbatch, from the trained labels of all `per_step` microbatches of a step on all
+    ranks. Every rank calls this; the sum stays on the device. The loss of a step without a trained label is NaN."""
     while microbatches := list(itertools.islice(batches, per_step)):
         trained = torch.stack([(batch["labels"] != IGNORE_INDEX).sum() for batch in microbatches]).double()
         in_step = trained.sum()
@@ -102,7 +102,7 @@ def read_batches(
 
 
 def unchanged(item: Any) -> Any:
-    """By default a DataLoader makes a tensor of each array, which goes through shared memory, a file for each."""
+    """Return the item as it is. The default collate_fn would make a tensor of each array, in a shared memory file."""
     return item
 
 
@@ -115,7 +115,7 @@ def raised(item: dict[str, Any] | base.UserError) -> dict[str, Any]:
 def join_rows(
     items: Iterator[dict[str, Any]], workers: int, state: DataPosition, pins: bool
 ) -> Iterator[dict[str, Any]]:
-    """The microbatches of which each of so many workers reads some rows; see `RankBatches.worker_rows`."""
+    """Join the rows of each microbatch, of which each of `workers` reads some; see `RankBatches.worker_rows`."""
     collate = create_collate_fn(shift_labels=False)
     reported = 0
     while True:
@@ -141,9 +141,9 @@ def lengths_in(sequences: Sequence[np.ndarray | PackedSequence]) -> np.ndarray:
 @dataclass(eq=False)
 class RankBatches(IterableDataset):
     """Endless microbatches of one rank: ranks are disjoint, and a step's samples do not depend on how many ranks or
-    microbatches share them. Of token caches and files each data worker reads whole microbatches in turn. Of streams it
-    reads some rows of each, those of its own shards: a shard is tokenized by one worker. A UserError comes as the last
-    item, as a DataLoader would wrap it into a traceback."""
+    microbatches share them. From token caches and files each data worker reads full microbatches in turn. From streams
+    it reads some rows of each microbatch, those of its own shards: a shard is tokenized by one worker. A UserError is
+    yielded as the last item, as a DataLoader would wrap it into a traceback."""
 
     settings: flags.Settings
     data: TrainingData
@@ -171,8 +171,8 @@ class RankBatches(IterableDataset):
             yield {**collate(sequences), "document_lengths": lengths_in(sequences)}
 
     def worker_rows(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
-        """Of every microbatch the sequences of the worker's own shards, by row, and the positions of these shards. The
-        rank's shards are dealt to its workers as it meets them, so each worker knows whose they all are."""
+        """Yield the sequences of this worker's shards in each microbatch, by row, and the positions of these shards.
+        Shards are assigned round-robin in the order of their first samples, so all workers compute the same owners."""
         reader = SampleReader(self.data, self.positions)
         num_shards = self.data.record.num_shards
         owners: dict[int, int] = {}  # by shard
@@ -207,15 +207,15 @@ def eval_batches(
         yield {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def mean_losses(held_out: Iterable[str], totals: torch.Tensor) -> tuple[dict[str, float], int]:
+def mean_losses(sources: Iterable[str], totals: torch.Tensor) -> tuple[dict[str, float], int]:
     """`eval_loss`, the mean over every token, and of several sources also `eval_loss/NAME`; and how many tokens these
-    are. `totals` has the summed loss and the tokens of each source of `held_out`, (sources, 2), of all ranks.
+    are. `totals` has the summed loss and the number of tokens of each of `sources`, (sources, 2), over all ranks.
 
     Raises:
         UserError: a source has no token that is trained on.
     """
     by_source = {}
-    for name, (summed_loss, tokens) in zip(held_out, totals.tolist(), strict=True):
+    for name, (summed_loss, tokens) in zip(sources, totals.tolist(), strict=True):
         if not tokens:
             problem = f"the eval sequences of {name} have no trained token"
             raise base.UserError(f"--eval-interval: {problem}; use a longer --sequence-length or other data", 1)

@@ -25,7 +25,7 @@ from harness import flags
 from harness.data.permutation import permuted, spread
 
 BLOCK = 1024  # samples
-MAX_BLOCKS = 64  # whose order is kept, and as many as there are shards
+MAX_BLOCKS = 64  # in the cache, plus one for each shard
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Shares
@@ -144,8 +144,8 @@ def begin_segments(
     steps_before: int,
     first: int,
 ) -> list[Segment]:
-    """The segments of a run from sample `first` on, which comes after so many steps: the weights, then each stage from
-    the step on that is nearest to its share of the planned run. Stages that would have begun earlier begin there."""
+    """The segments of a run from sample `first` on, which comes after `steps_before` steps: first the weights, then
+    each stage from the step nearest to its share of the planned run. Stages due earlier begin at `first`."""
     segments = [Segment(first, weights, per_sample)]
     for stage in stages:
         begin = first + (round(stage.begin * num_steps) - steps_before) * samples_per_step
@@ -197,7 +197,8 @@ class DataRecord:
     know which sample comes when."""
 
     sources: dict[str, dict[str, Any]]  # by name: the spec of each, how it is read and what tells it from others
-    plain: str | None  # whose order is independent of its name: the only source at the run's first start
+    # The source that was the only one when the run first started, else None: its order does not depend on its name.
+    plain: str | None
     num_shards: int
     asked: dict[str, Any]  # the weights and stages of the command line
     segments: list[Segment]  # all that have begun, and those that are planned
@@ -207,7 +208,7 @@ class DataRecord:
     def record(self) -> dict[str, Any]:
         """As JSON holds it."""
         record = dataclasses.asdict(self)
-        record["lanes"] = record.pop("num_shards")
+        record["lanes"] = record.pop("num_shards")  # the key in checkpoints
         for segment in record["segments"]:
             for name in ("weights", "per_sample"):
                 segment[name] = {source: str(number) for source, number in segment[name].items()}
@@ -279,8 +280,8 @@ def make_record(
         weights: of each source; `per_sample` the tokens of one of its samples, on average.
         before: what its checkpoint recorded; None for a new run.
     """
-    given = {source.name: None if source.weight is None else str(source.weight) for source in settings.sources()}
-    asked = {"weights": given, "stages": list(settings.mixture_stage or ())}
+    typed = {source.name: None if source.weight is None else str(source.weight) for source in settings.sources()}
+    asked = {"weights": typed, "stages": list(settings.mixture_stage or ())}
     stages = flags.parse_stages(settings.mixture_stage)
     planned = begin_segments(weights, per_sample, stages, settings.num_steps, samples_per_step, step, samples)
     if before is None:
@@ -291,8 +292,8 @@ def make_record(
         sizes = [*sizes, StepSize(step, samples, samples_per_step)]
     if not same_mixture(before.asked, asked):
         segments = [segment for segment in segments if segment.first < samples] + planned
-    known = before.removed | before.sources
-    removed = {name: spec for name, spec in known.items() if name not in sources}
+    earlier = before.removed | before.sources
+    removed = {name: spec for name, spec in earlier.items() if name not in sources}
     return DataRecord(sources, before.plain, before.num_shards, asked, segments, sizes, removed)
 
 

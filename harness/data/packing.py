@@ -43,7 +43,7 @@ def document_lengths(sequence: np.ndarray | PackedSequence) -> np.ndarray:
 class PackedDataset(Dataset):
     """Sequences of `seq_len + 1` tokens; consecutive sequences share one token.
 
-    PackedSequence i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly
+    Sequence i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly
     once and nothing is lost but the last partial sequence, and sequences without a label that is trained on. A sequence
     is a plain array, or a `PackedSequence` if not all is trained on or documents are not to see each other: then the
     last token of one does not predict the first of the next either.
@@ -56,36 +56,38 @@ class PackedDataset(Dataset):
         self.tokens = tokens if isinstance(tokens, Tokens) else Tokens([TokenFile(tokens)], end_of_text=end_of_text)
         self.seq_len, self.document_mask = seq_len, document_mask
         self.has_mask = self.tokens.has_mask
-        # whether each sequence has `seq_len` inputs and labels that count
+        # True if each sequence has `seq_len` inputs and all its labels count
         self.is_uniform = not (self.has_mask or document_mask)
-        self.cut = max(0, (len(self.tokens) - 1) // seq_len)  # sequences, those that are left out too
+        self.total_sequences = max(
+            0, (len(self.tokens) - 1) // seq_len
+        )  # number of sequences, with those that are left out
 
     @functools.cached_property
-    def trained_in_cut(self) -> np.ndarray:
-        """Labels that count in each sequence that is cut, of data with a mask, which is read once."""
-        last = self.cut * self.seq_len + 1
+    def trained_in_total(self) -> np.ndarray:
+        """Labels that count in each of the `cut` sequences; only for data with a mask, which is read once."""
+        last = self.total_sequences * self.seq_len + 1
         mask = self.tokens.trained(1, last)
         counts = mask.reshape(-1, self.seq_len).sum(1, dtype=np.int32)
         if self.document_mask:
             labels = self.tokens.starts_between(0, last)[1:] - 1  # that begin a document
-            counts -= np.bincount(labels // self.seq_len, mask[labels], self.cut).astype(np.int32)
+            counts -= np.bincount(labels // self.seq_len, mask[labels], self.total_sequences).astype(np.int32)
         return counts
 
     @functools.cached_property
     def numbers(self) -> np.ndarray | range:
-        """Which of the sequences that are cut have a label that counts: these are the sequences of the data set.
-        Without a mask all are: a sequence of documents of one token each has not been met."""
-        return np.flatnonzero(self.trained_in_cut) if self.has_mask else range(self.cut)
+        """The indices, among the `cut` sequences, of those with a label that counts: the sequences of the data set.
+        Without a mask these are all, assuming that no sequence consists of one-token documents only."""
+        return np.flatnonzero(self.trained_in_total) if self.has_mask else range(self.total_sequences)
 
     @functools.cached_property
     def trained_counts(self) -> np.ndarray:
         """Labels that count in each sequence, of data with a mask."""
-        return self.trained_in_cut[self.numbers]
+        return self.trained_in_total[self.numbers]
 
     @functools.cached_property
     def left_out(self) -> int:
         """The number of sequences that were left out because none of their labels counts."""
-        return self.cut - len(self.numbers)
+        return self.total_sequences - len(self.numbers)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -99,7 +101,7 @@ class PackedDataset(Dataset):
         if self.has_mask:
             trained = self.tokens.trained(first + 1, last + 1).astype(bool)
         if self.document_mask:
-            trained, starts = end_labels(self.tokens.starts_between(first, last + 1), self.seq_len, trained)
+            trained, starts = mask_boundaries(self.tokens.starts_between(first, last + 1), self.seq_len, trained)
         if starts is None and trained is None:
             return tokens
         return PackedSequence(tokens, trained, starts)
@@ -126,10 +128,12 @@ class PackedDataset(Dataset):
         return self.tokens.starts_between(*self.input_range(index)).tolist()
 
 
-def end_labels(begins: np.ndarray, seq_len: int, trained: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(which labels of a sequence count, where its documents begin among its inputs): of those labels that are
-    `trained`, by default all, not the ones that begin a document. `begins` are the positions from 0 to `seq_len`, 0
-    first, of the tokens that begin one."""
+def mask_boundaries(
+    begins: np.ndarray, seq_len: int, trained: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mask the labels that cross a document boundary. Return (labels that count, positions of inputs that begin a
+    document): the labels in `trained`, by default all, without those that begin a document. `begins` are the positions
+    in 0..`seq_len`, 0 first, of the tokens that begin a document."""
     trained = np.ones(seq_len, bool) if trained is None else trained
     trained[begins[1:] - 1] = False  # the label of a position is the token behind it
     return trained, begins[begins < seq_len]
@@ -147,8 +151,9 @@ class PaddedDataset(PackedDataset):
         id; without `document_mask` the documents of a sequence see those before them."""
         super().__init__(tokens, seq_len, document_mask)
         self.is_uniform, self.packing, self.padding = False, packing, padding
-        self.starts, self.lengths = cut_long(tokens.doc_ends, seq_len)  # of the pieces, in tokens
+        self.starts, self.lengths = cut_long(tokens.doc_ends, seq_len)  # of each piece, in tokens
         if packing == "none":
+            # sequence i has the pieces items[begins[i] : begins[i + 1]]
             self.items, self.begins = np.arange(len(self.lengths)), np.arange(len(self.lengths) + 1)
         else:
             self.items, self.begins = best_fit(self.lengths, seq_len + 1, seed)
@@ -157,7 +162,7 @@ class PaddedDataset(PackedDataset):
             mask = np.append(tokens.trained(0, len(tokens)), np.uint8(0))
             borders = np.stack([self.starts + 1, self.starts + self.lengths], axis=1).ravel()
             trained = np.add.reduceat(mask, borders, dtype=np.int64)[::2]
-            trained[self.lengths == 1] = 0  # of an empty range reduceat gives the item there
+            trained[self.lengths == 1] = 0  # for an empty range reduceat returns the item at its start
         trained_counts = self.sums(trained)
         is_trained, sizes = trained_counts > 0, np.diff(self.begins)
         self.items = self.items[np.repeat(is_trained, sizes)]

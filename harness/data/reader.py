@@ -25,7 +25,7 @@ TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusReader:
-    """Reads corpora as tokens and packs these; the fields are arguments of `utils.get_dataset`."""
+    """Read corpora as tokens and pack these; most fields are arguments of `utils.get_dataset`."""
 
     tokenizer: Any
     seq_len: int
@@ -63,7 +63,7 @@ class CorpusReader:
         name, bounds = parse_split(split)
         split_files = corpus.listing.files_in_split(name)
         if corpus.is_mapped and are_token_files(split_files):
-            opened = base.call_on_all_ranks(  # on one node alone a file may be missing
+            opened = base.call_on_all_ranks(  # raises on all ranks if a file is missing on one node
                 lambda: [formats.open_token_file(file, self.vocab_size) for file in split_files]
             )
             line = token_files.describe(opened)
@@ -72,7 +72,7 @@ class CorpusReader:
             if corpus.listing.is_hub and bounds:
                 rows = base.broadcast_from_rank_0(functools.partial(slice_rows, split_files, bounds))
             if rows:
-                bounds = []
+                bounds = []  # only these rows are tokenized: nothing is left to cut
             found = base.broadcast_from_node_main(
                 functools.partial(self._tokenize, corpus, split_files, rows), self.is_main
             )

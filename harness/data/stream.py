@@ -4,8 +4,8 @@ opens the shards of its own samples.
 A chunk is a part of files that can be cut, a row group of Parquet, or a compressed file. Each epoch a shard takes its
 chunks in an order of its own and reads each in pieces, whose documents it shuffles. Its sequences are cut from their
 tokens end to end. A position from which a sequence can be read again is (its number in the shard, the chunk counted
-over epochs, the piece of the chunk, the tokens of the piece before the sequence): of a chunk what is before it is read
-again but not tokenized.
+over epochs, the piece of the chunk, the tokens of the piece before the sequence). To resume there, the pieces of the
+chunk before it are read again but not tokenized.
 """
 
 import bisect
@@ -27,7 +27,7 @@ from harness import base
 from harness.data.eval_split import is_eval_document
 from harness.data.files import DataFile
 from harness.data.formats import find_format, read_records
-from harness.data.packing import PackedSequence, end_labels
+from harness.data.packing import PackedSequence, mask_boundaries
 from harness.data.schema import Field, read_documents
 from harness.data.tokenize import Encoded, TextFormat, take
 
@@ -113,8 +113,8 @@ class Stream:
             chunk, piece = chunk + 1, 0
 
     def head(self, tokens: int, chunks: list[list[Part]] | None = None) -> Encoded:
-        """The first documents in the order of the chunks, at least so many tokens if there are; those of `chunks`
-        alone."""
+        """The first documents of `chunks`, by default of all, with at least this number of tokens if there are that
+        many."""
         found = [Encoded(np.empty(0, self.encoder.dtype), np.empty(0, np.int64))]
         documents = itertools.chain.from_iterable(map(self.documents, self.chunks if chunks is None else chunks))
         length = 0
@@ -130,17 +130,17 @@ class Stream:
         beginning = self.head(1).tokens
         if not len(beginning):
             raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
-        how = "streamed by row groups" if self.has_row_groups else "streamed"  # positions count chunks
+        # in the fingerprint because positions count chunks, which row groups change
+        how = "streamed by row groups" if self.has_row_groups else "streamed"
         return {
             "corpus": hashlib.sha256(json.dumps(names).encode()).hexdigest()[:20],
             "dataset": f"{hashlib.sha256(beginning.tobytes()).hexdigest()[:20]}, then {how}",
         }
 
     def eval_sequences(self, count: int, batch_size: int) -> "EvalSequences":
-        """The first `count` sequences, all for 0, in the order of the chunks: that of the files, but first those that
-        can be cut anywhere, then row groups, then other files. No more chunks are read than it takes. Ranks read them
-        in turn; each sees the tokens of all and keeps the sequences that it evaluates. A UserError if there is not one;
-        every rank calls this."""
+        """The first `count` sequences, or all if it is 0, in the order of `cut_into_chunks`. Ranks read chunks in turn,
+        until there are enough; each rank gets the tokens of all and keeps the sequences that it evaluates. A UserError
+        if there is no sequence. Every rank calls this."""
         rank, world = dist.get_rank(), dist.get_world_size()
         most = count or sys.maxsize
         found = EvalSequences(self.seq_len)
@@ -173,11 +173,11 @@ class Stream:
         if not self.document_mask:
             return sequence
         inside = ends[(ends > 0) & (ends <= self.seq_len)]
-        return PackedSequence(sequence, *end_labels(np.concatenate([[0], inside]), self.seq_len))
+        return PackedSequence(sequence, *mask_boundaries(np.concatenate([[0], inside]), self.seq_len))
 
 
 class EvalSequences:
-    """Sequences of a stream that are evaluated, of which a rank holds its own, see `batches.eval_batches`."""
+    """Eval sequences of a stream; a rank holds those that it evaluates, see `loader.eval_batches`."""
 
     has_mask, left_out = False, 0
 
@@ -207,8 +207,8 @@ def joined(parts: list[Encoded]) -> Encoded:
 
 
 def cut_into_chunks(files: list[DataFile], num_shards: int) -> list[list[Part]]:
-    """The chunks of a corpus, in the order of its files: a pure function of these and of the number of shards. Every
-    rank calls this.
+    """The chunks of a corpus: those of files that can be cut anywhere, then row groups, then other files, each in the
+    order of the files. A pure function of these and of the number of shards. Every rank calls this.
 
     Files that can be cut anywhere are cut, end to end, into so many parts of equal size that each shard has as many of
     them; a large file is in several chunks, and a chunk may have several small files. A row group is a chunk of its
@@ -277,7 +277,7 @@ class ShardReader:
         self.last_sequence = sequences
 
     def _read(self, pieces: Iterator[tuple[int, int, list]]) -> Iterator[None]:
-        """Appends to the buffer, batch by batch."""
+        """Append to the buffer, batch by batch."""
         for chunk, piece, documents in pieces:
             self.marks.append((self.start + len(self.tokens), chunk, piece))
             for first in range(0, len(documents), BATCH):
@@ -301,7 +301,7 @@ class ShardReader:
         return self.stream.first_sequence(self.tokens, self.ends - first)
 
     def _drop(self, first: int) -> None:
-        """Drops what is before a token, which may lie beyond all that was read."""
+        """Drop the tokens before `first`, which may lie beyond all that was read."""
         dropped = max(0, min(first - self.start, len(self.tokens)))
         self.tokens, self.start = self.tokens[dropped:], self.start + dropped
         self.ends = self.ends[self.ends > self.start]

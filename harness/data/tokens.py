@@ -48,7 +48,7 @@ class Tokens:
         return np.dtype(np.uint16 if (self.vocab_size or 2**32) <= 2**16 else np.uint32)
 
     def cut(self, starts: np.ndarray, stops: np.ndarray) -> "Tokens":
-        """The stretches from each of `starts` to before that of `stops`, counted in these tokens, which are one."""
+        """Select stretches of these tokens, from `starts[i]` to before `stops[i]` each; they must be one stretch."""
         assert len(self.starts) == 1
         first = self.starts[0]
         return dataclasses.replace(self, stretches=(starts + first, stops + first), known_doc_ends=self.file_doc_ends)
@@ -59,10 +59,10 @@ class Tokens:
     def __len__(self) -> int:
         return int(self.before[-1])
 
-    def __getitem__(self, sequence: slice) -> np.ndarray:
-        """These tokens, unsigned integers: a view where one file of that type holds them in one stretch. A UserError
-        if one has no embedding."""
-        first, last, _ = sequence.indices(len(self))
+    def __getitem__(self, span: slice) -> np.ndarray:
+        """These tokens, unsigned integers: a view if they are one stretch of one file with this dtype. A UserError if
+        a token has no embedding."""
+        first, last, _ = span.indices(len(self))
         return self._read(first, last, self._read_file)
 
     def trained(self, first: int, last: int) -> np.ndarray:
@@ -142,12 +142,12 @@ class Tokens:
     @functools.cached_property
     def doc_ends(self) -> np.ndarray:
         """The position after each document of the stretches, counted in their tokens; each stretch ends one."""
-        whole = self.file_doc_ends
-        first = np.searchsorted(whole, self.starts, "right")  # the first end inside a stretch
-        counts = np.maximum(np.searchsorted(whole, self.stops, "left") - first, 0) + (self.stops > self.starts)
+        file_ends = self.file_doc_ends
+        first = np.searchsorted(file_ends, self.starts, "right")  # index of the first end inside each stretch
+        counts = np.maximum(np.searchsorted(file_ends, self.stops, "left") - first, 0) + (self.stops > self.starts)
         stretch = np.repeat(np.arange(len(counts)), counts)
         number = first[stretch] + np.arange(len(stretch)) - np.repeat(np.cumsum(counts) - counts, counts)
-        ends = np.minimum(whole[np.minimum(number, len(whole) - 1)], self.stops[stretch])
+        ends = np.minimum(file_ends[np.minimum(number, len(file_ends) - 1)], self.stops[stretch])
         return ends - self.starts[stretch] + self.before[stretch]
 
     def starts_between(self, first: int, last: int) -> np.ndarray:

@@ -54,7 +54,7 @@ class TrainingData:
         """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
         first = self.record.segments[0]
         weights = {name: weight / first.per_sample[name] for name, weight in first.weights.items() if weight}
-        total = sum(weights.values())  # of samples, whose share is that of the tokens only if all have as many
+        total = sum(weights.values())  # weights of samples: those of tokens, divided by the tokens per sample
         return max(math.ceil(self.orders[name].sequences * total / weight) for name, weight in weights.items())
 
     def __getitem__(self, sample: int) -> np.ndarray | PackedSequence:
@@ -108,26 +108,26 @@ class TrainingData:
         return samples.stop // sequences > samples.start // sequences
 
     def metrics(self, samples: int, tokens: int) -> dict[str, float]:
-        """The figures of a log line after so many samples and tokens: of each source of a mixture its share now and how
-        often it was read; the share of padding so far."""
-        figures = {}
+        """The metrics of a log line after so many samples and tokens: for each source of a mixture its current share
+        and its epochs; the share of padding so far."""
+        metrics = {}
         if len(self.mixture.names) > 1:
             shares = self.mixture.segment_at(max(samples - 1, 0)).shares()
             for name in self.sources:
-                figures[f"share/{name}"] = shares.get(name, 0.0)
+                metrics[f"share/{name}"] = shares.get(name, 0.0)
             for name, epochs in self.epochs(samples).items():
-                figures[f"epochs/{name}"] = epochs
+                metrics[f"epochs/{name}"] = epochs
         if self.has_padding:
-            figures["padding_percent"] = 100 * (1 - tokens / (samples * self.seq_len))
-        return figures
+            metrics["padding_percent"] = 100 * (1 - tokens / (samples * self.seq_len))
+        return metrics
 
 
 def mix(sequences: dict[str, Any], weights: dict[str, Fraction | None], seq_len: int, seed: int) -> TrainingData:
     """The sequences of sources in the order of a run without stages, by these weights or by size."""
     per_sample = {name: Fraction(source.total_tokens(), len(source)) for name, source in sequences.items()}
-    known = {name: Fraction(sequences[name].total_tokens()) if w is None else w for name, w in weights.items()}
+    resolved = {name: Fraction(sequences[name].total_tokens()) if w is None else w for name, w in weights.items()}
     plain = next(iter(sequences)) if len(sequences) == 1 else None
-    segments, sizes = [Segment(0, known, per_sample)], [StepSize(0, 0, 1)]
+    segments, sizes = [Segment(0, resolved, per_sample)], [StepSize(0, 0, 1)]
     record = DataRecord({name: {} for name in sequences}, plain, 1, {"weights": {}}, segments, sizes)
     return TrainingData(sequences, record, seq_len, seed)
 

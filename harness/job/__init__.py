@@ -32,7 +32,7 @@ from harness.job.terminal import (
     step_bar,
     warn,
 )
-from harness.job.world import World, new_gloo_group, start_processes, stop_processes, wait_for_a_day
+from harness.job.world import World, new_gloo_group, set_group_timeouts, start_processes, stop_processes
 
 __all__ = [
     "PROGRESS",
@@ -62,10 +62,10 @@ __all__ = [
     "print_error",
     "progress",
     "replace_file",
+    "set_group_timeouts",
     "start_processes",
     "step_bar",
     "stop_processes",
     "take_folder",
-    "wait_for_a_day",
     "warn",
 ]

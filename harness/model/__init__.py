@@ -32,7 +32,7 @@ from harness.model.optimization import (
     memory_saving_optimizers,
 )
 from harness.model.precision import choose_precision
-from harness.model.pretrained import PretrainedWeights, describe_unread, weights_digest
+from harness.model.pretrained import PretrainedWeights, describe_ignored_weights, weights_digest
 from harness.model.routing import describe_routing
 from harness.model.sampling import evaluating, reshard, sample
 from harness.model.skipping import decide_skip, skips_on_device, step_or_skip
@@ -67,8 +67,8 @@ __all__ = [
     "describe_adapters",
     "describe_attention",
     "describe_float8",
+    "describe_ignored_weights",
     "describe_routing",
-    "describe_unread",
     "eager_on_meta",
     "evaluating",
     "find_optimizer",

@@ -96,7 +96,7 @@ def weights_digest(source: configs.Source, config: transformers.PretrainedConfig
     return hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()
 
 
-def describe_unread(model: str) -> str:
+def describe_ignored_weights(model: str) -> str:
     """A warning that the folder of --model has weights, for a run with --init random; empty if it has none."""
     source = configs.find_source(model)
     if not any(pathlib.Path(source.weights).glob("*.safetensors")):

@@ -3,7 +3,7 @@
 Before loading: `check_measurable`, `open_trackers`, `record_memory`. The header: `describe_setup`. Steps, log lines and
 the end: `Log`, which takes a `StepResult` per step. Divergence: `first_not_finite`, `divergence_error`. Gates:
 `check_gates`. Last lines: `next_commands`, `describe_stop`. Without training: `print_evaluation`, `print_samples`,
-`json_alone`. For tools and benchmarks: `METRICS`, the table of all metrics, and `time_shares`.
+`keep_stdout_for_json`. For tools and benchmarks: `METRICS`, the table of all metrics, and `time_shares`.
 """
 
 from harness.report.header import describe_setup
@@ -11,7 +11,7 @@ from harness.report.health import StepResult, divergence_error, first_not_finite
 from harness.report.log import Log, open_trackers
 from harness.report.metrics import METRICS, check_gates, check_measurable
 from harness.report.profiling import record_memory, time_shares
-from harness.report.summary import describe_stop, json_alone, next_commands, print_evaluation, print_samples
+from harness.report.summary import describe_stop, keep_stdout_for_json, next_commands, print_evaluation, print_samples
 
 __all__ = [
     "METRICS",
@@ -23,7 +23,7 @@ __all__ = [
     "describe_stop",
     "divergence_error",
     "first_not_finite",
-    "json_alone",
+    "keep_stdout_for_json",
     "next_commands",
     "open_trackers",
     "print_evaluation",

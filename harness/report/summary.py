@@ -49,7 +49,7 @@ def print_samples(samples: list[dict[str, Any]]) -> None:
 
 
 @contextlib.contextmanager
-def json_alone(args: flags.Args) -> Iterator[TextIO]:
+def keep_stdout_for_json(args: flags.Args) -> Iterator[TextIO]:
     """Yield stdout. With --json, everything printed inside goes to stderr, so that stdout has one object only."""
     stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():

@@ -18,7 +18,7 @@ A metric that survives a restart is one line of `Counters` in train_state.py.
 """
 
 from harness.state.exports import check_export, export, export_bytes, trained_on
-from harness.state.find import find_checkpoint, find_recorded_data, load_for_inference, refuse_broken, resumes_same_run
+from harness.state.find import check_finite, find_checkpoint, find_recorded_data, load_for_inference, resumes_same_run
 from harness.state.identity import (
     check_data,
     check_resume,
@@ -37,6 +37,7 @@ __all__ = [
     "TrainState",
     "check_data",
     "check_export",
+    "check_finite",
     "check_resume",
     "check_same_corpus",
     "check_same_weights",
@@ -48,7 +49,6 @@ __all__ = [
     "find_recorded_data",
     "keep_global_batch",
     "load_for_inference",
-    "refuse_broken",
     "resumes_same_run",
     "trained_on",
 ]

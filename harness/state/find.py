@@ -172,7 +172,7 @@ def resumes_same_run(checkpoint: Checkpoint | None, folder: pathlib.Path) -> boo
     )
 
 
-def refuse_broken(settings: flags.Settings, state: TrainState, checkpoint: Checkpoint | None) -> None:
+def check_finite(settings: flags.Settings, state: TrainState, checkpoint: Checkpoint | None) -> None:
     """Check loaded weights before they are used. Every rank calls this.
 
     Raises:

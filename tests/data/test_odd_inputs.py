@@ -466,7 +466,7 @@ def test_windows_that_are_left_out_are_those_without_a_trained_token(tmp_path, l
     if packing == "best-fit":  # each trained token but a document's first is a label once
         assert sum(window.trained.sum() for window in kept) == whole.sum()
     else:
-        cut = whole[1 : data.cut * 16 + 1].reshape(-1, 16)
+        cut = whole[1 : data.total_sequences * 16 + 1].reshape(-1, 16)
         assert [index for index, row in enumerate(cut) if row.any()] == data.numbers.tolist()
     with pytest.raises(IndexError):
         data[len(data)]
