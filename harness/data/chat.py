@@ -424,8 +424,8 @@ def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
     messages, tools = list(map(copy.deepcopy, conversation.messages)), copy.deepcopy(conversation.tools)
     marks: list[Mark] = []
 
-    def mark(does: str, what: str = "the chat template", is_fault: bool = True, is_wanted: bool = True) -> str:
-        marks.append(Mark(f"zqx{len(marks)}xqz", is_wanted, Omission(f"{what} {does}", is_fault)))
+    def mark(problem: str, subject: str = "the chat template", is_fault: bool = True, is_wanted: bool = True) -> str:
+        marks.append(Mark(f"zqx{len(marks)}xqz", is_wanted, Omission(f"{subject} {problem}", is_fault)))
         return marks[-1].word
 
     after, advice = after_last_question(conversation), "to train on it, give one that writes it"

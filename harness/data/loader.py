@@ -74,6 +74,7 @@ def add_loss_divisors(batches: Iterator[dict[str, Any]], per_step: int) -> Itera
     while microbatches := list(itertools.islice(batches, per_step)):
         trained = torch.stack([(batch["labels"] != IGNORE_INDEX).sum() for batch in microbatches]).double()
         in_step = trained.sum()
+        job.enter_phase("labels")  # from here on a rank waits for the others, which it does not in "data"
         dist.all_reduce(in_step)
         for batch, divisor in zip(microbatches, (in_step / (trained * dist.get_world_size())).float(), strict=True):
             yield batch | {"loss_divisor": divisor}

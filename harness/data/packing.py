@@ -58,9 +58,7 @@ class PackedDataset(Dataset):
         self.has_mask = self.tokens.has_mask
         # True if each sequence has `seq_len` inputs and all its labels count
         self.is_uniform = not (self.has_mask or document_mask)
-        self.total_sequences = max(
-            0, (len(self.tokens) - 1) // seq_len
-        )  # number of sequences, with those that are left out
+        self.total_sequences = max(0, (len(self.tokens) - 1) // seq_len)  # with those that are left out
 
     @functools.cached_property
     def trained_in_total(self) -> np.ndarray:

@@ -147,7 +147,7 @@ def find_memory(peaks: Peaks, counts: Counts, host: np.ndarray, capacity: float)
     together = by_stream.pop(None)
     worst = largest(together)
     total = float(worst.sum()) / base.GIB
-    streams = [float(largest(stream_samples).sum()) / base.GIB for stream_samples in by_stream.values()]
+    streams = [float(largest(stream_peaks).sum()) / base.GIB for stream_peaks in by_stream.values()]
     beside_tensors = {
         "other streams": sum(streams) - total,
         "fragmentation": sum(streams) * FRAGMENTATION,
@@ -162,10 +162,8 @@ def find_memory(peaks: Peaks, counts: Counts, host: np.ndarray, capacity: float)
         "held_by_streams_gib": streams,
         "beside_tensors_gib": beside_tensors,
         "at_peak_gib": by_kind(worst),  # at the peak of the total
-        "peak_at": next(
-            phase for phase, phase_samples in by_phase.items() if any(peak is worst for peak in phase_samples)
-        ),
-        "peaks_gib": {phase: by_kind(largest(phase_samples)) for phase, phase_samples in by_phase.items()},
+        "peak_at": next(phase for phase, phase_peaks in by_phase.items() if any(peak is worst for peak in phase_peaks)),
+        "peaks_gib": {phase: by_kind(largest(phase_peaks)) for phase, phase_peaks in by_phase.items()},
         "capacity_gib": capacity,
         "fits": verdict != "does not fit",
         "verdict": verdict,

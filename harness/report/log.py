@@ -199,8 +199,10 @@ class Log(contextlib.AbstractContextManager):
         return metrics | self.data.metrics(state.samples, state.tokens), problem
 
     def needs_evaluation(self) -> bool:
-        """True on rank 0 if an earlier start logged and saved this step, but did not record its eval loss in both."""
-        was_evaluated = "eval_loss" in self.last and self.state.eval_loss is not None
+        """True on rank 0 if an earlier start logged and saved this step without its eval loss, in the line or, with
+        --keep-best, in the checkpoint."""
+        is_recorded = self.state.eval_loss is not None or not self.settings.keep_best
+        was_evaluated = "eval_loss" in self.last and is_recorded
         return self.last.get("step") == self.state.step and not was_evaluated
 
     def write(self, metrics: dict, samples: list[dict[str, Any]] | None = None) -> None:

@@ -169,11 +169,14 @@ class TrainState(Counters):
 
     def counters(self) -> dict:
         """Return the counters for a process that resumes at this step. Every rank calls this."""
+        totals = dict(self.tracker.total)
+        flops = base.all_gather_objects(totals["flops"])  # each rank counts its own documents
+        totals["flops"] = sum(flops) / len(flops)
         now = {
             "positions": self.share_positions(),
             "elapsed_before": self.elapsed,
             "productive_before": self.productive_seconds(),
-            "totals": dict(self.tracker.total),
+            "totals": totals,
         }
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(Counters)} | now
 

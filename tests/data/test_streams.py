@@ -10,7 +10,10 @@ import pytest
 from conftest import STORIES, losses_of, metrics_of, train, words
 
 from harness.base.errors import UserError
+from harness.data.files import find_files
 from harness.data.schema import DOCUMENT_MARK
+from harness.data.stream import Stream, max_shards
+from harness.data.tokenize import TextFormat
 
 SEQ_LEN = 16
 
@@ -34,6 +37,17 @@ def corpus(tmp_path_factory):
 def flags(small, corpus):
     more = f"--num-steps 12 --sequence-length {SEQ_LEN} --batch-size 8 --streaming --document-mask --dataset"
     return [*small, *words(more), corpus]
+
+
+def test_a_chunk_of_parquet_is_a_row_group_and_there_are_no_more_shards(tmp_path, tokenizer):
+    texts = [f"story {number}" for number in range(30)]
+    for name, part in (("a", texts[:20]), ("b", texts[20:])):
+        pyarrow.parquet.write_table(pyarrow.table({"text": part}), tmp_path / f"{name}.parquet", row_group_size=5)
+    files = find_files(str(tmp_path)).files_in_split("train")
+    stream = Stream(files, TextFormat(tokenizer, 1536), "text", SEQ_LEN, 7, num_shards=6)
+    assert [len(list(stream.documents(chunk))) for chunk in stream.chunks] == [5] * 6
+    assert max_shards(files) == 6
+    assert [text for chunk in stream.chunks for text in stream.documents(chunk)] == texts
 
 
 def test_a_split_is_evaluated_as_from_a_token_cache(device, flags, corpus, tmp_path):

@@ -165,3 +165,11 @@ def test_what_cannot_be_held_out_is_one_line(flags, folder, device, tmp_path, mo
     assert str(raised.value).startswith(said.replace("{}", str(folder))), str(raised.value)
     assert "\n" not in str(raised.value) and raised.value.exit_code in (1, 2)
     assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_what_a_run_trained_on_is_not_evaluated_by_name(flags, folder, device, tmp_path):
+    assert train(flags("--eval-split {}/held.jsonl"), device) == 0
+    (tmp_path / "link.jsonl").symlink_to(folder / "a.jsonl")
+    run = ["--num-steps", "0", "--eval-interval", "1", "--resume", str(tmp_path / "r")]
+    with pytest.raises(UserError, match=r"link\.jsonl: the run trained on "):
+        train([*run, "--eval-split", str(tmp_path / "link.jsonl")], device)
