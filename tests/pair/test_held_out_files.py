@@ -147,7 +147,7 @@ REFUSED = {  # --eval-split and what is beside it: the line
     "{}/held.jsonl --dataset {}/*.jsonl": "--eval-split {}/held.jsonl: {}/held.jsonl is in --dataset {}/*.jsonl too",
     "{}/bad.txt": "--eval-split {}/bad.txt, ",
     "{}/held.jsonl --sequence-length 128 --eval-split {}/template.txt": "--eval-split {}/template.txt, split 'train'",
-    "{}/chats.jsonl --chat-template {}/template.jinja": "--eval-split {}/chats.jsonl: its documents do not see each",
+    "{}/chats.jsonl --chat-template {}/template.jinja": "--eval-split {}/chats.jsonl: it would have a document mask",
     "splits": "--eval-split splits: {}/a.jsonl has no split of that name; for the file or folder of that name give ./",
 }
 

@@ -242,7 +242,7 @@ def test_a_plan_opens_with_the_answer_and_the_advised_command_does_what_it_says(
     best = json.loads(start([*command, "--json"]).stdout)["fastest"]
     assert short.startswith("verdict    does not fit: ") and details.startswith("verdict")
     assert f"\ncommand    {best['command']}\n" in short.split("\n\n")[0] + "\n"
-    assert "assumptions" in details and "assumptions" not in short
+    assert "\nassumptions" in details and "\nassumptions" not in short
     argv = best["command"].split("train_fsdp.py ")[1].split()
     asked = words("--plan --json --plan-seconds 0 --plan-gpu Voodoo --plan-gpus 2")
     again = json.loads(start([*program, *argv, *asked]).stdout)
