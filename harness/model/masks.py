@@ -16,7 +16,8 @@ from harness.model.configs import text_config
 
 # Layer types that attend to what their mask lets through, by the positions that they are given. Llama 4's, of
 # chunked_attention, count positions by themselves; with minimax_m3_sparse or compressed_* documents reach each other.
-RESTRICTABLE_LAYERS = {"full_attention", "sliding_attention", "indexed_attention"}
+# "deepseek_sparse_attention" is what transformers named "indexed_attention" before 5.18
+RESTRICTABLE_LAYERS = {"full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention"}
 # Flash attention has none: it takes documents as lengths, and rules.py refuses it.
 MASK_FUNCTIONS = {
     name: masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("eager", "sdpa", "flex_attention")
@@ -62,7 +63,8 @@ def prepare_masks(model: nn.Module, name: str, document_mask: bool) -> None:
     patches.skip_packing_detection()
     if not document_mask:
         return
-    layer_types = set(getattr(text_config(model), "layer_types", None) or ())
+    config = text_config(model)
+    layer_types = set(getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ())
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     if not (takes_positions and layer_types <= RESTRICTABLE_LAYERS):
         problem = f"{name} cannot separate the documents of a sequence, as it is more than attention over positions"
