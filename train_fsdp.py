@@ -72,8 +72,8 @@ def build_model(
     """Build the sharded model: on the meta device first, then each decoder layer in turn is materialized and sharded.
     The optimizer is built after it: built before, it would hold the full parameters, and states of their size.
 
-    No rank ever holds more than one full layer beside its shards (and, for a moment, embedding and head). Every rank
-    draws the same random numbers in the same order, so the weights do not depend on world size or sharding.
+    No rank ever holds more than its shards and one full layer (and, for a moment, embedding and head). Every rank draws
+    the same random numbers in the same order, so the weights do not depend on world size or sharding.
 
     Args:
         read_weights: False if a checkpoint is loaded next; frozen weights are read anyway, as no checkpoint has them.

@@ -1,7 +1,7 @@
 """Before torch: what the script does before its heavy imports. They take seconds, warn, and can be interrupted: by then
 mistakes in flags have been answered and signals are read."""
 
-from __future__ import annotations  # older interpreters read this far, to be told so
+from __future__ import annotations  # so that older interpreters get as far as the message about them
 
 from typing import TYPE_CHECKING
 

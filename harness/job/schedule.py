@@ -9,7 +9,7 @@ from harness import flags
 
 def count_steps(settings: flags.Settings, manifest: dict | None, epoch: int) -> tuple[int, int]:
     """(optimizer steps of a run, the fewest that give --num-tokens or --num-epochs; steps of its warmup, 5 % of them
-    where none was given). A run that goes on from the checkpoint of `manifest` counts its samples and keeps its warmup.
+    where none was given). A run that resumes from the checkpoint of `manifest` counts its samples and keeps its warmup.
     `epoch` is how many samples the data have."""
     import torch.distributed as dist
 

@@ -16,7 +16,7 @@ from harness.model.configs import text_config
 
 # Layer types that attend to what their mask lets through, by the positions that they are given. Llama 4's, of
 # chunked_attention, count positions by themselves; with minimax_m3_sparse or compressed_* documents reach each other.
-# "deepseek_sparse_attention" is what transformers named "indexed_attention" before 5.18
+# "deepseek_sparse_attention" is what transformers 5.17 names "indexed_attention".
 RESTRICTABLE_LAYERS = {"full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention"}
 # Flash attention has none: it takes documents as lengths, and rules.py refuses it.
 MASK_FUNCTIONS = {

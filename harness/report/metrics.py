@@ -82,7 +82,7 @@ ROWS = (
 )
 # fmt: on
 METRICS = {metric.key: metric for metric in ROWS}
-EXTRA_KEYS = ("final", "samples", "skipped")  # of a line, beside its metrics
+EXTRA_KEYS = ("final", "samples", "skipped")  # of a line, in addition to its metrics
 
 
 def find_metric(key: str) -> Metric | None:
