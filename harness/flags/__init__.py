@@ -13,7 +13,6 @@ A flag is one field of `Args` in settings.py; its contradictions are in rules.py
 
 from harness.flags.checkpoints import adapter_folder, checkpoint_folder, no_checkpoint, read_adapter_config
 from harness.flags.commands import as_flags, as_words, run_flags, shell_command
-from harness.flags.migration import TRAINERS
 from harness.flags.parser import complete, make_parser, parse_args
 from harness.flags.rules import contradiction, may_be_on_the_hub, misfits_float8, not_a_folder_name
 from harness.flags.schedules import SCHEDULES
@@ -50,7 +49,6 @@ __all__ = [
     "PROFILED_STEPS",
     "SCHEDULES",
     "TRACKERS",
-    "TRAINERS",
     "Args",
     "Attention",
     "Flags",

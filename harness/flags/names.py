@@ -1,13 +1,15 @@
-"""Names: advice for unknown flags: those of other trainers, and mistyped ones."""
+"""Names: advice for unknown flags: those of other trainers, from the tables of docs/MIGRATION.md, and mistyped ones."""
 
 import difflib
+import functools
 import re
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from harness.flags.migration import TRAINERS
+from harness import base
 
 MIN_SIMILARITY = 0.75  # of names, by difflib's ratio
+PAGE = base.ROOT / "docs" / "MIGRATION.md"
 
 
 class Answer(NamedTuple):
@@ -19,18 +21,18 @@ class Answer(NamedTuple):
 
 def no_such_flag(name: str, known: Collection[str]) -> str:
     """The error for a flag that is not in `known`, with its equivalent or the nearest name."""
-    key = without_dashes(name)
-    if key not in ANSWERS:
+    key, answers = without_dashes(name), read_answers()
+    if key not in answers:
         key = key.rpartition(".")[2]  # as in --training.local_batch_size
-    if key in ANSWERS:
-        return f"no such flag; {ANSWERS[key].text}"
+    if key in answers:
+        return f"no such flag; {answers[key].text}"
     switch = f"--{key.removeprefix('no-')}"
     if key.startswith("no-") and switch in known:
         return f"no such flag; leave {switch} out"
     if nearest := suggest(key, known):
         return f"no such flag{nearest}"
-    near = difflib.get_close_matches(key, ANSWERS, 1, MIN_SIMILARITY)
-    return f"no such flag; for {ANSWERS[near[0]].name} {ANSWERS[near[0]].text}" if near else "no such flag"
+    near = difflib.get_close_matches(key, answers, 1, MIN_SIMILARITY)
+    return f"no such flag; for {answers[near[0]].name} {answers[near[0]].text}" if near else "no such flag"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -46,14 +48,16 @@ def without_dashes(name: str) -> str:
     return name.lower().lstrip("-").replace("_", "-")
 
 
-def answers() -> dict[str, Answer]:
-    """{name of another trainer's flag: advice}; the first row with a name counts."""
+@functools.cache
+def read_answers() -> dict[str, Answer]:
+    """{name of another trainer's flag: advice}, from the page's tables; the first row with a name counts."""
+    tables = PAGE.read_text(encoding="utf-8").partition("## From ")[2].partition("<!-- end -->")[0]
     found: dict[str, Answer] = {}
-    for row in (row for rows in TRAINERS.values() for row in rows):
-        here, note = map(as_plain_text, (row.here, row.note))
-        text = f"use {here}" if here.startswith("--") else here
-        for name in row.theirs.split():
-            found.setdefault(without_dashes(name), Answer(name, f"{text}; {note}" if note else text))
+    for row in re.findall(r"^\| (`.*) \|$", tables, re.MULTILINE):
+        theirs, here, *note = map(as_plain_text, row.split(" | "))
+        text = "; ".join([f"use {here}" if here.startswith("--") else here, *note])
+        for name in theirs.split(", "):
+            found.setdefault(without_dashes(name), Answer(name, text))
     return found
 
 
@@ -61,6 +65,3 @@ def as_plain_text(markdown: str) -> str:
     """Markdown of a page in docs/ without backticks, with the paths of its links."""
     linked = re.sub(r"\[(.+?)\]\((.*?)#.*?\)", lambda link: f"docs/{link[2] or 'MIGRATION.md'} ({link[1]})", markdown)
     return linked.replace("`", "")
-
-
-ANSWERS = answers()

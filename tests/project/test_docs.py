@@ -27,7 +27,7 @@ from torch.distributed.run import get_args_parser
 
 from harness.flags import rules
 from harness.flags.settings import FLAGS
-from tools import flag_table, generated, metric_table, migration_table
+from tools import flag_table, generated, metric_table
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -148,10 +148,9 @@ def test_the_page_of_all_flags_is_the_parsers():
     assert (ROOT / "docs" / "FLAGS.md").read_text() == flag_table.table()
 
 
-@pytest.mark.parametrize("name, maker", [("MONITORING", metric_table), ("MIGRATION", migration_table)])
-def test_the_tables_of_a_page_are_those_of_the_program(name, maker):
-    page = (ROOT / "docs" / f"{name}.md").read_text()
-    assert page == generated.between_markers(page, maker.COMMAND, maker.table())
+def test_the_table_of_metrics_is_that_of_the_program():
+    page = (ROOT / "docs" / "MONITORING.md").read_text()
+    assert page == generated.between_markers(page, metric_table.COMMAND, metric_table.table())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
