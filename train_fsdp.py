@@ -83,7 +83,7 @@ def build_model(
     model = models.on_meta(config, settings.attention, dtype)
     models.adapt_forward(model, settings)  # its loss, and labels that are shifted already
     layers, weights, convert_to_fp8 = models.decoder_layers(model), None, None
-    add_adapters = models.adapter_injector(settings, model)  # with --lora-rank, which freezes all else
+    adapters = models.Adapters(settings, model) if settings.lora_rank else None  # all else is frozen
     if not settings.cpu_offload:
         models.check_room(model, device, mesh["shard"].size())
     if settings.init == "pretrained" and (read_weights or models.has_frozen(model)):
@@ -102,7 +102,8 @@ def build_model(
     doing = "reading weights" if weights else "making weights"
     for index, layer in job.progress(enumerate(layers), len(layers), "" if settings.plan else doing):
         models.materialize(model, list(layer.modules()), device, weights, index)
-        add_adapters(layer)
+        if adapters:
+            adapters.add_to(layer)
         transform_layer(settings, layer, convert_to_fp8, shard)
     if settings.compile:
         base.count_compiling_as_work()  # in the heartbeats: a rank that compiles has not stalled

@@ -12,7 +12,7 @@ from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
 from harness.model.flops import CORRECTED_FORMULAS, computes_every_score, count_flops, eager_on_meta, known_flops
 from harness.model.lora import (
-    adapter_injector,
+    Adapters,
     describe_adapters,
     freeze_as_in,
     has_frozen,
@@ -43,10 +43,10 @@ from harness.model.weights import as_in_checkpoint, check_room, decoder_layers, 
 
 __all__ = [
     "CORRECTED_FORMULAS",
+    "Adapters",
     "PretrainedWeights",
     "StepLoss",
     "adapt_forward",
-    "adapter_injector",
     "alias_unsharded_params",
     "as_in_checkpoint",
     "build_optimizer",

@@ -4,8 +4,8 @@ The forward, the start values and the names are peft's. Everything else follows 
 has no gradient, no optimizer state and no place in a checkpoint. It is loaded, sharded and gathered in bf16; adapters
 are trained in the dtype of master weights, in the FSDP2 groups of their layers.
 
-Adapters are injected into one layer at a time, after its weights are loaded. Injected into the meta model they would
-rename the weights to `base_layer`, which transformers' conversion rules for checkpoints do not know.
+Adapters are added to one layer at a time, after its weights are loaded. Added to the meta model they would rename the
+weights to `base_layer`, which transformers' conversion rules for checkpoints do not know.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import pathlib
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -41,15 +41,14 @@ ADAPTERS_FILE = "adapter_model.safetensors"
 PREFIX, NAME = "base_model.model.", ".default."  # parts of peft's names: its wrapper, the adapters of a model
 ALL_LINEARS = (None, ("all-linear",))  # values of --lora-targets; the latter is peft's word
 NOT_SUPPORTED_BY_PEFT = "peft has no place for adapters of that name in this family"
-# The fields of an adapter_config.json that are followed, and those without effect on the trained tensors. If any other
-# is set, also one that a newer peft adds, the folder is refused.
-FOLLOWED_FIELDS = {"peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora"}
-FOLLOWED_FIELDS |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
-FOLLOWED_FIELDS |= {"rank_pattern", "alpha_pattern", "bias"}
-NEUTRAL_FIELDS = {"peft_version", "auto_mapping", "task_type", "inference_mode", "fan_in_fan_out", "lora_dropout"}
-NEUTRAL_FIELDS |= {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}  # options of `init_lora_weights`
-NEUTRAL_FIELDS |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
-PLAIN_INITS = ("gaussian", "eva", "orthogonal")  # other named ones change the base, or freeze a part of the adapters
+# The fields of an adapter_config.json that are followed, or have no effect on the trained tensors. A folder that sets
+# any other field, also one that a newer peft adds, is refused.
+TAKEN_FIELDS = {"peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "bias"}
+TAKEN_FIELDS |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+TAKEN_FIELDS |= {"peft_version", "auto_mapping", "task_type", "inference_mode", "fan_in_fan_out", "lora_dropout"}
+TAKEN_FIELDS |= {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}  # options of `init_lora_weights`
+TAKEN_FIELDS |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
+PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base, or freeze a part of the adapters
 MERGE = "merge them into the base with peft (merge_and_unload) and train new ones on it, or train on with peft"
 
 
@@ -63,154 +62,42 @@ def has_frozen(model: nn.Module) -> bool:
     return not all(parameter.requires_grad for parameter in model.parameters())
 
 
-# ---- Target linears --------------------------------------------------------------------------------------------------
+# ---- Adapters --------------------------------------------------------------------------------------------------------
 
 
-def find_targets(settings: flags.Settings, model: nn.Module, trained: LoraConfig | None) -> list[str]:
-    """The names of the linears that get adapters, in a model without any: those of --lora-targets, by default all that
-    peft supports. `trained` is the config of a folder of adapters: as in peft, its names that match nothing have no
-    effect.
-
-    Raises:
-        UserError: --lora-targets matches nothing, or more than linears of decoder layers that peft supports; it
-            supports none of this model.
-    """
-    linears, supported = decoder_linears(model), supported_linears(model)
-    if not supported:
-        raise base.UserError(f"--lora-rank: peft loads no adapters of the linears of {settings.model}")
-    if settings.lora_targets in ALL_LINEARS:
-        names = matching_modules(supported, model, trained) if trained else supported
-        return [name for name in supported if name in names]
-    found: set[str] = set()
-    is_typed = trained is None or "lora_targets" in settings.explicit
-    for target in settings.lora_targets:
-        source = f"--lora-targets {target}" if is_typed else f"--model {settings.model}: target_modules has {target}"
-        matches = matching_modules(target if flags.is_pattern(target) else [target], model, trained)
-        advice = f"linears of its decoder layers: {', '.join(leaf_names(supported))}"
-        if not matches and is_typed:
-            raise base.UserError(f"{source}: {settings.model} has nothing of that name; {advice}")
-        if others := [name for name in matches if name not in supported]:
-            reason = NOT_SUPPORTED_BY_PEFT if others[0] in linears else "adapters are for linears of decoder layers"
-            raise base.UserError(f"{source}: it matches {others[0]}, and {reason}; {advice}")
-        found |= {*matches}
-    return [name for name in supported if name in found]
-
-
-def decoder_linears(model: nn.Module) -> list[str]:
-    """The names of the linears of a model's decoder layers, without the routers of experts."""
-    inside = {module for layer in decoder_layers(model) for module in layer.modules()}
-    inside -= {module for router, _ in find_routers(model) for module in router.modules()}
-    return [n for n, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module in inside]
-
-
-def supported_linears(model: nn.Module) -> list[str]:
-    """The names of the linears of decoder layers whose adapters peft loads."""
-    linears = decoder_linears(model)
-    groups = [[name for name in linears if name.rpartition(".")[2] == leaf] for leaf in leaf_names(linears)]
-    supported = loaded_linears(model, linears) or set().union(*(loaded_linears(model, names) for names in groups))
-    return [name for name in linears if name in supported]
-
-
-def loaded_linears(model: nn.Module, linears: list[str]) -> set[str]:
-    """The names of these linears whose adapters peft loads from a folder with the adapters of all; empty if it refuses
-    one. In families whose experts were linears once it takes names of dense linears for those of experts."""
-    import peft
-
-    with quiet_on_meta():
-        try:
-            config = lora_config(r=1, target_modules=target_modules(model, linears))
-            wrapped = peft.PeftModel(copy.deepcopy(model), config)
-            tensors = {name: torch.empty(shape) for name, shape in adapter_shapes(model, linears, 1).items()}
-            result: Any = peft.set_peft_model_state_dict(wrapped, tensors)
-        except (ValueError, RuntimeError):
-            return set()
-    loaded = {name.replace(NAME, ".") for name in wrapped.state_dict() if name not in result.missing_keys}
-    return {name for name in linears if {*adapter_shapes(model, [name], 1)} <= loaded}
-
-
-def adapter_shapes(model: nn.Module, linears: list[str], rank: int) -> dict[str, tuple[int, int]]:
-    """The shapes of the tensors in a folder of adapters of these linears, by their names in it."""
-    shapes = {}
-    for name in linears:
-        linear: Any = model.get_submodule(name)
-        out_features, in_features = linear.weight.t().shape if isinstance(linear, Conv1D) else linear.weight.shape
-        shapes[f"{PREFIX}{name}.lora_A.weight"] = (rank, in_features)
-        shapes[f"{PREFIX}{name}.lora_B.weight"] = (out_features, rank)
-    return shapes
-
-
-def leaf_names(names: Iterable[str]) -> list[str]:
-    """The last parts of dotted names, each once: `q_proj` for `model.layers.0.self_attn.q_proj`."""
-    return [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
-
-
-def matching_modules(target: str | list[str], model: nn.Module, trained: LoraConfig | None = None) -> list[str]:
-    """The names of the modules, and of the stacked weights of experts, that peft matches by a pattern or names, with
-    the exclusions in the config `trained`.
-
-    Raises:
-        UserError: the pattern is no regular expression, or peft does not take it with these exclusions.
-    """
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    exclusions = ("exclude_modules", "layers_to_transform", "layers_pattern")
-    names = [name for name, _ in model.named_modules() if name]
-    names += [name for name, parameter in model.named_parameters() if parameter.dim() > 2]
-    try:
-        config = lora_config(target_modules=target, **{name: getattr(trained, name, None) for name in exclusions})
-        return [name for name in names if check_target_module_exists(config, name)]
-    except (ValueError, re.error) as error:
-        raise base.UserError(f"--lora-targets {target}: it is no pattern ({error})") from error
-
-
-def target_modules(model: nn.Module, targets: list[str]) -> list[str]:
-    """The target_modules of peft's config for the linears `targets`: the last parts of their names, or the full names
-    if these parts match other modules too."""
-    names = sorted(leaf_names(targets))
-    return names if {*matching_modules(names, model)} == {*targets} else targets
-
-
-def lora_config(**fields: Any) -> LoraConfig:
-    import peft
-
-    return peft.LoraConfig(**fields)
-
-
-# ---- Injection -------------------------------------------------------------------------------------------------------
-
-
-def adapter_injector(settings: flags.Settings, model: Any) -> Callable[[nn.Module], None]:
-    """Freeze a model that has no storage yet. Return a function that injects adapters into one of its decoder layers
-    after its weights are loaded: those of the folder that --model names, or new ones. Without --lora-rank nothing is
-    frozen, and the function does nothing.
+class Adapters:
+    """The adapters of --lora-rank: those in the folder that --model names, or new ones. Freezes a model that has no
+    storage yet; `add_to` gives one of its layers adapters.
 
     Raises:
         UserError: peft is missing; weights are quantized; --lora-targets, or the adapters in the folder, do not fit.
     """
-    if not settings.lora_rank:
-        return lambda layer: None
-    if not find_spec("peft"):
-        raise base.UserError("--lora-rank: needs the package peft (pip install peft)")
-    refuse_quantized(settings, model.config)
-    model.requires_grad_(False)
-    folder = flags.adapter_folder(settings.model) if settings.init == "pretrained" else None
-    trained = read_config(settings, folder) if folder else None
-    targets = find_targets(settings, model, trained)
-    if folder and trained:
-        refuse_patterns(folder, trained, targets)
-    use_rslora = trained is not None and trained.use_rslora
-    plain = functools.partial(lora_config, r=settings.lora_rank, lora_alpha=settings.lora_alpha, use_rslora=use_rslora)
-    model.peft_config = {"default": plain(target_modules=target_modules(model, targets))}
-    shapes = adapter_shapes(model, targets, settings.lora_rank)
-    read = base.call_on_all_ranks(lambda: open_adapters(settings, folder, shapes)) if folder else None
-    names = {model.get_submodule(name): name for name in targets}
 
-    def inject(layer: nn.Module) -> None:
-        inside = {name: names[module] for name, module in layer.named_modules() if module in names}
+    def __init__(self, settings: flags.Settings, model: Any):
+        if not find_spec("peft"):
+            raise base.UserError("--lora-rank: needs the package peft (pip install peft)")
+        if settings.init == "pretrained" and quantization_fields(model.config):
+            problem = f"the weights of {settings.model} are quantized, and servers add adapters to the quantized ones"
+            raise base.UserError(f"--lora-rank: {problem}; choose weights that are not quantized")
+        model.requires_grad_(False)
+        folder = flags.adapter_folder(settings.model) if settings.init == "pretrained" else None
+        saved = read_config(settings, folder) if folder else None
+        targets = find_targets(settings, model, saved)
+        self.dtype = weight_dtype(settings)
+        self.names = {model.get_submodule(name): name for name in targets}
+        scaling = {"lora_alpha": settings.lora_alpha, "use_rslora": bool(saved and saved.use_rslora)}
+        self.config = functools.partial(lora_config, r=settings.lora_rank, **scaling)
+        model.peft_config = {"default": self.config(target_modules=target_modules(model, targets))}
+        shapes = adapter_shapes(model, targets, settings.lora_rank)
+        self.file = base.call_on_all_ranks(lambda: open_adapters(folder, shapes)) if folder else None
+
+    def add_to(self, layer: nn.Module) -> None:
+        """Add adapters to a decoder layer whose weights are loaded."""
+        inside = {name: self.names[module] for name, module in layer.named_modules() if module in self.names}
         if not inside:
             return
         # a pattern of full names in the layer: the names in `peft_config` may begin outside of it
-        inject_on_meta(plain(target_modules="|".join(map(re.escape, inside))), layer)
+        inject_on_meta(self.config(target_modules="|".join(map(re.escape, inside))), layer)
         for name, full_name in inside.items():
             adapted: Any = layer.get_submodule(name)
             device = adapted.base_layer.weight.device
@@ -219,20 +106,15 @@ def adapter_injector(settings: flags.Settings, model: Any) -> Callable[[nn.Modul
                 linear.weight = nn.Parameter(torch.empty_like(linear.weight, device=device, dtype=torch.float32))
             adapted.reset_lora_parameters("default", True)
             for part, linear in linears.items():
-                linear.weight.data = linear.weight.data.to(weight_dtype(settings))
-                if read:
-                    linear.weight.data.copy_(read(f"{PREFIX}{full_name}.{part}.weight"))
-
-    return inject
+                linear.weight.data = linear.weight.data.to(self.dtype)
+                if self.file:
+                    linear.weight.data.copy_(self.file.get_tensor(f"{PREFIX}{full_name}.{part}.weight"))
 
 
-def trained_on_meta(settings: flags.Settings, config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
-    """The model without storage, with its adapters if it has any."""
-    model = on_meta(config, settings.attention)
-    inject = adapter_injector(settings, model)
-    for layer in decoder_layers(model):
-        inject(layer)
-    return model
+def lora_config(**fields: Any) -> LoraConfig:
+    import peft
+
+    return peft.LoraConfig(**fields)
 
 
 def inject_on_meta(config: LoraConfig, model: nn.Module) -> None:
@@ -251,6 +133,16 @@ def quiet_on_meta() -> Iterator[None]:
         yield
 
 
+def trained_on_meta(settings: flags.Settings, config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
+    """The model without storage, with its adapters if it has any."""
+    model = on_meta(config, settings.attention)
+    if settings.lora_rank:
+        adapters = Adapters(settings, model)
+        for layer in decoder_layers(model):
+            adapters.add_to(layer)
+    return model
+
+
 def freeze_as_in(trained: Any, model: nn.Module) -> None:
     """Inject the adapters of `trained`, if it has some, into a model without, and freeze the parameters that are frozen
     there."""
@@ -262,12 +154,114 @@ def freeze_as_in(trained: Any, model: nn.Module) -> None:
         parameter.requires_grad_(is_trained.get(name, True))
 
 
-def refuse_quantized(settings: flags.Settings, config: transformers.PretrainedConfig) -> None:
-    """Raise a UserError if the weights to be frozen are quantized: adapters would be trained for their dequantized
-    values, which a server does not have."""
-    if settings.init == "pretrained" and quantization_fields(config):
-        problem = f"the weights of {settings.model} are quantized, and a base is held here in bf16 or fp32 only"
-        raise base.UserError(f"--lora-rank: {problem}; choose weights that are not quantized")
+# ---- Target linears --------------------------------------------------------------------------------------------------
+
+
+def find_targets(settings: flags.Settings, model: nn.Module, saved: LoraConfig | None) -> list[str]:
+    """The names of the linears that get adapters, in a model without any: those of --lora-targets, by default all that
+    peft loads. `saved` is the config of a folder of adapters: as in peft, its names that match nothing have no effect.
+
+    Raises:
+        UserError: --lora-targets matches nothing, no linear of a decoder layer, or one that peft does not load; it
+            loads none of this model.
+    """
+    linears = decoder_linears(model)
+    if settings.lora_targets in ALL_LINEARS:
+        names = loaded_linears(model, matching_modules(linears, model, saved) if saved else linears)
+        if not names:
+            raise base.UserError(f"--lora-rank: peft loads no adapters of the linears of {settings.model}")
+        return names
+    advice = f"linears of its decoder layers: {', '.join(leaf_names(linears))}"
+    targets: dict[str, str] = {}  # {module: the name or pattern that matches it}
+    for target in settings.lora_targets:
+        names = matching_modules(target if flags.is_pattern(target) else [target], model, saved)
+        if not names and "lora_targets" in settings.explicit:
+            raise base.UserError(f"--lora-targets {target}: {settings.model} has nothing of that name; {advice}")
+        targets |= dict.fromkeys(names, target)
+    loaded = loaded_linears(model, [name for name in linears if name in targets])
+    for name, target in targets.items():
+        if name not in loaded:
+            reason = NOT_SUPPORTED_BY_PEFT if name in linears else "adapters are for linears of decoder layers"
+            raise base.UserError(f"--lora-targets {target}: it matches {name}, and {reason}; {advice}")
+    return loaded
+
+
+def decoder_linears(model: nn.Module) -> list[str]:
+    """The names of the linears of a model's decoder layers, without the routers of experts."""
+    inside = {module for layer in decoder_layers(model) for module in layer.modules()}
+    inside -= {module for router, _ in find_routers(model) for module in router.modules()}
+    return [n for n, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module in inside]
+
+
+def matching_modules(target: str | list[str], model: nn.Module, saved: LoraConfig | None = None) -> list[str]:
+    """The names of the modules, and of the stacked weights of experts, that peft matches by a pattern or names, with
+    the exclusions in the config `saved`.
+
+    Raises:
+        UserError: the pattern is no regular expression.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    names = [name for name, _ in model.named_modules() if name]
+    names += [name for name, parameter in model.named_parameters() if parameter.dim() > 2]
+    config = copy.copy(saved or lora_config())
+    config.target_modules = target
+    try:
+        return [name for name in names if check_target_module_exists(config, name)]
+    except re.error as error:
+        raise base.UserError(f"--lora-targets {target}: it is no pattern ({error})") from error
+
+
+def loaded_linears(model: nn.Module, linears: list[str]) -> list[str]:
+    """Those of the linears whose adapters peft loads. In families whose experts were linears once it takes names of
+    dense linears for those of experts; if it refuses the linears together, those of each name are tried alone."""
+    loaded = try_to_load(model, linears)
+    if not loaded:
+        for leaf in leaf_names(linears):
+            loaded |= try_to_load(model, [name for name in linears if leaf_names([name]) == [leaf]])
+    return [name for name in linears if name in loaded]
+
+
+def try_to_load(model: nn.Module, linears: list[str]) -> set[str]:
+    """The linears whose adapters peft loads from a folder with the adapters of all; empty if it refuses one."""
+    import peft
+
+    with quiet_on_meta():
+        try:
+            config = lora_config(r=1, target_modules=target_modules(model, linears))
+            wrapped = peft.PeftModel(copy.deepcopy(model), config)
+            tensors = {name: torch.empty(shape) for name, shape in adapter_shapes(model, linears, 1).items()}
+            result: Any = peft.set_peft_model_state_dict(wrapped, tensors)
+        except (ValueError, RuntimeError):
+            return set()
+    loaded = {name.replace(NAME, ".") for name in wrapped.state_dict() if name not in result.missing_keys}
+    return {name for name in linears if {*adapter_shapes(model, [name], 1)} <= loaded}
+
+
+def target_modules(model: nn.Module, targets: list[str]) -> list[str]:
+    """The target_modules of peft's config for the linears `targets`: the last parts of their names, or the full names
+    if these parts match other modules too."""
+    names = sorted(leaf_names(targets))
+    return names if {*matching_modules(names, model)} == {*targets} else targets
+
+
+def leaf_names(names: Iterable[str]) -> list[str]:
+    """The last parts of dotted names, each once: `q_proj` for `model.layers.0.self_attn.q_proj`."""
+    return [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
+
+
+def adapter_shapes(model: nn.Module, linears: list[str], rank: int) -> dict[str, tuple[int, int]]:
+    """The shapes of the tensors in a folder of adapters of these linears, by their names in it."""
+    shapes = {}
+    for name in linears:
+        linear: Any = model.get_submodule(name)
+        out_features, in_features = linear.weight.t().shape if isinstance(linear, Conv1D) else linear.weight.shape
+        shapes[f"{PREFIX}{name}.lora_A.weight"] = (rank, in_features)
+        shapes[f"{PREFIX}{name}.lora_B.weight"] = (out_features, rank)
+    return shapes
+
+
+# ---- Folders of adapters ---------------------------------------------------------------------------------------------
 
 
 def read_config(settings: flags.Settings, folder: pathlib.Path) -> LoraConfig:
@@ -284,15 +278,13 @@ def read_config(settings: flags.Settings, folder: pathlib.Path) -> LoraConfig:
     defaults = peft.LoraConfig().to_dict()
     known = {field: value for field, value in config.items() if field in defaults}
     for field, value in known.items():
-        if field == "init_lora_weights":
-            is_followed = not isinstance(value, str) or value in PLAIN_INITS
-        else:
-            is_followed = field in FOLLOWED_FIELDS | NEUTRAL_FIELDS or not value or value == defaults[field]
-        if not is_followed:
-            refuse_adapters(folder, field, value)
+        is_plain_init = field == "init_lora_weights" and value in PLAIN_INITS
+        if not (is_plain_init or field in TAKEN_FIELDS or not value or value == defaults[field]):
+            problem = f"its {base.ADAPTER_CONFIG} has {field} {json.dumps(value)}, and adapters here are plain LoRA"
+            raise base.UserError(f"--model {folder}: {problem}; {MERGE}")
     for flag, field in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
-        if getattr(settings, flag) != config.get(field):
-            problem = f"the adapters of {folder} have {config.get(field)}"
+        if getattr(settings, flag) != config[field]:
+            problem = f"the adapters of {folder} have {config[field]}"
             raise base.UserError(f"--{flag.replace('_', '-')} {getattr(settings, flag)}: {problem}; leave it out")
     if not settings.plan:  # a plan reads it for each configuration
         if unknown := ", ".join(sorted(config.keys() - known.keys())):
@@ -309,28 +301,8 @@ def read_config(settings: flags.Settings, folder: pathlib.Path) -> LoraConfig:
         raise base.UserError(f"--model {folder}: {problem}") from error
 
 
-def refuse_adapters(folder: pathlib.Path, field: str, value: Any) -> None:
-    """Raise a UserError for a field of an adapter_config.json that is not followed here."""
-    problem = f"its {base.ADAPTER_CONFIG} has {field} {json.dumps(value)}, and adapters here are plain LoRA"
-    raise base.UserError(f"--model {folder}: {problem}; {MERGE}")
-
-
-def refuse_patterns(folder: pathlib.Path, config: LoraConfig, targets: list[str]) -> None:
-    """Raise a UserError if linears differ in rank or alpha."""
-    from peft.utils.other import get_pattern_key
-
-    for field, usual in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha)):
-        pattern = getattr(config, field) or {}
-        for name in targets:
-            if pattern.get(get_pattern_key([*pattern], name), usual) != usual:
-                refuse_adapters(folder, field, pattern)
-
-
-def open_adapters(
-    settings: flags.Settings, folder: pathlib.Path, shapes: dict[str, tuple[int, int]]
-) -> Callable[[str], torch.Tensor]:
-    """A function that reads a tensor of a folder of adapters by its name; `shapes` are those that the model needs, by
-    their names.
+def open_adapters(folder: pathlib.Path, shapes: dict[str, tuple[int, int]]) -> Any:
+    """Open the tensors of a folder of adapters; `shapes` are those that the model needs, by their names.
 
     Raises:
         UserError: the file cannot be read, or has tensors of other names or shapes.
@@ -342,22 +314,17 @@ def open_adapters(
         problem = f"{ADAPTERS_FILE} cannot be read ({base.first_line(error)})"
         raise base.UserError(f"--model {folder}: {problem}") from error
     if found == shapes:
-        return file.get_tensor
+        return file
     name = min(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name))
-    advice = "give the --lora-targets that they were trained with"
-    if name not in found:
-        problem = f"its adapters lack {name}"
-    elif name in shapes:
-        problem = f"{name} has the shape {found[name]}, not {shapes[name]} as with rank {settings.lora_rank} here"
-        advice = f"set r and base_model_name_or_path in its {base.ADAPTER_CONFIG} to those of its training"
-    elif name.endswith((".lora_A.weight", ".lora_B.weight")):
-        problem = f"its adapters have {name}"
+    if name in found and name in shapes:
+        problem = f"{name} has the shape {found[name]}, and its {base.ADAPTER_CONFIG} says {shapes[name]}"
+        advice = "set r and base_model_name_or_path there to those of its training"
+    elif ".lora_" in name:
+        problem = f"its adapters {'have' if name in found else 'lack'} {name}"
+        advice = "give the --lora-targets that they were trained with"
     else:
         problem, advice = f"{ADAPTERS_FILE} has {name}, which is no adapter of a linear", MERGE
     raise base.UserError(f"--model {folder}: {problem}; {advice}")
-
-
-# ---- Exports and the header ------------------------------------------------------------------------------------------
 
 
 def to_peft_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -375,8 +342,7 @@ def write_adapter_config(folder: pathlib.Path, settings: flags.Settings, model: 
     first = next(layer for layer in model.modules() if hasattr(layer, "lora_A"))
     config.fan_in_fan_out = isinstance(first.base_layer, Conv1D)
     content = config.to_dict()
-    if not isinstance(content["target_modules"], str):
-        content["target_modules"] = sorted(content["target_modules"])
+    content["target_modules"] = sorted(content["target_modules"])
     (folder / base.ADAPTER_CONFIG).write_text(json.dumps(content, indent=2, default=str) + "\n")
 
 

@@ -50,7 +50,6 @@ TAKEN = [
     {"init_lora_weights": "gaussian"},
     {"init_lora_weights": "eva"},
     {"init_lora_weights": "orthogonal"},
-    {"rank_pattern": {"q_proj": 4, "w1": 2}, "alpha_pattern": {"q_proj": 8, "layers.7.self_attn.q_proj": 2}},
 ]
 REFUSED = {
     "init_lora_weights": ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "mica"],
