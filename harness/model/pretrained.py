@@ -40,7 +40,7 @@ def find_files(folder: pathlib.Path, named: str | None) -> list[pathlib.Path]:
         ValueError: the index is no JSON, or names files outside the folder.
     """
     if (folder / base.ADAPTER_CONFIG).is_file():
-        problem = f"{folder} has an adapter beside its weights, which from_pretrained applies and a run does not"
+        problem = f"{folder} has an adapter next to its weights, which from_pretrained applies and a run does not"
         advice = (
             f"merge it with peft's merge_and_unload, or take {base.ADAPTER_CONFIG} away to train the weights without it"
         )
@@ -190,7 +190,7 @@ class PretrainedWeights:
             raise
         except Exception as error:
             raise base.UserError(f"--init pretrained: no weights from {source} ({base.first_line(error)})") from error
-        self.refuse_undescribed_quantization(codes, scaled)
+        self.refuse_unscaled(codes, scaled)
         self.report_unused_tensors(unused)
 
     def name_in_model(self, key: str) -> str:
@@ -205,20 +205,14 @@ class PretrainedWeights:
             return key
         return name
 
-    def refuse_undescribed_quantization(self, codes: dict[str, str], scaled: set[str]) -> None:
-        """Raise a UserError if a tensor is quantized, by its dtype, and is not dequantized: the config has no
-        quantization_config, or no scale of the tensor's module is one that it uses."""
+    def refuse_unscaled(self, codes: dict[str, str], scaled: set[str]) -> None:
+        """Raise a UserError for the first quantized tensor that is not dequantized: no scale of its module is one that
+        the config's quantization_config reads."""
         for key, dtype in codes.items():
-            if self.quantizer and key.rpartition(".")[0] in scaled:
-                continue
-            problem = f"{self.source} has {key} in {dtype}"
-            if self.quantizer:
-                problem += ", without scales that its quantization_config reads"
+            if key.rpartition(".")[0] not in scaled:
+                problem = f"{self.source} has {key} in {dtype} without a scale that its config.json says how to apply"
                 advice = "fetch all of its files again, or choose weights that are not quantized"
-            else:
-                problem += ", and its config.json no quantization_config"
-                advice = "add the one of its quantization, or choose weights that are not quantized"
-            raise base.UserError(f"--init pretrained: {problem}; {advice}")
+                raise base.UserError(f"--init pretrained: {problem}; {advice}")
 
     def report_unused_tensors(self, unused: dict[str, list[str]]) -> None:
         """Print the names of tensors that are left out, but for those that the family ignores."""

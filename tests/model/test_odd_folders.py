@@ -208,7 +208,7 @@ def a_head_of_its_own_that_is_tied(folder):
 def an_adapter_beside_weights(folder):
     write(folder)
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "x"}')
-    return ("has an adapter beside its weights", "merge_and_unload, or take adapter_config.json away")
+    return ("has an adapter next to its weights", "merge_and_unload, or take adapter_config.json away")
 
 
 def an_adapter_alone(folder):
@@ -273,25 +273,25 @@ def a_tensor_of_another_shape(folder):
 
 def float8_without_a_config(folder):
     put(folder, in_float8(write(folder)))
-    return ("_proj.weight in F8_E4M3, and its config.json no quantization_config", "add the one of its quantization")
+    return "_proj.weight in F8_E4M3 without a scale that its config.json says", "choose weights that are not quantized"
 
 
 def float8_with_scales_of_another_name(folder):
     put(folder, in_float8(write(folder), "_scale"), quantization_config=FP8)
-    return "in F8_E4M3, without scales that its quantization_config reads", "choose weights that are not quantized"
+    return "in F8_E4M3 without a scale that its config.json says", "choose weights that are not quantized"
 
 
 def float8_without_the_scale_of_one_weight(folder):
     weights = in_float8(write(folder))
     del weights["model.layers.1.mlp.up_proj.weight_scale_inv"]
     put(folder, weights, quantization_config=FP8)
-    return "has model.layers.1.mlp.up_proj.weight in F8_E4M3, without scales", "fetch all of its files again"
+    return "has model.layers.1.mlp.up_proj.weight in F8_E4M3 without a scale", "fetch all of its files again"
 
 
 def float8_without_scales(folder):
     weights = {name: tensor for name, tensor in in_float8(write(folder)).items() if "scale" not in name}
     put(folder, weights, quantization_config=FP8)
-    return "_proj.weight in F8_E4M3, without scales", "or choose weights that are not quantized"
+    return "_proj.weight in F8_E4M3 without a scale", "or choose weights that are not quantized"
 
 
 def float8_whose_blocks_do_not_fit(folder):
@@ -303,7 +303,7 @@ def float8_whose_blocks_do_not_fit(folder):
 
 def int8_without_a_config(folder):
     put(folder, in_int8(write(folder)))
-    return "_proj.weight in I8, and its config.json no quantization_config", "add the one of its quantization"
+    return "_proj.weight in I8 without a scale that its config.json says", "choose weights that are not quantized"
 
 
 def int8_without_the_package_that_reads_it(folder):
