@@ -252,7 +252,7 @@ def train(run: loop.Run, stop: job.StopRequest) -> None:
     before the same forward pass, which then raises job.Stopped; the last complete step is what is saved."""
     settings, model, tracker = run.settings, run.state.model, run.state.tracker
     loop.evaluate_missed_step(run, stop, evaluate)
-    tracker.open_window()  # restart the clock: setting up is no part of a step
+    tracker.start_interval()  # restart the clock: setting up is no part of a step
     while run.state.step < settings.num_steps:
         with run.log.step() as due:  # a log line, an evaluation, a checkpoint
             with stop.before_each_forward(model), run.state.step_undone_if_stopped():

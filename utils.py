@@ -67,7 +67,7 @@ def get_dataset(
         vocab_size: embeddings of the model; by default the tokenizer's own size.
         cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.
         text_field: column of the text, of messages, or of token ids where it is `input_ids`; of several the first that
-            is there, after conversations. Beside ids `labels`, `attention_mask` and masks of the loss are read.
+            is there, after conversations. With ids, `labels`, `attention_mask` and masks of the loss are read.
         skip_bad_records: leave out, and count, records that have no text; otherwise the first is a UserError.
         packing: "concatenate" cuts documents where sequences end, "best-fit" fills sequences with whole ones, "none"
             pads each to a sequence of its own; by default conversations and rows with labels are packed best-fit and
@@ -263,9 +263,9 @@ class PerformanceTracker:
         """Forget everything; the warmup begins again."""
         self.steps_seen, self.warmup_seconds = 0, 0.0
         self.total = dict.fromkeys(("steps", "tokens", "flops", "seconds", "data_wait"), 0.0)
-        self.windows: list[tuple[float, float]] = []  # (steps, seconds)
-        self._start: float | None = None  # when the clock of this window started; None while it is stopped
-        self.open_window()
+        self.intervals: list[tuple[float, float]] = []  # (steps, seconds)
+        self._start: float | None = None  # when the clock of this interval started; None while it is stopped
+        self.start_interval()
 
     def step(self, batch_tokens: int, model_flops_per_token: float, synchronize: bool = True) -> dict[str, Any]:
         """Count one optimizer step of `batch_tokens` tokens (global: every rank, every microbatch).
@@ -279,21 +279,21 @@ class PerformanceTracker:
         if self.steps_seen < self.warmup_steps:
             return {}
         if self.steps_seen == self.warmup_steps:
-            self.warmup_seconds = self.window["seconds"] + time.perf_counter() - self._start
-            self.open_window()
+            self.warmup_seconds = self.interval["seconds"] + time.perf_counter() - self._start
+            self.start_interval()
             return {"warmup_completed": True}
-        self.window["steps"] += 1
-        self.window["tokens"] += batch_tokens
-        self.window["flops"] += batch_tokens * model_flops_per_token
+        self.interval["steps"] += 1
+        self.interval["tokens"] += batch_tokens
+        self.interval["flops"] += batch_tokens * model_flops_per_token
         if not synchronize:
             return {}
         base.wait_for_device()
-        self.window["seconds"] += time.perf_counter() - self._start
-        for key, value in self.window.items():
+        self.interval["seconds"] += time.perf_counter() - self._start
+        for key, value in self.interval.items():
             self.total[key] += value
-        self.windows.append((self.window["steps"], self.window["seconds"]))
-        metrics = self._metrics(self.window)
-        self.open_window()
+        self.intervals.append((self.interval["steps"], self.interval["seconds"]))
+        metrics = self._metrics(self.interval)
+        self.start_interval()
         return metrics | base.memory_metrics()
 
     def summary(self) -> dict[str, float]:
@@ -307,7 +307,7 @@ class PerformanceTracker:
         base.wait_for_device()
         is_outermost = self._start is not None
         if is_outermost:
-            self.window["seconds"] += time.perf_counter() - self._start
+            self.interval["seconds"] += time.perf_counter() - self._start
             self._start = None
         try:
             with torch.profiler.record_function(base.CLOCK_STOPPED):
@@ -323,7 +323,7 @@ class PerformanceTracker:
         start = time.perf_counter()
         yield
         if self._start is not None:
-            self.window["data_wait"] += time.perf_counter() - start
+            self.interval["data_wait"] += time.perf_counter() - start
 
     def get_print_message(self, metrics: dict[str, Any]) -> str:
         """The metrics on one line; empty in warmup."""
@@ -340,14 +340,14 @@ class PerformanceTracker:
             parts.append(f"{active:.1f} GiB active, {allocated:.1f} allocated, {reserved:.1f} reserved")
         return "  ".join(parts)
 
-    def open_window(self) -> None:
+    def start_interval(self) -> None:
         """Restart the clock: what came before, such as setting a run up, is in no interval."""
         base.wait_for_device()
-        self.window = dict.fromkeys(self.total, 0.0)
+        self.interval = dict.fromkeys(self.total, 0.0)
         self._start = time.perf_counter()
 
-    def _metrics(self, window: dict[str, float]) -> dict[str, float]:
-        seconds, tokens, flops = max(window["seconds"], 1e-9), window["tokens"], window["flops"]
+    def _metrics(self, interval: dict[str, float]) -> dict[str, float]:
+        seconds, tokens, flops = max(interval["seconds"], 1e-9), interval["tokens"], interval["flops"]
         peak_tflops = self.peak_tflops if flops else 0  # FLOPs of 0 are not known: no MFU
         speed = estimate_mfu(flops / max(tokens, 1), tokens, seconds, self.num_gpus, peak_tflops)
         if flops:
@@ -356,7 +356,7 @@ class PerformanceTracker:
             del speed["actual_tflops_per_sec"]
         return speed | {
             "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / self.num_gpus,
-            "steps_per_sec": window["steps"] / seconds,
-            "step_time_ms": 1000 * seconds / window["steps"],
-            "data_wait_percent": 100 * window["data_wait"] / seconds,
+            "steps_per_sec": interval["steps"] / seconds,
+            "step_time_ms": 1000 * seconds / interval["steps"],
+            "data_wait_percent": 100 * interval["data_wait"] / seconds,
         }

@@ -159,10 +159,10 @@ class TrainState(Counters):
 
     def productive_seconds(self) -> float:
         """Return the seconds that the steps so far take at the median interval's speed, and at most their real time."""
-        windows, tracker = self.tracker.windows, self.tracker
-        usual = statistics.median_low([seconds / steps for steps, seconds in windows] or [0.0])
+        intervals, tracker = self.tracker.intervals, self.tracker
+        usual = statistics.median_low([seconds / steps for steps, seconds in intervals] or [0.0])
         productive = []
-        for steps, seconds in windows:
+        for steps, seconds in intervals:
             training_paused = seconds >= 2 * steps * usual
             productive.append(steps * usual if training_paused else seconds)
         return self.productive_before + sum(productive) + min(usual * tracker.warmup_steps, tracker.warmup_seconds)

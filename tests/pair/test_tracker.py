@@ -108,7 +108,7 @@ def test_number_of_gpus_divides_once(clock):
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
-def test_steps_that_are_only_counted_join_the_window_that_the_next_one_closes(clock):
+def test_steps_that_are_only_counted_join_the_interval_that_the_next_one_closes(clock):
     tracker = utils.PerformanceTracker(warmup_steps=1)
     tracker.step(TOKENS, FLOPS)
     for synchronize in (False, False, True):
@@ -128,7 +128,7 @@ def test_steps_of_different_size_are_weighted_by_their_tokens(clock):
     assert tracker.summary()["actual_tflops_per_sec"] == pytest.approx((1000 * 1e9 + 3000 * 2e9) / 2 / 1e12)
 
 
-def test_excluded_time_is_in_no_window(clock):
+def test_excluded_time_is_in_no_interval(clock):
     tracker = utils.PerformanceTracker(warmup_steps=0)
     clock.advance(1)
     with tracker.paused():
@@ -137,15 +137,15 @@ def test_excluded_time_is_in_no_window(clock):
     assert tracker.step(TOKENS, FLOPS)["step_time_ms"] == pytest.approx(2000)
 
 
-def test_what_comes_before_the_window_is_opened_is_in_none(clock):
+def test_what_comes_before_the_interval_starts_is_in_none(clock):
     tracker = utils.PerformanceTracker(warmup_steps=0)
     clock.advance(50)
-    tracker.open_window()
+    tracker.start_interval()
     clock.advance(2)
     assert tracker.step(TOKENS, FLOPS)["step_time_ms"] == pytest.approx(2000)
 
 
-def test_waiting_for_data_is_a_share_of_the_window(clock):
+def test_waiting_for_data_is_a_share_of_the_interval(clock):
     tracker = utils.PerformanceTracker(warmup_steps=1)
     for waited in (0.9, 0.25):
         with tracker.data_wait():
