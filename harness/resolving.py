@@ -58,8 +58,8 @@ def resolve_steps(settings: flags.Settings, manifest: dict | None = None, epoch:
         epoch: samples of one epoch, for --num-epochs.
     """
     steps, warmup = job.count_steps(settings, manifest, epoch)
-    eval_windows = state.count_eval_windows(settings, manifest)
-    return dataclasses.replace(settings, num_steps=steps, warmup_steps=warmup, eval_windows=eval_windows)
+    eval_sequences = state.count_eval_sequences(settings, manifest)
+    return dataclasses.replace(settings, num_steps=steps, warmup_steps=warmup, eval_sequences=eval_sequences)
 
 
 def refuse_contradictions(settings: flags.Settings, args: flags.Args) -> None:

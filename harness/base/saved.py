@@ -11,7 +11,7 @@ import re
 
 MANIFEST = "manifest.json"  # of a checkpoint; includes the flags of the run
 ADAPTER_CONFIG = "adapter_config.json"  # of a folder of adapters, by peft
-FORMAT = 1  # version of the checkpoint format; others are refused
+FORMAT = 2  # version of the checkpoint format; others are refused
 UNFINISHED = re.compile(r"\.step-[0-9]{8}\.(writing|deleting)")
 
 

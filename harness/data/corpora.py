@@ -63,7 +63,9 @@ def find(settings: flags.Args) -> list[Corpus]:
 
 def find_all(settings: flags.Args) -> list[Corpus]:
     """The corpora of `find`, listed by this process."""
-    has_eval_dataset = settings.eval_interval and flags.is_place(settings.eval_split) and not settings.show_samples
+    has_eval_dataset = (
+        settings.eval_interval and flags.is_eval_dataset(settings.eval_split) and not settings.show_samples
+    )
     if has_eval_dataset and settings.num_steps == 0:
         return [find_eval_dataset(settings)]
     corpora = []

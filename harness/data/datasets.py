@@ -262,7 +262,7 @@ def open_cached(
         name = f"{rule}, {len(divided[1].doc_ends):,} of {documents:,}"
         if len(tokens.starts) == 1:
             name = f"the last {100 // EVERY} % of it"
-        if not flags.is_place(settings.eval_split):
+        if not flags.is_eval_dataset(settings.eval_split):
             eval_data = EvalData(reader.pack(divided[1], f"{data_name}, {rule}"), name)
     if split:
         split_tokens = tokens
@@ -332,8 +332,8 @@ def open_stream(
     if rule and not split:
         eval_stream.eval_only = True
     eval_data = None
-    if settings.eval_interval and not flags.is_place(settings.eval_split):
-        count = settings.eval_windows
+    if settings.eval_interval and not flags.is_eval_dataset(settings.eval_split):
+        count = settings.eval_sequences
         if not split:
             count = count or STREAM_EVAL_SEQUENCES
         eval_data = EvalData(eval_stream.eval_sequences(count, settings.batch_size), split or rule or "")

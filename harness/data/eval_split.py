@@ -75,7 +75,7 @@ def choose_eval_split(
     if not settings.eval_interval:
         return None, None
     was_divided = bool(spec and spec["held_out"])
-    split, is_eval_only = settings.eval_split, flags.is_place(settings.eval_split)
+    split, is_eval_only = settings.eval_split, flags.is_eval_dataset(settings.eval_split)
     is_unknown = bool(split) and not is_eval_only and parse_split(split)[0] not in corpus.listing.splits
     if is_unknown and base.broadcast_from_rank_0(lambda: os.path.exists(split)):
         problem = f"{corpus.source.dataset} has no split of that name"
@@ -114,7 +114,7 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
     run = dataclasses.replace(
         settings, dataset=dataset, dataset_split=before["dataset_split"], streaming=before["streaming"]
     )
-    if flags.is_place(settings.eval_split):
+    if flags.is_eval_dataset(settings.eval_split):
         trained = training_files(run) if dataset != "synthetic" else {}
         for eval_file in find_eval_dataset(settings).files:
             if eval_file.version()[0] in trained:

@@ -197,7 +197,7 @@ def eval_batches(
     """This rank's share of the eval sequences. Each sequence is taken once over all ranks, and every rank gets the
     same number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
     per_round = settings.batch_size * dist.get_world_size()
-    sequences = min(len(dataset), settings.eval_windows or len(dataset))
+    sequences = min(len(dataset), settings.eval_sequences or len(dataset))
     collate = create_collate_fn(shift_labels=False)
     for number in range(math.ceil(sequences / per_round)):
         first = number * per_round + dist.get_rank() * settings.batch_size

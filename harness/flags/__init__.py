@@ -34,8 +34,8 @@ from harness.flags.settings import (
     default_lr,
     default_warmup,
     flags_where,
+    is_eval_dataset,
     is_pattern,
-    is_place,
     record_flags,
 )
 from harness.flags.sources import Source, Stage, parse_sources, parse_stages, source_name, splits_overlap
@@ -67,8 +67,8 @@ __all__ = [
     "default_lr",
     "default_warmup",
     "flags_where",
+    "is_eval_dataset",
     "is_pattern",
-    "is_place",
     "make_parser",
     "may_be_on_the_hub",
     "misfits_float8",

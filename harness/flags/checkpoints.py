@@ -50,7 +50,7 @@ def checkpoint_flags(args: Args) -> dict[str, Any]:
     if is_same and (args.eval_interval or args.show_samples is not None):
         names += flags_where("from_checkpoint", "data")
         if "eval_steps" not in args.explicit:
-            names.append("eval_windows")
+            names.append("eval_sequences")
     found = {name: flags[name] for name in names if name in flags}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 

@@ -20,9 +20,9 @@ from harness.flags.settings import (
     as_flag,
     default_split,
     has_suffix,
+    is_eval_dataset,
     is_local,
     is_pattern,
-    is_place,
 )
 from harness.flags.sources import mixture_problem, splits_overlap
 
@@ -226,7 +226,7 @@ def trained_eval_split(args: Flags) -> str:
     """An error if --eval-split contains training data; empty otherwise."""
     if not (args.eval_interval and args.eval_split and args.num_steps) or args.dataset == "synthetic":
         return ""
-    if is_place(args.eval_split):  # files are compared when they are listed
+    if is_eval_dataset(args.eval_split):  # files are compared when they are listed
         return ""
     for source in args.sources():
         trained = args.dataset_split or default_split(source.dataset, args.streaming)
@@ -244,7 +244,7 @@ def missing_files(args: Flags) -> Iterator[str]:
         if not is_local(source.dataset) and not may_be_on_the_hub(source.dataset):
             yield f"--dataset {source.dataset}: no such file or folder"
     eval_data = args.eval_split if args.eval_interval and not args.plan else None
-    if is_place(eval_data) and not is_local(eval_data) and not may_be_on_the_hub(eval_data):
+    if is_eval_dataset(eval_data) and not is_local(eval_data) and not may_be_on_the_hub(eval_data):
         yield f"--eval-split {eval_data}: no such file or folder"
 
 

@@ -1,5 +1,5 @@
-"""Settings: every flag with its default, type and help. `Args` are the flags as typed; in `Settings` the defaults are
-decided that depend on model, machine or checkpoint."""
+"""Settings: every flag with its default, type and help. `Args` are the flags as typed; in `Settings` the defaults that
+depend on model, machine or checkpoint are decided."""
 
 import dataclasses
 import glob
@@ -67,7 +67,7 @@ def flag(
 
     Args:
         group: opens a group of --help with this flag.
-        min, max_exclusive: bounds of a number, which is positive where neither is given.
+        min, max_exclusive: bounds of a number; without them it is positive.
         only_with: fields, one of which must be on, or with `field=value` have that value; else the flag has no effect.
         on_resume: a resumed run must keep it (`same`), reports a change (`reported`), or may change it (`free`).
         from_checkpoint: used by --num-steps 0 and --show-samples if they take it from their checkpoint, see
@@ -87,7 +87,7 @@ class Flags:
 
     # fmt: off
     demo: bool = flag(
-        False, "the included model on the included stories; other flags override its values",
+        False, "the included model on the included data; other flags override its values",
         group="presets",
     )
     config: str | None = flag(
@@ -451,11 +451,11 @@ class Flags:
 
     # not flags:
     explicit: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # as typed
-    eval_windows: int = 0  # maximum sequences per source and evaluation, over all ranks; 0: all
+    eval_sequences: int = 0  # maximum sequences per source and evaluation, over all ranks; 0: all
     # fmt: on
 
     def sources(self) -> list[Source]:
-        """What --dataset names."""
+        """The sources that --dataset names."""
         return parse_sources(self.dataset)
 
     def describe_dataset(self) -> str:
@@ -463,21 +463,21 @@ class Flags:
         return base.one_or_more(self.dataset)
 
     def trains(self) -> bool:
-        """Whether this process is to train, and does not plan, print samples or only evaluate."""
+        """True if this process trains: it does not plan, print samples or only evaluate."""
         return not (self.plan or self.show_samples) and self.num_steps > 0
 
     def saves_final_checkpoint(self) -> bool:
-        """Whether the state after the last step is to be saved."""
+        """True if the state after the last step is saved."""
         if self.final_checkpoint is not None:
             return self.final_checkpoint
         return self.saves_during_training() or self.dataset != "synthetic"
 
     def saves_during_training(self) -> bool:
-        """Whether checkpoints are due before the last step."""
+        """True if checkpoints are due before the last step."""
         return self.checkpoint_interval > 0 or (self.keep_best and bool(self.eval_interval))
 
     def saves_async(self) -> bool:
-        """Whether checkpoints are written in the background, from copies, while the training goes on."""
+        """True if checkpoints are written in the background, from copies, while training continues."""
         return self.saves_during_training() and self.async_checkpoint
 
     def tokens_per_step(self, world: int) -> int:
@@ -505,13 +505,13 @@ class Flags:
 
 
 class Args(Flags):
-    """The flags as they were typed: None, `auto` and their like stand for defaults that `resolving.resolve` decides."""
+    """The flags as typed: `resolving.resolve` decides the defaults that are None or `auto`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Flags):
-    """The flags of a run or a plan with every default decided, by `resolving.resolve`. The fields below are those that
-    it decides; None in another field means none, or each source's own."""
+    """The flags of a run or a plan with every default decided by `resolving.resolve`. It decides the fields below; None
+    in another field means none, or each source's own."""
 
     sequence_length: int = dataclasses.field()
     batch_size: int = dataclasses.field()
@@ -532,14 +532,14 @@ DEFAULT_LR, LORA_LR = {"random": 3e-4, "pretrained": 2e-5}, 2e-4
 
 
 def default_lr(settings: Flags) -> tuple[float, str]:
-    """(--lr where it was not given, whose default that is, in words)."""
+    """(the default of --lr, the flag that it depends on, in words)."""
     if settings.lora_rank:
         return LORA_LR, "the default of --lora-rank"
     return DEFAULT_LR[settings.init], f"the default of --init {settings.init}"
 
 
 def batch_size_multiple(fp8_recipe: Fp8Recipe | None, sequence_length: int | None) -> int:
-    """The number of which the batch size has to be a multiple. In float8 the matmul of the weights' gradient takes
+    """The number that divides every possible batch size. In float8 the matmul of the weights' gradient takes
     multiples of 16 tokens of a microbatch; rowwise_with_gw_hp computes it in bf16."""
     if fp8_recipe not in ("tensorwise", "rowwise"):
         return 1
@@ -547,7 +547,7 @@ def batch_size_multiple(fp8_recipe: Fp8Recipe | None, sequence_length: int | Non
 
 
 def default_warmup(lr_scheduler: str, num_steps: int) -> int:
-    """--warmup-steps where it was not given."""
+    """The default of --warmup-steps."""
     return 0 if lr_scheduler == "constant" else num_steps // 20
 
 
@@ -556,19 +556,19 @@ COLLECTED = [name for name, field in FLAGS.items() if field.metadata["options"].
 
 
 def flags_where(name: str, value: object) -> list[str]:
-    """The flags whose fields say `value` of `name`, as `flags_where("on_resume", "same")`."""
+    """The flags whose metadata `name` is `value`, as in `flags_where("on_resume", "same")`."""
     return [flag for flag, field in FLAGS.items() if field.metadata[name] == value]
 
 
 def record_flags(settings: Flags) -> dict[str, dict]:
-    """The flags of a run for its config.json and its checkpoints: `given`, those that the command line and --config
-    gave, with the values that they had there; `flags`, all of them as `settings` has them, with `eval_windows`."""
-    resolved = {name: getattr(settings, name) for name in (*FLAGS, "eval_windows")}
+    """The flags of a run for its config.json and its checkpoints: `given`, those of the command line and --config, as
+    typed; `flags`, all of them as `settings` has them, with `eval_sequences`."""
+    resolved = {name: getattr(settings, name) for name in (*FLAGS, "eval_sequences")}
     return {"given": dict(settings.explicit), "flags": resolved}
 
 
 def default_split(dataset: str, streaming: bool) -> str:
-    """--dataset-split of a source where it was not given."""
+    """The default of --dataset-split for a source."""
     return "train" if is_local(dataset) or streaming else "train[:5%]"
 
 
@@ -578,26 +578,26 @@ def as_flag(field: str) -> str:
 
 
 def is_pattern(target: str) -> bool:
-    """Whether one of --lora-targets is a pattern of whole names, and no name."""
+    """True if one of --lora-targets is a pattern for full names, not a name."""
     return re.search(r"[^\w.]", target) is not None
 
 
 def is_local(dataset: str) -> bool:
-    """Whether a source is files and no hub id: what exists, a pattern for it, which no hub id can be, or a URL."""
+    """True if a source is files, not a hub id: an existing path, a pattern, or a URL."""
     path = os.path.expanduser(dataset)
     return dataset == "demo" or base.is_url(dataset) or os.path.exists(path) or glob.has_magic(path)
 
 
-def is_place(split: str | None) -> bool:
-    """Whether an --eval-split is a file, folder, pattern, URL or hub id of its own, by its form, and no split of
-    --dataset."""
+def is_eval_dataset(split: str | None) -> bool:
+    """True if an --eval-split has the form of a dataset of its own (a file, folder, pattern, URL or hub id), not of a
+    split of --dataset."""
     if split is None:
         return False
     return "/" in split or split.startswith("~") or has_suffix(split, SUFFIXES)
 
 
 def has_suffix(name: str, suffixes: Sequence[str]) -> bool:
-    """Whether a name of files, which may be packed, ends with one of these suffixes."""
+    """True if a file name, without a suffix of compression, ends with one of these suffixes."""
     stem, last_suffix = os.path.splitext(name.lower())
     if last_suffix not in COMPRESSIONS:
         stem += last_suffix

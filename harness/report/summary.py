@@ -76,7 +76,7 @@ def print_evaluation(
         UserError: a loss is NaN or infinite.
     """
     dataset, step = settings.describe_dataset(), None
-    if flags.is_place(settings.eval_split):
+    if flags.is_eval_dataset(settings.eval_split):
         dataset = str(settings.eval_split)
     weights = settings.model
     if state:

@@ -24,7 +24,7 @@ from harness.state.identity import (
     check_resume,
     check_same_corpus,
     check_same_weights,
-    count_eval_windows,
+    count_eval_sequences,
     describe_identity,
     keep_global_batch,
 )
@@ -41,7 +41,7 @@ __all__ = [
     "check_resume",
     "check_same_corpus",
     "check_same_weights",
-    "count_eval_windows",
+    "count_eval_sequences",
     "describe_identity",
     "export",
     "export_bytes",

@@ -43,7 +43,7 @@ def describe_identity(
         "base": base_digest(settings, config),
         "tokenizer": vocabulary,
         "data": as_json(data.record.record()),
-        "held_out": data.eval_identity,
+        "eval_data": data.eval_identity,
     }
 
 
@@ -89,7 +89,7 @@ def check_resume(
         refuse_changed(settings, manifest, ("tokenizer", "model", "dataset"))
         raise base.UserError(f"--tokenizer: its vocabulary is not the checkpoint's; {ADVICE}")
     changed = check_data(settings, data.record, manifest)
-    evaluated_before, evaluated = manifest.get("held_out"), data.eval_identity
+    evaluated_before, evaluated = manifest.get("eval_data"), data.eval_identity
     if evaluated_before and evaluated and list(evaluated_before.values()) != list(evaluated.values()):
         changed.append("other eval data, so eval losses do not compare with earlier ones")
     world_before, world = manifest["world_size"], dist.get_world_size()
@@ -227,13 +227,12 @@ def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rul
     )
 
 
-def count_eval_windows(settings: flag_rules.Settings, manifest: dict | None) -> int:
+def count_eval_sequences(settings: flag_rules.Settings, manifest: dict | None) -> int:
     """Eval sequences that --eval-steps are on these ranks, 0 without it; a run that resumes with the same --eval-steps
     keeps their number."""
-    if not settings.eval_steps or settings.eval_windows:  # those of a checkpoint that is evaluated are known
-        return settings.eval_windows
+    if not settings.eval_steps or settings.eval_sequences:  # those of a checkpoint that is evaluated are known
+        return settings.eval_sequences
     before = manifest["flags"] if manifest else {}
-    windows = settings.eval_steps * settings.batch_size * dist.get_world_size()
     if before.get("eval_steps") == settings.eval_steps:
-        windows = before.get("eval_windows") or windows
-    return windows
+        return before["eval_sequences"]
+    return settings.eval_steps * settings.batch_size * dist.get_world_size()

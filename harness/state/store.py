@@ -228,7 +228,7 @@ class Checkpoints:
 
 def eval_identity(manifest: dict) -> tuple:
     """Identify the eval sequences of a checkpoint, independent of the names of their sources."""
-    return [*manifest.get("held_out", {}).values()], manifest["flags"]["eval_windows"]
+    return [*manifest["eval_data"].values()], manifest["flags"]["eval_sequences"]
 
 
 def add_eval_loss(checkpoint: pathlib.Path, state: TrainState) -> None:

@@ -100,7 +100,7 @@ def test_config_json_says_what_it_takes_to_repeat_the_run(demo):
     config = json.loads((folder / "config.json").read_text())
     assert config["flags"]["num_steps"] == 12
     assert config["flags"]["model"] == "demo"
-    assert set(config["flags"]) == {*FLAGS, "eval_windows"}  # the last is decided by the ranks that began
+    assert set(config["flags"]) == {*FLAGS, "eval_sequences"}  # the last is decided by the ranks that began
     assert torch.__version__.startswith(config["versions"]["torch"])  # which may lack +cu130
     assert {"python", "transformers", "accelerate", "datasets"} <= set(config["versions"])
     if (ROOT / ".git").exists():
