@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+import tracemalloc
 
 import pyarrow
 import pyarrow.parquet
@@ -48,6 +49,20 @@ def test_a_chunk_of_parquet_is_a_row_group_and_there_are_no_more_shards(tmp_path
     assert [len(list(stream.documents(chunk))) for chunk in stream.chunks] == [5] * 6
     assert max_shards(files) == 6
     assert [text for chunk in stream.chunks for text in stream.documents(chunk)] == texts
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_stream_is_bounded_whatever_the_size_of_its_file(device, flags, tmp_path):
+    """A compressed file is one chunk; 60 MB of text are read in pieces."""
+    line = json.dumps({"text": "A fox had a red kite, and the wind took it over the hill. " * 8}) + "\n"
+    (tmp_path / "large.jsonl.gz").write_bytes(gzip.compress(line.encode() * 126_000, 1))
+    tracemalloc.start()
+    try:
+        train([*flags, "--dataset", tmp_path / "large.jsonl.gz", "--num-steps", 2, "--output-dir", tmp_path], device)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 30e6
 
 
 def test_a_split_is_evaluated_as_from_a_token_cache(device, flags, corpus, tmp_path):

@@ -1,5 +1,7 @@
 """The recipe in train_fsdp.py: what a step may not cost, and what is sharded."""
 
+import contextlib
+import functools
 from collections import Counter
 
 import numpy as np
@@ -8,8 +10,10 @@ import torch
 import torch._dynamo
 import transformers
 from conftest import one_source, parse, write_model
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from multirank import resolved
 from tiny import END, MODELS, NoReadBack
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
@@ -97,13 +101,35 @@ class Calls(TorchDispatchMode):
         return op(*args, **kwargs or {})
 
 
+def count_compiled(calls: Calls):
+    """A backend of torch.compile that counts the operators of the graphs that run."""
+
+    def compiler(graph, inputs):
+        names = [node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"]
+
+        def run(*args):
+            calls.counts.update(name.partition(".")[0] for name in names)
+            return graph.forward(*args)
+
+        return make_boxed_func(run)
+
+    return aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing, matmuls, sigmoids", [("none", 6, 1), ("selective", 6, 2), ("full", 7, 2)])
-def test_checkpointing_computes_again_what_it_does_not_keep(device, checkpointing, matmuls, sigmoids):
-    """Of two linears with a sigmoid between: two products forward and four backward. The last is not needed again."""
+def test_checkpointing_computes_again_what_it_does_not_keep(
+    device, monkeypatch, checkpointing, matmuls, sigmoids, compiled
+):
+    """Of two linears with a sigmoid between: two products forward and four backward. The last is not needed again. If
+    the compiled function were inside the checkpoint, all of the forward would run again."""
+    calls = Calls()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count_compiled(calls)))
     layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sigmoid(), torch.nn.Linear(8, 8))
-    settings = parse(["--demo", "--no-compile", "--activation-checkpointing", checkpointing])
+    compiling = "--compile" if compiled else "--no-compile"
+    settings = parse(["--demo", compiling, "--activation-checkpointing", checkpointing])
     train_fsdp.transform_layer(settings, layer, None, lambda module, **_: None)
-    with Calls() as calls:
+    with contextlib.nullcontext() if compiled else calls:  # torch.compile compiles nothing inside a dispatch mode
         layer(torch.ones(2, 8, requires_grad=True)).sum().backward()
     assert calls.counts["mm"] + calls.counts["addmm"] == matmuls
     assert calls.counts["sigmoid"] == sigmoids

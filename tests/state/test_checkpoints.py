@@ -502,11 +502,11 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(run, refused, copied
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_is_removed(refused, copied):
     newest, *others = reversed(saved.complete_checkpoints(copied))
-    reseal(newest, format=2)
+    reseal(newest, format=1)
     for folder in others:
         flip(folder / "__0_0.distcp")
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    assert "manifest.json has format 2, and this version reads 1" in refused("branch", "--resume", newest)
+    assert "manifest.json has format 1, and this version reads 2" in refused("branch", "--resume", newest)
     message = refused("r", "--resume", "auto", "--num-steps", STEPS + 2, exit_code=1)
     assert message.startswith(f"--resume auto: every checkpoint in {copied / 'checkpoints'} is damaged; ")
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
