@@ -107,8 +107,9 @@ def find_stalled_ranks(before: list[dict | None], now: list[dict | None], second
     """Find the ranks that all others wait for, from two readings of all beats, READING_INTERVAL of `seconds` apart.
     Returns them and a description of their state; ([], "") if a rank has made progress within `seconds`.
 
-    In this order: ranks without any beat; a rank that reads data, if it is behind all that beat, as reading waits for
-    no other rank; ranks that stopped beating; the ranks that have entered the fewest phases.
+    The first of these that exist: ranks without any beat; a rank that reads data and has entered the fewest phases of
+    those that beat, as reading waits for no other rank; ranks that stopped beating; the ranks that have entered the
+    fewest phases.
     """
     if absent := [rank for rank, beat in enumerate(now) if beat is None]:
         return absent, "never seen"
@@ -120,13 +121,13 @@ def find_stalled_ranks(before: list[dict | None], now: list[dict | None], second
         return [], ""
     least = min(beats[rank]["phase_count"] for rank in compared)
     behind = [rank for rank in compared if beats[rank]["phase_count"] == least]
-    place = beats[behind[0]]
-    if missing and place["phase"] != "data":
+    slowest = beats[behind[0]]
+    if missing and slowest["phase"] != "data":
         last = beats[missing[0]]
         where = f"last seen in {last['phase']} of step {last['step']}"
         return missing, f"no heartbeat for over {READING_INTERVAL * seconds:.0f} s, {where}"
-    where = f"in {place['phase']} of step {place['step']} for {place['waited']:.0f} s"
-    if len(behind) == len(beats) > 1 and place["phase"] != "data":
+    where = f"in {slowest['phase']} of step {slowest['step']} for {slowest['waited']:.0f} s"
+    if len(behind) == len(beats) > 1 and slowest["phase"] != "data":
         where += ": all ranks wait for each other; check the network and the driver"
     return behind, where
 
@@ -163,8 +164,8 @@ class Heartbeats(threading.Thread):
             self.beat()
         self.start()
 
-    def ask(self, operation: Callable[..., T], *args: Any) -> T:
-        """Call an operation of the store, in a thread, as some have no timeout.
+    def call_store(self, operation: Callable[..., T], *args: Any) -> T:
+        """Call an operation of the store in a thread, as some have no timeout.
 
         Raises:
             RuntimeError: the store did not answer within STORE_TIMEOUT.
@@ -189,7 +190,7 @@ class Heartbeats(threading.Thread):
             "lasts": time.monotonic() - PROGRESS.began,  # seconds in this phase
             "progress": describe_progress(),
         }
-        self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(beat))
+        self.call_store(self.store.set, f"heartbeat/{self.rank}", json.dumps(beat))
         if self.world == 1 or (self.rank == 0 and self.waited < self.seconds):
             self.report_long_phase(0, beat)
 
@@ -212,7 +213,7 @@ class Heartbeats(threading.Thread):
             beats = dict(zip(present, map(json.loads, self.store.multi_get(present)), strict=True))
             return [beats.get(key) for key in keys]
 
-        beats = self.ask(newest)
+        beats = self.call_store(newest)
         RANKS[:] = [tuple(beat["host_and_pid"]) if beat else UNKNOWN for beat in beats]
         return beats
 
@@ -239,7 +240,7 @@ class Heartbeats(threading.Thread):
                     if self.rank == 0:
                         _, working = min((beat["waited"], rank) for rank, beat in enumerate(beats) if beat)
                         self.report_long_phase(working, beats[working])
-                # two intervals after the timeout, the beats of the other ranks show that they wait, too
+                # two intervals later than the timeout: by then the other ranks' beats show that they wait too
                 before, read_at = beats, self.waited + READING_INTERVAL * self.seconds + 2 * self.interval
             except RuntimeError as error:
                 if self.waited > self.seconds and self.world > 1:
@@ -272,7 +273,7 @@ class Heartbeats(threading.Thread):
         """Return True on the first rank to call this, which prints why the job ends; if the store does not answer, on
         the first rank of each node."""
         try:
-            return self.ask(self.store.add, "failed", 1) == 1
+            return self.call_store(self.store.add, "failed", 1) == 1
         except RuntimeError:
             return os.environ.get("LOCAL_RANK", "0") == "0"
 

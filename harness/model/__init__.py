@@ -6,7 +6,7 @@ Import it as `from harness import model as models`, as a model is called `model`
 
 from harness.model.activations import checkpoint_activations
 from harness.model.attention import choose_attention, describe_attention
-from harness.model.collectives import alias_unsharded_params, fsdp_group, make_replicas_equal, sharded_modules
+from harness.model.collectives import alias_unsharded_params, make_replicas_equal
 from harness.model.configs import choose_sequence_length, find_source, load_config, read_generation_config
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
@@ -75,7 +75,6 @@ __all__ = [
     "find_source",
     "fp8_converter",
     "freeze_as_in",
-    "fsdp_group",
     "full_loss",
     "has_frozen",
     "known_flops",
@@ -94,7 +93,6 @@ __all__ = [
     "read_generation_config",
     "reshard",
     "sample",
-    "sharded_modules",
     "skips_on_device",
     "step_or_skip",
     "to_peft_names",

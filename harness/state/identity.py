@@ -32,9 +32,8 @@ def describe_identity(
     tokenizer: PreTrainedTokenizerBase | None,
     data: corpora.TrainingData,
 ) -> dict:
-    """Return what a resume must share and no flag has, for the manifests: the model's config, checksums of the
-    tokenizer and of frozen weights, and the record of the data; and the identity of the eval data, whose change is
-    reported."""
+    """Return what a resumed run must share although no flag has it: the model's config, checksums of the tokenizer and
+    of frozen weights, and the record of the data; also the identity of the eval data, whose change is reported."""
     vocabulary = None
     if tokenizer and not data.is_mapped:  # token files do not use the tokenizer
         vocabulary = hashlib.sha256(corpora.vocabulary_of(tokenizer).encode()).hexdigest()
@@ -48,8 +47,8 @@ def describe_identity(
 
 
 def base_digest(settings: flag_rules.Settings, config: PretrainedConfig) -> str | None:
-    """Return the checksum of the frozen weights below adapters; None without adapters. Each rank reads the weights, as
-    a download on one rank could take longer than the others wait."""
+    """Return the checksum of the frozen weights below adapters; None without adapters. Each rank reads them: the others
+    might not wait for a download by one."""
     if not settings.lora_rank:
         return None
     return base.call_on_all_ranks(lambda: models.weights_digest(models.find_source(settings.model), config))
@@ -156,9 +155,9 @@ def check_same_corpus(settings: flag_rules.Settings, now: corpora.DataRecord, ma
 
 def differences(before: dict[str, dict], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:
     """Yield (source, field of its record) for each field that changed."""
-    for name, rules in now.sources.items():
+    for name, spec in now.sources.items():
         for key, value in before.get(name, {}).items():
-            if rules.get(key) != value:
+            if spec.get(key) != value:
                 yield name, key.replace("_", " ")
 
 
@@ -167,8 +166,8 @@ def refuse_changed(settings: flag_rules.Settings, manifest: dict, names: Iterabl
     now = as_json(dataclasses.asdict(settings))
     for name in names:
         before, after = manifest["flags"][name], now[name]
-        both_hold_out = name == "eval_interval" and before and after
-        if before == after or both_hold_out:
+        both_evaluate = name == "eval_interval" and before and after
+        if before == after or both_evaluate:
             continue
         if name == "eval_interval" and before:
             problem = "without the flag the run would train on its eval split"
@@ -188,16 +187,17 @@ def global_batch(flags: dict, world_size: int) -> int:
     return world_size * flags["batch_size"] * flags["gradient_accumulation_steps"]
 
 
-def asked_batch(given: Mapping[str, Any]) -> tuple[int | str, int]:
-    """The batch size, which may be "auto", and the accumulation that flags ask for, by --demo and defaults too."""
+def typed_batch(given: Mapping[str, Any]) -> tuple[int | str, int]:
+    """Return --batch-size, which may be "auto", and --gradient-accumulation-steps of typed flags, with the defaults of
+    --demo."""
     settings = flag_rules.complete({name: given[name] for name in ("demo", *BATCH_FLAGS) if name in given})
     return settings.batch_size, settings.gradient_accumulation_steps
 
 
 def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rules.Settings:
-    """Keep the global batch of the run that saved the checkpoint of `manifest`, unless other batch flags were typed
-    than there, which `check_resume` reports: in the largest batch size, up to the typed one, with which these ranks
-    share it. What was typed there counts as typed.
+    """Choose batch size and accumulation so that the global batch stays that of the checkpoint's run. If other batch
+    flags are typed than in that run, they are used as they are, and `check_resume` reports the change. The batch size
+    is the largest, up to the typed one, that divides the ranks' shares.
 
     Raises:
         UserError: these ranks cannot share the global batch.
@@ -205,11 +205,11 @@ def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rul
     flags, given, world = manifest["flags"], manifest["given"], dist.get_world_size()
     explicit = settings.explicit
     if explicit.keys() & {*BATCH_FLAGS}:
-        if asked_batch(explicit) != asked_batch(given):
+        if typed_batch(explicit) != typed_batch(given):
             return settings
         size = settings.batch_size  # as typed; for "auto" what fits here
     else:
-        given_size, _ = asked_batch(given)
+        given_size, _ = typed_batch(given)
         size = given_size if isinstance(given_size, int) else flags["batch_size"]
         explicit = {**explicit, **{name: given[name] for name in BATCH_FLAGS if name in given}}
     sequences = global_batch(flags, manifest["world_size"])
