@@ -11,7 +11,7 @@ import types
 import typing
 
 from harness import base
-from harness.flags.checkpoints import adapter_flags, adapter_folder, checkpoint_flags
+from harness.flags.checkpoints import adapter_flags, checkpoint_flags
 from harness.flags.files import read_flags
 from harness.flags.flag_types import choice, number, text
 from harness.flags.names import no_such_flag
@@ -147,6 +147,10 @@ def complete(explicit: dict[str, typing.Any], file: str | None = None) -> Args:
     if adapters := adapter_flags(args.model):
         defaults |= adapters
         args = Args(**defaults | explicit)
+        for name in ("lora_rank", "lora_alpha"):
+            if args.init == "pretrained" and getattr(args, name) != adapters[name]:
+                problem = f"the adapters of {args.model} have {adapters[name]}"
+                raise base.UserError(f"{as_flag(name)} {getattr(args, name)}: {problem}; leave it out")
     if (args.num_steps == 0 or args.show_samples) and args.resume not in ("none", "auto"):
         defaults |= checkpoint_flags(args) | {"compile": False}
         args = Args(**defaults | explicit)
@@ -157,8 +161,6 @@ def complete(explicit: dict[str, typing.Any], file: str | None = None) -> Args:
         changes["dataset_split"] = default_split(args.dataset, args.streaming)
     if args.fp8_recipe is None and args.precision == "fp8":
         changes["fp8_recipe"] = "tensorwise"
-    if adapter_folder(args.model) and args.init == "pretrained" and not args.lora_rank:
-        raise base.UserError(f"--lora-rank 0: {args.model} is a folder of adapters; leave it out to train them")
     if args.lora_rank and args.lora_alpha is None:
         changes["lora_alpha"] = 2 * args.lora_rank
     if args.warmup_steps is None:

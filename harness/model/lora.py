@@ -88,8 +88,10 @@ class Adapters:
         scaling = {"lora_alpha": settings.lora_alpha, "use_rslora": bool(saved and saved.use_rslora)}
         self.config = functools.partial(lora_config, r=settings.lora_rank, **scaling)
         model.peft_config = {"default": self.config(target_modules=target_modules(model, targets))}
-        shapes = adapter_shapes(model, targets, settings.lora_rank)
-        self.file = base.call_on_all_ranks(lambda: open_adapters(folder, shapes)) if folder else None
+        self.file = None
+        if folder:
+            needed = try_to_load(model, targets, settings.lora_rank)
+            self.file = base.call_on_all_ranks(lambda: open_adapters(folder, needed))
 
     def add_to(self, layer: nn.Module) -> None:
         """Add adapters to a decoder layer whose weights are loaded."""
@@ -219,23 +221,24 @@ def loaded_linears(model: nn.Module, linears: list[str]) -> list[str]:
     if not loaded:
         for leaf in leaf_names(linears):
             loaded |= try_to_load(model, [name for name in linears if leaf_names([name]) == [leaf]])
-    return [name for name in linears if name in loaded]
+    return [name for name in linears if f"{PREFIX}{name}.lora_B.weight" in loaded]
 
 
-def try_to_load(model: nn.Module, linears: list[str]) -> set[str]:
-    """The linears whose adapters peft loads from a folder with the adapters of all; empty if it refuses one."""
+def try_to_load(model: nn.Module, linears: list[str], rank: int = 1) -> dict[str, torch.Tensor]:
+    """The tensors, by their names in a folder and without storage, that peft loads of adapters of all these linears;
+    empty if it refuses one."""
     import peft
 
     with quiet_on_meta():
         try:
-            config = lora_config(r=1, target_modules=target_modules(model, linears))
+            config = lora_config(r=rank, target_modules=target_modules(model, linears))
             wrapped = peft.PeftModel(copy.deepcopy(model), config)
-            tensors = {name: torch.empty(shape) for name, shape in adapter_shapes(model, linears, 1).items()}
+            tensors = to_peft_names(wrapped.get_base_model().state_dict())
             result: Any = peft.set_peft_model_state_dict(wrapped, tensors)
         except (ValueError, RuntimeError):
-            return set()
-    loaded = {name.replace(NAME, ".") for name in wrapped.state_dict() if name not in result.missing_keys}
-    return {name for name in linears if {*adapter_shapes(model, [name], 1)} <= loaded}
+            return {}
+    missing = {name.replace(NAME, ".") for name in result.missing_keys}
+    return {name: tensor for name, tensor in tensors.items() if name not in missing}
 
 
 def target_modules(model: nn.Module, targets: list[str]) -> list[str]:
@@ -250,17 +253,6 @@ def leaf_names(names: Iterable[str]) -> list[str]:
     return [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
 
 
-def adapter_shapes(model: nn.Module, linears: list[str], rank: int) -> dict[str, tuple[int, int]]:
-    """The shapes of the tensors in a folder of adapters of these linears, by their names in it."""
-    shapes = {}
-    for name in linears:
-        linear: Any = model.get_submodule(name)
-        out_features, in_features = linear.weight.t().shape if isinstance(linear, Conv1D) else linear.weight.shape
-        shapes[f"{PREFIX}{name}.lora_A.weight"] = (rank, in_features)
-        shapes[f"{PREFIX}{name}.lora_B.weight"] = (out_features, rank)
-    return shapes
-
-
 # ---- Folders of adapters ---------------------------------------------------------------------------------------------
 
 
@@ -268,8 +260,7 @@ def read_config(settings: flags.Settings, folder: pathlib.Path) -> LoraConfig:
     """The config of a folder of adapters. As in peft, fields that it does not know are ignored with a warning.
 
     Raises:
-        UserError: peft refuses it; it is of more than adapters of linears, or changes the base; the flags have another
-            rank or alpha.
+        UserError: peft refuses it, or it is of more than adapters of linears, or changes the base.
     """
     import peft
 
@@ -282,10 +273,6 @@ def read_config(settings: flags.Settings, folder: pathlib.Path) -> LoraConfig:
         if not (is_plain_init or field in TAKEN_FIELDS or not value or value == defaults[field]):
             problem = f"its {base.ADAPTER_CONFIG} has {field} {json.dumps(value)}, and adapters here are plain LoRA"
             raise base.UserError(f"--model {folder}: {problem}; {MERGE}")
-    for flag, field in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
-        if getattr(settings, flag) != config[field]:
-            problem = f"the adapters of {folder} have {config[field]}"
-            raise base.UserError(f"--{flag.replace('_', '-')} {getattr(settings, flag)}: {problem}; leave it out")
     if not settings.plan:  # a plan reads it for each configuration
         if unknown := ", ".join(sorted(config.keys() - known.keys())):
             problem = f"its {base.ADAPTER_CONFIG} has {unknown}"
@@ -301,8 +288,8 @@ def read_config(settings: flags.Settings, folder: pathlib.Path) -> LoraConfig:
         raise base.UserError(f"--model {folder}: {problem}") from error
 
 
-def open_adapters(folder: pathlib.Path, shapes: dict[str, tuple[int, int]]) -> Any:
-    """Open the tensors of a folder of adapters; `shapes` are those that the model needs, by their names.
+def open_adapters(folder: pathlib.Path, needed: dict[str, torch.Tensor]) -> Any:
+    """Open the tensors of a folder of adapters; `needed` are those of the model, by their names, without storage.
 
     Raises:
         UserError: the file cannot be read, or has tensors of other names or shapes.
@@ -313,6 +300,7 @@ def open_adapters(folder: pathlib.Path, shapes: dict[str, tuple[int, int]]) -> A
     except Exception as error:
         problem = f"{ADAPTERS_FILE} cannot be read ({base.first_line(error)})"
         raise base.UserError(f"--model {folder}: {problem}") from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in needed.items()}
     if found == shapes:
         return file
     name = min(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name))
