@@ -231,7 +231,7 @@ def check_and_log(run: Run, due: job.Actions, stop: job.StopRequest, evaluate: E
 
     Raises:
         UserError: the run diverged.
-        job.Stopped: a stop was asked for during the evaluation.
+        job.Stopped: a stop was requested during the evaluation.
     """
     metrics, problem = run.log.metrics()
     if (due.save or due.last) and not problem:

@@ -11,7 +11,8 @@ torch, so that --help and errors are printed at once.
 A flag is one field of `Args` in settings.py; its contradictions are in rules.py.
 """
 
-from harness.flags.checkpoints import adapter_folder, checkpoint_folder, no_checkpoint, read_adapter_config
+from harness.flags.adapters import adapter_folder, read_adapter_config
+from harness.flags.checkpoints import checkpoint_folder, no_checkpoint
 from harness.flags.commands import as_flags, as_words, run_flags, shell_command
 from harness.flags.parser import complete, make_parser, parse_args
 from harness.flags.rules import contradiction, may_be_on_the_hub, misfits_float8, not_a_folder_name

@@ -11,7 +11,8 @@ import types
 import typing
 
 from harness import base
-from harness.flags.checkpoints import adapter_flags, checkpoint_flags
+from harness.flags.adapters import adapter_flags
+from harness.flags.checkpoints import checkpoint_flags
 from harness.flags.files import read_flags
 from harness.flags.flag_types import choice, number, text
 from harness.flags.names import no_such_flag

@@ -27,8 +27,8 @@ def known_flops(
     lengths: np.ndarray,
     flops_by_length: Callable[[transformers.PreTrainedModel, np.ndarray], np.ndarray],
 ) -> tuple[np.ndarray, str]:
-    """(FLOPs per token in documents of each of `lengths`, zeros if they are not known; the header's text about the last
-    one). `flops_by_length` is `utils.get_flops_by_length`."""
+    """Return (FLOPs per token in documents of these lengths, zeros if unknown; the header's text about the last one).
+    `flops_by_length` is `utils.get_flops_by_length`."""
     try:
         flops = flops_by_length(model, lengths)
     except ValueError as error:

@@ -277,7 +277,7 @@ class Search:
         """Return the search's keys of the JSON object."""
         given, best, safer = self.row(), self.fastest(), self.safer()
         for row in self.rows.values():
-            row |= {"asked": row is given, "fastest": row is best, "safer": row is safer}
+            row |= {"given": row is given, "fastest": row is best, "safer": row is safer}
         in_float8 = [row for row in self.rows.values() if "precision" in row["changes"] and row["fits"]]
         with_adapters = [row for row in self.rows.values() if "lora_rank" in row["changes"] and row["fits"]]
         result: dict[str, Any] = {

@@ -82,7 +82,7 @@ def describe_advice(result: dict) -> dict[str, str]:
             advice = f"more --plan-seconds, {advice}"
         return {"fastest": f"{problem}: {advice}", **describe_adapters(result), "search": planned}
     title = "fastest"
-    if best["asked"]:
+    if best["given"]:
         advice = "as it is"
         if search["planned"] > 1:
             advice += "; nothing else planned is more than 1 % faster"
@@ -110,7 +110,7 @@ def describe_advice(result: dict) -> dict[str, str]:
         lines["float8"] = f"with --precision fp8: {change:+.0f} %, other arithmetic"
     lines |= describe_adapters(result)
     lines["command"] = best["command"]
-    given = next(row for row in result["configurations"] if row["asked"])
+    given = next(row for row in result["configurations"] if row["given"])
     lines["tokens"] = f"{best['tokens_per_step']:,} per step, unchanged"
     if best["tokens_per_step"] != given["tokens_per_step"]:
         lines["tokens"] = f"{best['tokens_per_step']:,} per step instead of {given['tokens_per_step']:,}: another run"
@@ -159,14 +159,14 @@ def describe_configurations(result: dict) -> list[str]:
     GPUs."""
 
     def order(row: dict) -> tuple:
-        title = 0 if row["asked"] else 1 if row["fastest"] else 2
+        title = 0 if row["given"] else 1 if row["fastest"] else 2
         return title, row["gpus"] != result["gpus"], row["gpus"], not row["fits"], -row["tokens_per_sec"]
 
     price = "cost_per_billion_tokens"
     header = "  GPUs  sharding      checkpoints    batch  GiB a GPU  fits   tokens/s  MFU"
     lines = ["", f"{'':10}{header}{'$ a billion' if price in result else '':>13}"]
     for row in sorted(result["configurations"], key=order):
-        name = "as is" if row["asked"] else title_best(result) if row["fastest"] else "safer" if row["safer"] else ""
+        name = "as is" if row["given"] else title_best(result) if row["fastest"] else "safer" if row["safer"] else ""
         replicas = f" x{row['dp_replicate_size']}" if row["dp_replicate_size"] > 1 else ""
         batch = f"{row['batch_size']:,} x {row['gradient_accumulation_steps']:,}"
         lines.append(

@@ -181,7 +181,7 @@ def test_what_fits_with_no_flag_fits_on_more_gpus():
 def test_a_search_that_is_out_of_time_has_the_best_of_what_it_planned():
     found = searched("--batch-size 4", 30, plans=3)  # does not fit as it is
     assert not found.is_complete and len(found.rows) == 3
-    assert found.result()["configurations"][0]["asked"]
+    assert found.result()["configurations"][0]["given"]
 
 
 def test_other_numbers_of_gpus_have_what_was_asked_one_shard_group_a_node_and_the_fastest():
