@@ -6,9 +6,10 @@ import random
 import sys
 
 import fsspec
+import multirank
 import object_stores
 import pytest
-from conftest import STORIES, cold_python, losses_of, words
+from conftest import STORIES, cold_python, forked, losses_of, words
 
 from harness.base.errors import UserError
 from harness.data import stores
@@ -165,3 +166,19 @@ def test_a_run_on_s3_with_faults_has_the_losses_of_one_on_local_files(small, cor
             assert ended.returncode == 0, ended.stderr
         assert not faults.plan
     assert losses_of(tmp_path / "remote") == losses_of(tmp_path / "local")
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_node_read_and_tokenize_a_corpus_once(store, small, tmp_path):
+    url, contents, faults = store
+    contents["a.jsonl"] = (STORIES / "validation.jsonl").read_bytes()
+    ranges, next_for = [], faults.next_for
+    faults.next_for = lambda header: ranges.append(header) or next_for(header)
+    counts = []
+    for ranks in (1, 2):
+        ranges.clear()
+        places = ["--cache-dir", tmp_path / f"cache-{ranks}", "--output-dir", tmp_path, "--run-name", ranks]
+        flags = [*small, "--dataset", f"{url}/a.jsonl", "--num-steps", 1, "--sequence-length", 32, *places]
+        forked(ranks, multirank.program, *map(str, flags))
+        counts.append(len([header for header in ranges if header]))
+    assert counts[0] == counts[1] > 0

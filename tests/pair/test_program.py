@@ -21,6 +21,7 @@ from conftest import (
     write_model,
 )
 from multirank import SIZES, resolved
+from tiny import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
@@ -106,6 +107,18 @@ def test_config_json_says_what_it_takes_to_repeat_the_run(demo):
     if (ROOT / ".git").exists():
         assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", config["commit"])
     assert (config["world_size"], config["gpu"]) == (1, None)
+
+
+@pytest.mark.slow
+def test_each_kind_of_layer_is_compiled_once(tmp_path):
+    """SmolLM3 has two kinds, with rotary positions and without; the last norm and the loss are compiled too."""
+    model = write_model(tmp_path / "smollm3", "smollm3", **MODELS["smollm3"])
+    flags = "--dataset synthetic --compile --activation-checkpointing selective --num-steps 3 --sequence-length 32"
+    flags += f" --batch-size 2 --final-checkpoint --output-dir {tmp_path}"
+    process = cold_python("--model", model, *flags.split(), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))
+    assert process.returncode == 0, process.stderr
+    graphs = [*(tmp_path / "inductor" / "fxgraph").glob("*/*")]
+    assert len(graphs) == 2 * 2 + 2 + 1  # forward and backward; the loss computes its gradients in the forward
 
 
 def test_everything_that_a_run_writes_lies_in_its_folder(demo):
