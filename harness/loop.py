@@ -272,7 +272,7 @@ def find_non_finite(run: Run, metrics: dict) -> str:
     # a skipped step has no loss in its metrics, and its batch would give none
     batch = run.batches.last_finite(was_skipped="loss" not in metrics)
     with run.state.tracker.paused():
-        if problem := run.state.broken_by_update():
+        if problem := run.state.describe_update_fault():
             return problem
         loss, norm = models.loss_and_norm(run.state.model, run.state.optimizer, batch)
     for name, value in (("loss", loss), ("gradient norm", norm)):

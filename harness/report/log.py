@@ -194,7 +194,7 @@ class Log(contextlib.AbstractContextManager):
         metrics["skipped_steps"] = state.skipped_steps
         problem = first_not_finite(metrics, steps)
         if too_many and not problem:
-            problem = state.broken_by_update() or too_many
+            problem = state.describe_update_fault() or too_many
         metrics |= gather_metrics(self.speed, state, self.device)
         return metrics | self.data.metrics(state.samples, state.tokens), problem
 

@@ -50,7 +50,7 @@ def check_export(settings: flags.Args, checkpoint: Checkpoint | None, folder: pa
 
 
 def check_target(settings: flags.Args, run_id: str | None) -> None:
-    """Check --export for the run `run_id`, None for a new run. Raises UserError as `check_export` does."""
+    """Raise UserError as `check_export` does. `run_id` is that of the run that exports, None for a new one."""
     final = export_folder(settings)
     try:
         existing = next((parent for parent in final.parents if parent.exists()), final)
@@ -86,8 +86,8 @@ def read_export_header(folder: pathlib.Path) -> dict[str, str]:
 
 
 def trained_on(settings: flags.Settings, record: data.DataRecord | None) -> list[dict[str, Any]]:
-    """Return the records of the known sources that weights were trained on: by the run of `record`, and by the run
-    whose export it started from. Every rank calls this."""
+    """Return the records of the sources that weights were trained on, as far as they are known: those in `record`, and
+    those of the run whose export the weights came from. Every rank calls this."""
     sources = [*record.removed.values(), *record.sources.values()] if record else []
     if settings.init == "pretrained":
         header = base.broadcast_from_rank_0(lambda: read_export_header(pathlib.Path(settings.model).expanduser()))
@@ -96,7 +96,7 @@ def trained_on(settings: flags.Settings, record: data.DataRecord | None) -> list
 
 
 def command_checksum(settings: flags.Flags) -> str:
-    """Return a checksum of the explicit flags. An export has no values, such as paths, that should stay private."""
+    """Return a checksum of the explicit flags: an export identifies its command without publishing paths."""
     given = json.dumps(dict(settings.explicit), sort_keys=True, default=str)
     return hashlib.sha256(given.encode()).hexdigest()[:20]
 
@@ -139,7 +139,7 @@ def export(
         job.enter_phase("export")
         base.broadcast_from_rank_0(write_or_clean_up)
 
-    problem = state.what_is_broken()
+    problem = state.describe_fault()
     if problem:
         raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
     on_rank_0(lambda: make_folder(temporary))
@@ -175,7 +175,7 @@ def exports_adapters(settings: flags.Settings) -> bool:
 
 
 def exported_tensors(settings: flags.Settings, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors for an export: with merged adapters, the model's and the adapters'."""
+    """Return the model's tensors from which an export is made: only adapters, or all."""
     return saved_tensors(model) if exports_adapters(settings) else persistent_tensors(model)
 
 

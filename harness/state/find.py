@@ -180,7 +180,7 @@ def check_finite(settings: flags.Settings, state: TrainState, checkpoint: Checkp
     """
     if not checkpoint and settings.init == "random":
         return
-    problem = state.what_is_broken()
+    problem = state.describe_fault()
     if problem and checkpoint:
         advice = "remove that folder, then --resume auto takes the previous one"
         raise base.UserError(f"--resume {checkpoint.path}: it {problem}; {advice}", exit_code=1)

@@ -129,7 +129,7 @@ class TrainState(Counters):
             raise
 
     def move_positions(self, positions: dict[str, dict[int, tuple]]) -> None:
-        """Add a batch's positions, which count when its step is done."""
+        """Record the positions after a batch, which count once its step is complete."""
         for source, by_stream in positions.items():
             for stream, position in by_stream.items():
                 self.step_positions[source, stream] = position
@@ -158,7 +158,8 @@ class TrainState(Counters):
         return self.elapsed_before + CLOCK + time.monotonic() - PROCESS_STARTED
 
     def productive_seconds(self) -> float:
-        """Return the seconds that the steps so far take at the median interval's speed, and at most their real time."""
+        """Return the seconds of training so far without pauses: an interval with more than twice the median time per
+        step counts as if it had the median, and so does the warmup."""
         intervals, tracker = self.tracker.intervals, self.tracker
         usual = statistics.median_low([seconds / steps for steps, seconds in intervals] or [0.0])
         productive = []
@@ -279,17 +280,17 @@ class TrainState(Counters):
         dist.all_reduce(broken)
         return not broken.item()
 
-    def broken_by_update(self) -> str:
-        """Name the step of the last update if weights or optimizer states are NaN or infinite after it; "" if all are
-        finite. Every rank calls this."""
+    def describe_update_fault(self) -> str:
+        """Describe the last update if it made weights or optimizer states NaN or infinite; "" if all are finite. Every
+        rank calls this."""
         if self.finite():
             return ""
         step = self.step - self.skipped_in_a_row
         return f"the update made weights or optimizer states infinite or NaN at step {step}"
 
-    def what_is_broken(self) -> str:
-        """Describe what is wrong with a loaded state or one to export, after its name as the subject; "" if nothing is.
-        Every rank calls this."""
+    def describe_fault(self) -> str:
+        """Return the predicate of a sentence about a loaded or exported state, such as "gives a loss of nan"; "" if it
+        is sound. Every rank calls this."""
         if not self.finite():
             return "holds values that are infinite or NaN"
         loss = models.loss_without_data(self.model)
