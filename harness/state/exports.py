@@ -105,7 +105,7 @@ def export(
     settings: flags.Settings,
     state: TrainState,
     tokenizer: PreTrainedTokenizerBase | None,
-    ends: list[int],
+    stop_ids: list[int],
     trained_on: list[dict[str, Any]],
 ) -> None:
     """Write the folder of --export, for AutoModelForCausalLM and AutoTokenizer.from_pretrained. It replaces an earlier
@@ -115,7 +115,7 @@ def export(
     --export-weights merged, the merged model in the precision of its frozen weights.
 
     Args:
-        ends: ids of the tokens that end a text.
+        stop_ids: ids of the tokens that end a text.
         trained_on: records of the sources, for the header.
 
     Raises:
@@ -124,34 +124,36 @@ def export(
     final = export_folder(settings)
     temporary = final.with_name(f".{final.name}.writing")
 
-    def on_rank_0(write: Callable[[], None]) -> None:
-        """Call `write` on rank 0; if it fails, every rank raises the error."""
-
-        def write_or_clean_up() -> None:
-            try:
-                with base.working(lambda: size_in_words(temporary)):
-                    write()
-            except Exception as error:
-                shutil.rmtree(temporary, ignore_errors=True)
-                problem = f"--export {settings.export}: cannot be written ({base.first_line(error)})"
-                raise base.UserError(problem, exit_code=1) from error
-
-        job.enter_phase("export")
-        base.broadcast_from_rank_0(write_or_clean_up)
-
     problem = state.describe_fault()
     if problem:
         raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
-    on_rank_0(lambda: make_folder(temporary))
-    write_weights(temporary, settings, state, trained_on, on_rank_0)
-    on_rank_0(lambda: write_configs(temporary, settings, state.model, tokenizer, ends))
-    on_rank_0(lambda: replace_folder(final, temporary))
+    write = functools.partial(write_on_rank_0, settings, temporary)
+    write(lambda: make_folder(temporary))
+    write_weights(temporary, settings, state, trained_on)
+    write(lambda: write_configs(temporary, settings, state.model, tokenizer, stop_ids))
+    write(lambda: replace_folder(final, temporary))
     parts = [os.path.expanduser(settings.export), state.describe_steps()]
     if settings.lora_rank:
         parts.append("only adapters, for peft" if exports_adapters(settings) else "the adapters merged into the model")
     if tokenizer is None:
         parts.append("without a tokenizer")
     job.print0(f"exported   {', '.join(parts)}")
+
+
+def write_on_rank_0(settings: flags.Settings, temporary: pathlib.Path, write: Callable[[], None]) -> None:
+    """Call `write` on rank 0. If it fails, remove the folder `temporary` and raise the error on every rank."""
+
+    def write_or_clean_up() -> None:
+        try:
+            with base.working(lambda: size_in_words(temporary)):
+                write()
+        except Exception as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            problem = f"--export {settings.export}: cannot be written ({base.first_line(error)})"
+            raise base.UserError(problem, exit_code=1) from error
+
+    job.enter_phase("export")
+    base.broadcast_from_rank_0(write_or_clean_up)
 
 
 def make_folder(folder: pathlib.Path) -> None:
@@ -188,11 +190,7 @@ def export_bytes(settings: flags.Settings, model: PreTrainedModel) -> int:
 
 
 def write_weights(
-    folder: pathlib.Path,
-    settings: flags.Settings,
-    state: TrainState,
-    trained_on: list[dict[str, Any]],
-    on_rank_0: Callable[[Callable[[], None]], None],
+    folder: pathlib.Path, settings: flags.Settings, state: TrainState, trained_on: list[dict[str, Any]]
 ) -> None:
     """Write the weights, under their names on the hub. Every rank calls this.
 
@@ -227,9 +225,9 @@ def write_weights(
         name = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         if only_adapters:
             name = "adapter_model.safetensors"
-        on_rank_0(functools.partial(write, name, gather(part)))
+        write_on_rank_0(settings, folder, functools.partial(write, name, gather(part)))
     if len(parts) > 1:
-        on_rank_0(lambda: write_json(folder / "model.safetensors.index.json", index))
+        write_on_rank_0(settings, folder, lambda: write_json(folder / "model.safetensors.index.json", index))
 
 
 def by_layer(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -260,13 +258,13 @@ def write_configs(
     settings: flags.Settings,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    ends: list[int],
+    stop_ids: list[int],
 ) -> None:
     if exports_adapters(settings):
         models.write_adapter_config(folder, settings, model)
     else:
         write_json(folder / "config.json", model_config(model, tokenizer, settings.init == "pretrained"))
-    write_json(folder / "generation_config.json", generation_config(settings, model, tokenizer, ends))
+    write_json(folder / "generation_config.json", generation_config(settings, model, tokenizer, stop_ids))
     if tokenizer:
         for name in REMOTE_CODE_KEYS:
             vars(tokenizer).pop(name, None)
@@ -296,11 +294,11 @@ def model_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
 
 
 def generation_config(
-    settings: flags.Settings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, ends: list[int]
+    settings: flags.Settings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, stop_ids: list[int]
 ) -> dict:
     """Return the generation config of an export: the source's for pretrained weights, else the model's with the
-    tokenizer's special tokens. The tokens `ends`, which ended documents or a chat's answers in training, are EOS too.
-    If the source's cannot be read, a line says so, and the export is written without it."""
+    tokenizer's special tokens. `stop_ids`, which ended documents or a chat's answers in training, are EOS too. If the
+    source's cannot be read, a line says so, and the export is written without it."""
     config = model.generation_config.to_diff_dict()
     if settings.init == "pretrained":
         try:
@@ -312,12 +310,12 @@ def generation_config(
             job.print0(f"export     without the {problem}")
         before = config.get("eos_token_id")
         if tokenizer:
-            all_ends = [*(before if isinstance(before, list) else [before]), *ends]
-            config["eos_token_id"] = [end for end in dict.fromkeys(all_ends) if end is not None]
+            all_stop_ids = [*(before if isinstance(before, list) else [before]), *stop_ids]
+            config["eos_token_id"] = [end for end in dict.fromkeys(all_stop_ids) if end is not None]
     elif tokenizer:
         config |= {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
-        if len(ends) > 1:
-            config["eos_token_id"] = ends
+        if len(stop_ids) > 1:
+            config["eos_token_id"] = stop_ids
     unwanted = {"use_cache", "_from_model_config", *REMOTE_CODE_KEYS}
     return {key: value for key, value in config.items() if key not in unwanted and value is not None}
 
