@@ -250,7 +250,7 @@ def slowed(phase: str, there: str, *argv: str) -> None:
         elif name == phase and heartbeats.PROGRESS.step >= 3:
             wait_here(3 if phase == "end" else 1)
 
-    if phase == "sampling":  # every token of a story
+    if phase == "sampling":  # every token of a sample
         heartbeats.enter_phase = job.enter_phase = enter_slowly
         multinomial = torch.multinomial
         torch.multinomial = lambda *args, **options: (time.sleep(1), multinomial(*args, **options))[1]

@@ -549,11 +549,11 @@ def test_a_run_on_conversations_samples_through_its_template(tmp_path, arguments
     flags = [*arguments, "--dataset", file, *template, "--sample-prompt", "Who runs?", "--sample-tokens", "4"]
     flags += ["--sequence-length", "64"]
     assert train([*flags, "--final-checkpoint"], device) == 0
-    (story,) = [line["samples"] for line in metrics_of(tmp_path / "out" / "r") if "samples" in line][-1]
-    assert story["prompt"] == "user: Who runs?\n" and story["text"].startswith(story["prompt"])
+    (sample,) = [line["samples"] for line in metrics_of(tmp_path / "out" / "r") if "samples" in line][-1]
+    assert sample["prompt"] == "user: Who runs?\n" and sample["text"].startswith(sample["prompt"])
     out = capfd.readouterr().out
     assert len(re.findall(r"^--- .*a.jsonl, line 1: one turn$", out, re.M)) == 1  # the header's examples, one a kind
     assert "[[ The fox.<|endoftext|>]]" in out
     asked = [*arguments, "--resume", tmp_path / "out" / "r", "--num-steps", "0", "--sample-prompt", "Who runs?"]
     assert train([*asked, "--sample-tokens", "4"], device) == 0  # template and all else by the checkpoint
-    assert f"\n{story['text']}" in capfd.readouterr().out
+    assert f"\n{sample['text']}" in capfd.readouterr().out

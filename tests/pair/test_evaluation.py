@@ -16,7 +16,7 @@ from harness import data
 from harness.base import UserError
 
 
-def write_stories(path, first: int = 0, count: int = 200) -> None:
+def write_documents(path, first: int = 0, count: int = 200) -> None:
     lines = (STORIES / "train.jsonl").read_text().splitlines(True)
     path.write_text("".join(lines[first : first + count]))
 
@@ -25,8 +25,8 @@ def write_stories(path, first: int = 0, count: int = 200) -> None:
 def start(tmp_path_factory):
     """`start(name, *flags)`: the flags of a run of two steps on my.jsonl in `start.folder`."""
     folder = tmp_path_factory.mktemp("held-out")
-    write_stories(folder / "my.jsonl")
-    write_stories(folder / "other.jsonl", 1000, 40)
+    write_documents(folder / "my.jsonl")
+    write_documents(folder / "other.jsonl", 1000, 40)
     model = write_model(folder / "model", "llama", **multirank.SIZES)
     small = words("--num-steps 2 --sequence-length 32 --batch-size 2 --num-workers 0 --precision fp32 --no-own-plan")
     small += ["--model", model, "--tokenizer", ROOT / "assets" / "demo", "--output-dir", folder]
@@ -183,7 +183,7 @@ def test_a_run_does_not_evaluate_on_what_it_trains_on(start, device):
 
 def test_a_corpus_that_changed_is_refused_by_an_evaluation(start, device, refused, tmp_path):
     corpus = tmp_path / "grows.jsonl"
-    write_stories(corpus)
+    write_documents(corpus)
     assert train(start("grown", "--dataset", corpus, "--eval-interval", 2), device) == 0
     corpus.write_text(corpus.read_text() + '{"text": "One more story."}\n')
     assert "is not what it was at the checkpoint" in refused("--resume", start.folder / "grown")

@@ -48,15 +48,15 @@ def demo(tmp_path_factory):
 
 
 @pytest.mark.smoke
-def test_the_demo_learns_says_so_and_ends_with_a_story_and_no_warning(demo):
+def test_the_demo_learns_says_so_and_ends_with_a_sample_and_no_warning(demo):
     process, folder = demo
     assert (process.returncode, process.stderr) == (0, "")
     losses = losses_of(folder)
     assert losses[-1] < losses[0] - 0.5
     assert f"loss {losses[0]:.4f}" in process.stdout and f"loss {losses[-1]:.4f}" in process.stdout
     assert process.stdout.count(f"\n{PROMPT}") == 2  # after the evaluation at step 6, and at the end
-    *_, stories, after = process.stdout.split("\n\n")
-    assert stories.startswith(PROMPT)
+    *_, samples, after = process.stdout.split("\n\n")
+    assert samples.startswith(PROMPT)
     assert re.match("export +.*\nresume +.*\nreport +.*/first/report.html$", after)
 
 
@@ -175,8 +175,8 @@ def test_ranks_of_any_launcher_do_what_one_process_does(small, one_process, rank
         assert of_one
         assert of_several == pytest.approx(of_one, rel=1e-6), key
     assert json.loads((small[1] / launcher / "config.json").read_text())["world_size"] == ranks
-    (story,) = one[-1]["samples"]
-    assert several[-1]["samples"] == [story] and " ".join(story["text"].split()) in " ".join(process.stdout.split())
+    (sample,) = one[-1]["samples"]
+    assert several[-1]["samples"] == [sample] and " ".join(sample["text"].split()) in " ".join(process.stdout.split())
     assert process.stdout.count("verified") == 1  # one rank speaks
 
 

@@ -36,7 +36,7 @@ def write_run(folder: pathlib.Path, lines: list) -> pathlib.Path:
 
 @pytest.fixture
 def full(tmp_path) -> pathlib.Path:
-    """A run on GPUs with stories, one of them an attack, and a plan; its last line is cut off."""
+    """A run on GPUs with samples, one of them an attack, and a plan; its last line is cut off."""
     lines = [line(step) for step in range(1, 41)]
     for step, text in ((10, EVIL), (20, "a frog & a fox"), (30, f"a frog came home{EVIL}")):
         lines[step - 1] |= {
@@ -133,8 +133,8 @@ def test_a_run_of_20_000_lines_stays_below_50_kb_with_its_spikes_in_a_band_and_i
         more = {"loss": 2 + 8 / step**0.5 + noise, "grad_norm": 1 + noise, "learning_rate": 3e-4 * (1 - step / 20_000)}
         more |= {"tokens_per_sec": 5e4 + 1e4 * noise, "step_time_ms": 20 + noise, "mfu_percent": 41 + noise}
         if step % 200 == 0:
-            story = {"prompt": "Once", "text": "Once upon a time. " * 100, "tokens": 400, "ended": True}
-            more |= {"eval_loss": 2.2, "samples": [story]}
+            sample = {"prompt": "Once", "text": "Once upon a time. " * 100, "tokens": 400, "ended": True}
+            more |= {"eval_loss": 2.2, "samples": [sample]}
         lines.append(line(step, **more))
     lines[12_344]["grad_norm"] = 99_000.0
     folder = write_run(tmp_path / "r", [*lines, lines[-1] | {"final": True}])
