@@ -27,7 +27,7 @@ from torch.distributed.run import get_args_parser
 
 from harness.flags import rules
 from harness.flags.settings import FLAGS
-from tools import flag_table, generated, metric_table
+from tools import flag_table, metric_table
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -150,7 +150,7 @@ def test_the_page_of_all_flags_is_the_parsers():
 
 def test_the_table_of_metrics_is_that_of_the_program():
     page = (ROOT / "docs" / "MONITORING.md").read_text()
-    assert page == generated.between_markers(page, metric_table.COMMAND, metric_table.table())
+    assert page == metric_table.with_table(page)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -73,7 +73,8 @@ def test_the_recipes_of_contributing_work_as_they_stand(tmp_path):
     help_of_all = run("train_fsdp.py", "--help")
     for word in ("momentum-sgd", "cubic", ".nodata", "sheet", "--note", "--z-loss"):
         assert word in help_of_all
-    assert "| `tokens_per_step` | `data/tokens_per_step` | tokens |" in run("-m", "tools.metric_table")
+    table = run("-c", "from tools import metric_table; print(metric_table.table())")
+    assert "| `tokens_per_step` | `data/tokens_per_step` | tokens |" in table
     planned = f"{NEW} --model demo --plan --plan-gpus 2 --plan-seconds 0 --json"
     memory = json.loads(run("train_fsdp.py", *planned.split()))["memory_gib"]
     assert memory["optimizer"] == pytest.approx(memory["parameters"], rel=0.02)
