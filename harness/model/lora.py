@@ -77,7 +77,7 @@ class Adapters:
         if not find_spec("peft"):
             raise base.UserError("--lora-rank: needs the package peft (pip install peft)")
         if settings.init == "pretrained" and quantization_fields(model.config):
-            problem = f"the weights of {settings.model} are quantized, and servers add adapters to the quantized ones"
+            problem = f"the weights of {settings.model} are quantized, and adapters are for bf16 or fp32 weights here"
             raise base.UserError(f"--lora-rank: {problem}; choose weights that are not quantized")
         model.requires_grad_(False)
         folder = flags.adapter_folder(settings.model) if settings.init == "pretrained" else None
