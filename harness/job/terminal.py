@@ -10,8 +10,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from harness import base
-from harness import flags as flag_rules
+from harness import base, flags
 
 BAR_FORMAT = "{n_fmt}/{total_fmt}{postfix}, eta {remaining} {bar}"  # a narrow terminal cuts off its end
 IN_A_STEP = ("data", "forward", "backward", "optimizer")  # phases of an unfinished step
@@ -87,12 +86,12 @@ def launcher() -> str:
     return shlex.join(word.removeprefix(folder) for word in [*words, sys.argv[0]])
 
 
-def command(settings: flag_rules.Flags, folder: pathlib.Path) -> str:
+def command(settings: flags.Flags, folder: pathlib.Path) -> str:
     """Return the shell command that resumes this run from its newest checkpoint."""
-    flags = flag_rules.run_flags(settings)
+    explicit = flags.run_flags(settings)
     if folder.parent == pathlib.Path(settings.output_dir).expanduser():
-        return flag_rules.shell_command(launcher(), flags, resume="auto", run_name=folder.name)
-    return flag_rules.shell_command(launcher(), flags, resume=folder)
+        return flags.shell_command(launcher(), explicit, resume="auto", run_name=folder.name)
+    return flags.shell_command(launcher(), explicit, resume=folder)
 
 
 def last_lines(lines: dict[str, str]) -> str:
@@ -103,7 +102,7 @@ def last_lines(lines: dict[str, str]) -> str:
 
 
 def describe_interrupt(
-    settings: flag_rules.Args, step: int, phase: str, folder: pathlib.Path | None, resumed_step: int
+    settings: flags.Args, step: int, phase: str, folder: pathlib.Path | None, resumed_step: int
 ) -> str:
     """Return the last lines after Ctrl-C: the phase and step, the steps that are lost, and the command that resumes.
     `resumed_step` is the step of the checkpoint that this start resumed, 0 for none."""

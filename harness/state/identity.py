@@ -9,9 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from harness import base
+from harness import base, flags
 from harness import data as corpora
-from harness import flags as flag_rules
 from harness import model as models
 from harness.state.train_state import Checkpoint
 
@@ -27,7 +26,7 @@ ADVICE = "a resumed run must have the same; to train these weights further, star
 
 
 def describe_identity(
-    settings: flag_rules.Settings,
+    settings: flags.Settings,
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     data: corpora.TrainingData,
@@ -46,7 +45,7 @@ def describe_identity(
     }
 
 
-def base_digest(settings: flag_rules.Settings, config: PretrainedConfig) -> str | None:
+def base_digest(settings: flags.Settings, config: PretrainedConfig) -> str | None:
     """Return the checksum of the frozen weights below adapters; None without adapters. Each rank reads them: the others
     might not wait for a download by one."""
     if not settings.lora_rank:
@@ -63,7 +62,7 @@ def as_json(values: dict) -> dict:
 
 
 def check_resume(
-    settings: flag_rules.Settings,
+    settings: flags.Settings,
     config: PretrainedConfig,
     identity: dict,
     data: corpora.TrainingData,
@@ -79,7 +78,7 @@ def check_resume(
         return ""
     manifest = checkpoint.manifest
     before, now = manifest["flags"], as_json(dataclasses.asdict(settings))
-    refuse_changed(settings, manifest, flag_rules.flags_where("on_resume", "same"))
+    refuse_changed(settings, manifest, flags.flags_where("on_resume", "same"))
     check_same_model(config, manifest)
     check_same_base(settings, identity["base"], manifest)
     vocabulary = identity["tokenizer"]
@@ -94,7 +93,7 @@ def check_resume(
     world_before, world = manifest["world_size"], dist.get_world_size()
     values = {"world size": (world_before, world)}
     values["global batch"] = (global_batch(before, world_before), global_batch(now, world))
-    reported = flag_rules.flags_where("on_resume", "reported")
+    reported = flags.flags_where("on_resume", "reported")
     values |= {name.replace("_", " "): (before[name], now[name]) for name in reported}
     changed += [f"{name} {old} -> {new}" for name, (old, new) in values.items() if old != new]
     return ", ".join(changed)
@@ -109,7 +108,7 @@ def check_same_model(config: PretrainedConfig, manifest: dict) -> None:
             refuse(f"--model: {name}", value, now[name])
 
 
-def check_same_weights(settings: flag_rules.Settings, config: PretrainedConfig, manifest: dict | None) -> None:
+def check_same_weights(settings: flags.Settings, config: PretrainedConfig, manifest: dict | None) -> None:
     """Raise UserError if there is a checkpoint and its weights are of another model, or adapters for another base.
     Every rank calls this."""
     if manifest:
@@ -117,7 +116,7 @@ def check_same_weights(settings: flag_rules.Settings, config: PretrainedConfig, 
         check_same_base(settings, base_digest(settings, config), manifest)
 
 
-def check_same_base(settings: flag_rules.Settings, digest: str | None, manifest: dict) -> None:
+def check_same_base(settings: flags.Settings, digest: str | None, manifest: dict) -> None:
     """Raise UserError if the checkpoint's adapters differ, or are for weights with another checksum than `digest`."""
     refuse_changed(settings, manifest, ("lora_rank", "lora_alpha", "lora_targets"))
     if digest != manifest["base"]:
@@ -125,7 +124,7 @@ def check_same_base(settings: flag_rules.Settings, digest: str | None, manifest:
         raise base.UserError(f"--model {settings.model}: {problem}; give the same model")
 
 
-def check_data(settings: flag_rules.Settings, now: corpora.DataRecord, manifest: dict) -> list[str]:
+def check_data(settings: flags.Settings, now: corpora.DataRecord, manifest: dict) -> list[str]:
     """Describe the changes of the mixture. Raises UserError for a source whose data are not those of the checkpoint, or
     of the time when it was removed."""
     before = corpora.renamed(corpora.read_record(manifest), now.sources)
@@ -139,7 +138,7 @@ def check_data(settings: flag_rules.Settings, now: corpora.DataRecord, manifest:
     return corpora.describe_changes(before, now, manifest["samples"])
 
 
-def check_same_corpus(settings: flag_rules.Settings, now: corpora.DataRecord, manifest: dict) -> None:
+def check_same_corpus(settings: flags.Settings, now: corpora.DataRecord, manifest: dict) -> None:
     """Raise UserError if the corpus of an evaluation is not the run's, so the run's eval split is not known."""
     before = corpora.renamed(corpora.read_record(manifest), now.sources)
     other_length = settings.sequence_length != manifest["flags"]["sequence_length"]
@@ -161,7 +160,7 @@ def differences(before: dict[str, dict], now: corpora.DataRecord) -> Iterator[tu
                 yield name, key.replace("_", " ")
 
 
-def refuse_changed(settings: flag_rules.Settings, manifest: dict, names: Iterable[str]) -> None:
+def refuse_changed(settings: flags.Settings, manifest: dict, names: Iterable[str]) -> None:
     """Raise UserError for the first of these flags that changed."""
     now = as_json(dataclasses.asdict(settings))
     for name in names:
@@ -182,19 +181,19 @@ def refuse(flag: str, before: Any, now: Any) -> None:
 # ---- The batch -------------------------------------------------------------------------------------------------------
 
 
-def global_batch(flags: dict, world_size: int) -> int:
+def global_batch(resolved: dict, world_size: int) -> int:
     """Return the sequences per step, from resolved flags."""
-    return world_size * flags["batch_size"] * flags["gradient_accumulation_steps"]
+    return world_size * resolved["batch_size"] * resolved["gradient_accumulation_steps"]
 
 
 def typed_batch(given: Mapping[str, Any]) -> tuple[int | str, int]:
     """Return --batch-size, which may be "auto", and --gradient-accumulation-steps of typed flags, with the defaults of
     --demo."""
-    settings = flag_rules.complete({name: given[name] for name in ("demo", *BATCH_FLAGS) if name in given})
+    settings = flags.complete({name: given[name] for name in ("demo", *BATCH_FLAGS) if name in given})
     return settings.batch_size, settings.gradient_accumulation_steps
 
 
-def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rules.Settings:
+def keep_global_batch(settings: flags.Settings, manifest: dict) -> flags.Settings:
     """Choose batch size and accumulation so that the global batch stays that of the checkpoint's run. If other batch
     flags are typed than in that run, they are used as they are, and `check_resume` reports the change. The batch size
     is the largest, up to the typed one, that divides the ranks' shares.
@@ -202,7 +201,7 @@ def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rul
     Raises:
         UserError: these ranks cannot share the global batch.
     """
-    flags, given, world = manifest["flags"], manifest["given"], dist.get_world_size()
+    before, given, world = manifest["flags"], manifest["given"], dist.get_world_size()
     explicit = settings.explicit
     if explicit.keys() & {*BATCH_FLAGS}:
         if typed_batch(explicit) != typed_batch(given):
@@ -210,9 +209,9 @@ def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rul
         size = settings.batch_size  # as typed; for "auto" what fits here
     else:
         given_size, _ = typed_batch(given)
-        size = given_size if isinstance(given_size, int) else flags["batch_size"]
+        size = given_size if isinstance(given_size, int) else before["batch_size"]
         explicit = {**explicit, **{name: given[name] for name in BATCH_FLAGS if name in given}}
-    sequences = global_batch(flags, manifest["world_size"])
+    sequences = global_batch(before, manifest["world_size"])
     fitting = [divisor for divisor in range(1, size + 1) if sequences % (world * divisor) == 0]
     if not fitting:
         batch = base.counted(sequences, "sequence")
@@ -227,7 +226,7 @@ def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rul
     )
 
 
-def count_eval_sequences(settings: flag_rules.Settings, manifest: dict | None) -> int:
+def count_eval_sequences(settings: flags.Settings, manifest: dict | None) -> int:
     """Eval sequences that --eval-steps are on these ranks, 0 without it; a run that resumes with the same --eval-steps
     keeps their number."""
     if not settings.eval_steps or settings.eval_sequences:  # those of a checkpoint that is evaluated are known
