@@ -6,11 +6,10 @@ import graphlib
 import importlib
 import json
 import pathlib
-import resource
 import sys
 
 import pytest
-from conftest import PROGRAM, ROOT, cold_python, start
+from conftest import PROGRAM, ROOT, start
 
 # Each may import those before it, data and model not each other.
 ORDER = ("base", "flags", "job", "data", "model", "state", "resolving", "report", "plan", "loop")
@@ -152,17 +151,6 @@ def test_importing_starts_nothing_and_loads_no_optional_package_and_the_lower_wi
         assert not OPTIONAL & {*seen[name]["loaded"]} - {*of_transformers["loaded"]}, name
         assert seen[name]["threads"] <= of_transformers["threads"], name
         assert (seen[name]["children"], seen[name]["joined"]) == (0, False), name
-
-
-@pytest.mark.parametrize("flags, exit_code", [("--help", 0), ("--num-stpes", 2)])
-def test_help_and_a_wrong_flag_take_half_a_second_of_a_core(flags, exit_code):
-    taken = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert cold_python(flags).returncode == exit_code
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(taken) < 0.5
 
 
 WITHOUT = """
