@@ -182,7 +182,7 @@ class PretrainedWeights:
                     module, _, last = key.rpartition(".")
                     if name not in self.names:
                         unused.setdefault(name, []).append(key)
-                    elif "scale" in last:
+                    elif self.quantizer and "scale" in last:
                         scaled.add(module)
                     elif self.names[name].is_floating_point() and tensor.get_dtype() not in PLAIN_TYPES:
                         codes[key] = tensor.get_dtype()
