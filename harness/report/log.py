@@ -26,6 +26,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from harness import base, flags, job
+from harness import data as corpora
 from harness import state as states
 from harness.report import page
 from harness.report.files import MetricsFile, make_config, write_config
@@ -71,7 +72,7 @@ class Log(contextlib.AbstractContextManager):
         self,
         settings: flags.Settings,
         state: states.TrainState,
-        data: Any,
+        data: corpora.TrainingData,
         folder: pathlib.Path,
         device: torch.device,
         trackers: list[Tracker],
@@ -82,7 +83,6 @@ class Log(contextlib.AbstractContextManager):
         """Open the run's files and start its trackers, on rank 0.
 
         Args:
-            data: a `data.TrainingData`.
             flops_by_length: FLOPs per token, by the length of its document; zeros if unknown.
             changed: the flags that differ from the resumed checkpoint's, in words.
             has_room: True if the disk has room for a checkpoint.

@@ -58,7 +58,7 @@ def keep_stdout_for_json(args: flags.Args) -> Iterator[TextIO]:
 
 def print_evaluation(
     settings: flags.Settings,
-    data: Any,
+    data: corpora.TrainingData,
     state: states.TrainState | None,
     losses: dict[str, float],
     tokens: int,
@@ -67,7 +67,7 @@ def print_evaluation(
     """Print the result of an evaluation without training, and with --json its object on `stdout`.
 
     Args:
-        data: the data of the evaluation, a `data.TrainingData`.
+        data: the data of the evaluation.
         state: of the evaluated checkpoint or average of checkpoints; None for pretrained weights.
         losses: `eval_loss`, and `eval_loss/SOURCE` of several sources.
         tokens: number of tokens in the losses.
