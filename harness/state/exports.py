@@ -243,8 +243,8 @@ def gather(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gather full tensors to the host on rank 0; {} on the other ranks. Every rank calls this."""
     gathered = {}
     for name, tensor in tensors.items():
-        detached: Any = tensor.detach()
-        full = detached.full_tensor() if isinstance(tensor, DTensor) else tensor
+        detached = tensor.detach()
+        full = detached.full_tensor() if isinstance(detached, DTensor) else detached
         if dist.get_rank() == 0:
             gathered[name] = full.cpu()
     return gathered
