@@ -231,8 +231,9 @@ def test_training_continues_from_a_folder_of_adapters_on_its_base(workspace, fla
     given = json.loads((tmp_path / "out" / "second" / "config.json").read_text())["flags"]
     assert (given["lora_rank"], given["lora_alpha"], given["lora_targets"]) == (2, 4, ["q_proj", "up_proj"])
     config = base.read_json(adapters / base.ADAPTER_CONFIG)
-    with pytest.raises(base.UserError, match=r"--lora-rank 0: the adapters of .* have 2; leave it out"):
-        train([*continued, "--run-name", "third", "--lora-rank", 0], device)
+    for flag, value, has in (("--lora-rank", "0", 2), ("--lora-rank", "3", 2), ("--lora-alpha", "5", 4)):
+        with pytest.raises(base.UserError, match=rf"{flag} {value}: the adapters of .* have {has}; leave it out"):
+            parse([*continued, flag, value])
     (adapters / base.ADAPTER_CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.05}))
     assert train([*continued, "--run-name", "undropped", "--num-steps", 1], device) == 0
     assert capfd.readouterr().err.count("had a dropout of 0.05; training continues without") == 1
