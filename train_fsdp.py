@@ -130,7 +130,8 @@ def transform_layer(
     """Apply to one decoder layer what the flags request. The order matters:
 
     1. float8 swaps the linears, so it comes before whatever wraps them.
-    2. Activation checkpointing comes before compile: the compiler sees what is recomputed and can fuse it.
+    2. Activation checkpointing comes before compile: the compiler sees what is recomputed and can fuse it. Around a
+       compiled function selective checkpointing would recompute the whole forward.
     3. compile comes before fully_shard: the all-gathers are issued around the compiled region and do not break it.
     4. fully_shard comes last. It replaces the parameters by shards, which the optimizer gets.
     """
