@@ -84,6 +84,7 @@ def build_model(
     models.adapt_forward(model, settings)  # its loss, and labels that are shifted already
     layers, weights, convert_to_fp8 = models.decoder_layers(model), None, None
     adapters = models.Adapters(settings, model) if settings.lora_rank else None  # all else is frozen
+    host = models.HostInputs() if settings.activation_checkpointing == "offload" else None
     if not settings.cpu_offload:
         models.check_room(model, device, mesh["shard"].size())
     if settings.init == "pretrained" and (read_weights or models.has_frozen(model)):
@@ -104,7 +105,7 @@ def build_model(
         models.materialize(model, list(layer.modules()), device, weights, index)
         if adapters:
             adapters.add_to(layer)
-        transform_layer(settings, layer, convert_to_fp8, shard)
+        transform_layer(settings, layer, convert_to_fp8, host, shard)
     if settings.compile:
         base.count_compiling_as_work()  # in the heartbeats: a rank that compiles has not stalled
         for module in outside:
@@ -125,6 +126,7 @@ def transform_layer(
     settings: flags.Settings,
     layer: nn.Module,
     convert_to_fp8: Callable[[nn.Module], object] | None,
+    host: models.HostInputs | None,
     shard: Callable[..., FSDPModule],
 ) -> None:
     """Apply to one decoder layer what the flags request. The order matters:
@@ -133,13 +135,17 @@ def transform_layer(
     2. Activation checkpointing comes before compile: the compiler sees what is recomputed and can fuse it. Around a
        compiled function selective checkpointing would recompute the whole forward.
     3. compile comes before fully_shard: the all-gathers are issued around the compiled region and do not break it.
-    4. fully_shard comes last. It replaces the parameters by shards, which the optimizer gets.
+    4. The hooks that move a layer's input to the host come after compile, whose graph has no copies to the host, and
+       before fully_shard, which casts the input.
+    5. fully_shard comes last. It replaces the parameters by shards, which the optimizer gets.
     """
     if convert_to_fp8:
         convert_to_fp8(layer)
     models.checkpoint_activations(layer, settings.activation_checkpointing)
     if settings.compile:
         layer.forward = torch.compile(layer.forward)
+    if host:
+        host.offload(layer)
     shard(layer, reshard_after_forward=reshard_after_forward(settings))
 
 

@@ -166,6 +166,7 @@ def open_training(
     opened = open_run(args, folder)
     settings, config, tokenizer = opened.settings, opened.config, opened.tokenizer
     job.check_machine(settings, mesh, device)
+    job.check_host_memory(models.offloaded_bytes(settings, config))
     opened.dataset = data.load(settings, opened.corpora, tokenizer, config, opened.manifest)
     identity = state.describe_identity(settings, config, tokenizer, opened.dataset)
     return OpenedTraining(

@@ -23,7 +23,7 @@ from harness import plan as planning
 from harness import resolving
 from harness.flags.parser import parse_args
 from harness.job import start_processes, stop_processes
-from harness.model import newton_schulz
+from harness.model import activations, newton_schulz
 from harness.model.configs import load_config
 
 CASES = {
@@ -36,6 +36,7 @@ CASES = {
     "stage 0": "--zero-stage 0",
     "checkpointed": "--activation-checkpointing full",
     "selectively checkpointed": "--activation-checkpointing selective",
+    "offloaded inputs": "--activation-checkpointing offload --gradient-accumulation-steps 2",
     "eager attention": "--attention eager --zero-stage 2",
     "2 replicas in 2 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 2",
     "muon, 2 replicas": "--optimizer muon --dp-replicate-size 2",
@@ -48,7 +49,11 @@ CASES = {
     " --activation-checkpointing full",
 }
 FEW = ("stage 3", "stage 2 in 2 microbatches", "pure bf16 from full logits", "adapters")
-NAMES = {1: (*FEW, "muon"), 2: ("stage 2 in 2 microbatches", "adapters", "muon"), 4: tuple(CASES)}  # by ranks
+NAMES = {  # by ranks
+    1: (*FEW, "muon"),
+    2: ("stage 2 in 2 microbatches", "adapters", "muon", "offloaded inputs"),
+    4: tuple(CASES),
+}
 
 
 def arguments(model: pathlib.Path, flags: str) -> list[str]:
@@ -71,6 +76,7 @@ def measure(argv, device) -> dict:
             super().__init__()
             self.storages, self.peak, self.sent = {}, 0, {}  # the first by id: (weak reference, stream it was made in)
             self.held = {}  # the peak of each stream
+            self.on_host = 0  # the peak of the host
 
         def see(self, tensor, stream) -> None:
             """A tensor whose storage was made in this stream, if it was not seen before."""
@@ -95,6 +101,7 @@ def measure(argv, device) -> dict:
                     del self.storages[key]
                 else:
                     of_streams[stream] += rounded(storage)
+            self.on_host = max(self.on_host, of_streams.pop(host, 0))
             self.peak = max(self.peak, of_streams.total())
             for stream in of_streams.keys() - {None}:
                 self.held[stream] = max(self.held.get(stream, 0), of_streams[stream])
@@ -105,6 +112,13 @@ def measure(argv, device) -> dict:
                     self.sent[kind] = calls + 1, total + size
             return result
 
+    host, allocate = torch.cpu.Stream(), activations.empty_on_host  # a stream as a name of the host's memory
+
+    def allocate_there(tensor):
+        with torch.cpu.stream(host):
+            return allocate(tensor)
+
+    activations.empty_on_host = allocate_there
     settings = parse_args(argv)
     config = load_config(settings.model)
     settings = resolving.resolve(settings, config)
@@ -128,8 +142,9 @@ def measure(argv, device) -> dict:
             live.see(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, torch.cpu.current_stream())
         train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker(0, 1, 0))
     dist.barrier()
+    activations.empty_on_host = allocate
     peaks = {"total": max(seen["passes"], live.peak), "in optimizer": live.peak}
-    return held | seen | peaks | {"sent": live.sent, "held": sorted(live.held.values())}
+    return held | seen | peaks | {"host": live.on_host, "sent": live.sent, "held": sorted(live.held.values())}
 
 
 def plan(argv, ranks: int) -> dict:

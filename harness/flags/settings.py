@@ -237,9 +237,10 @@ class Flags:
         False, "emulate float8 on other hardware, without its speed",
         from_checkpoint="model",
     )
-    activation_checkpointing: Literal["none", "selective", "full"] = flag(
+    activation_checkpointing: Literal["none", "selective", "full", "offload"] = flag(
         "none",
-        "selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only [none]",
+        "selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only; offload "
+        "keeps them in host memory [none]",
     )
     attention: Literal["auto", Attention] = flag(
         "auto", "attention kernel; flash and cudnn are torch's SDPA backends [auto]",

@@ -4,7 +4,7 @@ any number of ranks and knows nothing of runs, checkpoint files or reports.
 Import it as `from harness import model as models`, as a model is called `model` elsewhere.
 """
 
-from harness.model.activations import checkpoint_activations
+from harness.model.activations import HostInputs, checkpoint_activations, offloaded_bytes, pinned_bytes
 from harness.model.attention import choose_attention, describe_attention
 from harness.model.collectives import alias_unsharded_params, make_replicas_equal
 from harness.model.configs import choose_sequence_length, find_source, load_config, read_generation_config
@@ -44,6 +44,7 @@ from harness.model.weights import as_in_checkpoint, check_room, decoder_layers, 
 __all__ = [
     "CORRECTED_FORMULAS",
     "Adapters",
+    "HostInputs",
     "PretrainedWeights",
     "StepLoss",
     "adapt_forward",
@@ -89,7 +90,9 @@ __all__ = [
     "materialize",
     "memory_saving_optimizers",
     "merged",
+    "offloaded_bytes",
     "on_meta",
+    "pinned_bytes",
     "read_generation_config",
     "reshard",
     "sample",

@@ -167,7 +167,7 @@ def on_fake_tensors(recorder: StepRecorder) -> Iterator[None]:
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
         dtensor_shapes_unrecorded(),
-        models.without_data(three_chunks),
+        models.without_data(three_chunks, recorder.on_host),
         # private: a GPU has grouped matmuls in fp32 too, fake tensors only in bf16
         mock.patch.object(moe, "_can_use_grouped_mm", lambda tokens, weight, offs: weight.dtype == torch.bfloat16),
         # private: no option for it

@@ -70,6 +70,7 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
         "flops": count_flops(settings.lora_rank)[1],
     }
     result |= plan(settings, worlds[0]) | search.result()
+    result["positions"] = getattr(config.get_text_config(), "max_position_embeddings", None)
     result["search"] |= {"seconds": time.monotonic() - began, "plan_seconds": settings.plan_seconds}
     if settings.num_steps and settings.explicit.keys() & {"num_steps", "num_tokens"}:
         result["run"] = price_run(settings, result)

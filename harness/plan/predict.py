@@ -10,9 +10,9 @@ from transformers import PretrainedConfig
 
 from harness import base, flags
 from harness import model as models
-from harness.plan.rates import HOST_LINK, HOST_MEMORY, Rates, price_step
+from harness.plan.rates import HOST_MEMORY, Rates, price_step
 from harness.plan.recipe import Recipe
-from harness.plan.recorder import KINDS
+from harness.plan.recorder import HOST, KINDS
 
 # Errors of fake tensors if a model reads its data.
 ERRORS_WITHOUT_DATA = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
@@ -42,7 +42,9 @@ def predict(
     model = models.trained_on_meta(settings, config)
     period = models.layer_period(model)
     peaks, counts = record_whole_step(settings, recipe, config, world, period, rates)
-    host = move_states_to_host(peaks, counts, settings) if settings.cpu_offload else np.zeros(len(KINDS))
+    host = largest(peak for (stream, *_), peak in peaks.items() if stream == HOST)  # layer inputs
+    if settings.cpu_offload:
+        host = host + move_states_to_host(peaks, counts, settings, rates.values["host_link_gb_per_s"])
     collectives = list_collectives(counts)
     seconds = price_step(counts, rates)
     speed = recipe.estimate_mfu(flops, settings.tokens_per_step(world), seconds["step"], world, rates.peak_tflops)
@@ -112,9 +114,9 @@ def extrapolate(few: dict, many: dict, periods: float) -> dict:
     return {key: value + periods * (value - few[key]) for key, value in many.items() if key in few}
 
 
-def move_states_to_host(peaks: Peaks, counts: Counts, settings: flags.Settings) -> np.ndarray:
+def move_states_to_host(peaks: Peaks, counts: Counts, settings: flags.Settings, link: float) -> np.ndarray:
     """Apply --cpu-offload: remove parameters, gradients and states from the GPU's peaks, run the optimizer in host
-    memory and add the copies between host and GPU. Returns the host's peak bytes by kind."""
+    memory and add the copies between host and GPU, at `link` GB/s. Returns the host's peak bytes by kind."""
     is_on_gpu = np.array([kind in ("activations", "communication") for kind in KINDS])
     host = max((peak * ~is_on_gpu for (stream, *_), peak in peaks.items() if stream is None), key=np.sum)
     shards = float(host[KINDS.index("parameters")])
@@ -127,11 +129,11 @@ def move_states_to_host(peaks: Peaks, counts: Counts, settings: flags.Settings) 
     for phase in ("optimizer", "update"):  # matmuls stay on the GPU
         counts.pop(("seconds", phase, "memory"), None)
         in_memory += counts.get(("bytes", phase, "memory"), 0)
-    backward = "seconds", "backward", "memory"
-    counts[backward] = counts.get(backward, 0) + copied / HOST_LINK / 1e9
+    backward = "seconds", "backward", "host_link"
+    counts[backward] = counts.get(backward, 0) + copied / link / 1e9
     counts["seconds", "optimizer", "memory"] = in_memory / HOST_MEMORY / 1e9
     if counts.get(("flops", "update", "matmul")):  # in bf16: half of the fp32 shards, both ways
-        counts["seconds", "update", "memory"] = shards / HOST_LINK / 1e9
+        counts["seconds", "update", "memory"] = shards / link / 1e9
     return host
 
 
@@ -145,6 +147,7 @@ def find_memory(peaks: Peaks, counts: Counts, host: np.ndarray, capacity: float)
         if stream is None:
             by_phase.setdefault(phase, []).append(peak)
     together = by_stream.pop(None)
+    by_stream.pop(HOST)
     worst = largest(together)
     total = float(worst.sum()) / base.GIB
     streams = [float(largest(stream_peaks).sum()) / base.GIB for stream_peaks in by_stream.values()]

@@ -48,7 +48,8 @@ LINK_HOP, NETWORK_HOP = 1.9e-6, 4.0e-6  # seconds per step of a ring: NCCL's tun
 # Share of a collective's time by which it slows down concurrent computation: NCCL takes multiprocessors, memory
 # bandwidth and power. Fitted to the published runs that name it in benchmarks/results/plan_published.json.
 CONTENTION = 0.8
-HOST_LINK, HOST_MEMORY = 25.0, 100.0  # GB/s, for --cpu-offload: pinned copies over PCIe, Adam in host memory; assumed
+HOST_LINK, HOPPER_HOST_LINK = 25.0, 55.0  # GB/s of pinned copies over PCIe 4, and 5 from Hopper on; assumed
+HOST_MEMORY = 100.0  # GB/s, Adam in host memory with --cpu-offload; assumed
 
 PHASES = ("forward", "backward", "optimizer")
 DIVIDES_WORK = ("all_to_all", "all_gather")  # collectives of an optimizer that overlap its computation
@@ -67,7 +68,7 @@ class Rates:
     def operator_seconds(self, unit: str, flops: float, nbytes: float) -> float:
         """Return the seconds of an operator: the longer of its FLOPs and its traffic, at least KERNEL_US. `unit` is
         from `operators.find_unit`."""
-        seconds = nbytes / self.values["memory_gb_per_s"] / 1e9
+        seconds = nbytes / self.values["host_link_gb_per_s" if unit == "host_link" else "memory_gb_per_s"] / 1e9
         if unit == "chunk_cat":
             seconds /= CHUNK_CAT_SHARE
         if flops:
@@ -103,7 +104,7 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
     optimizer's collectives except DIVIDES_WORK. The host launches ahead of the GPU: the step takes the longer of the
     GPU's and the host's time, and `launches` is the time that the GPU waits for the host.
     """
-    units = dict.fromkeys(("matmul", "attention", "memory", "optimizer"), 0.0)
+    units = dict.fromkeys(("matmul", "attention", "memory", "host_link", "optimizer"), 0.0)
     kernels = 0.0
     compute = dict.fromkeys(PHASES, 0.0)
     overlapping = dict.fromkeys(PHASES, 0.0)  # collectives that may overlap the computation of their phase
@@ -164,6 +165,7 @@ def assumed_rates(kind: base.Gpu, flash: bool) -> dict[str, float]:
         "fp8_tflops": FP8_MODEL_EFFICIENCY * (kind.fp8_share or FP8_MATMUL_SHARE) * kind.peak_tflops * kind.fp8,
         "attention_tflops": attention_share * kind.peak_tflops,
         "memory_gb_per_s": MEMORY_SHARES.get(kind.plan_name, MEMORY_SHARE) * kind.memory,
+        "host_link_gb_per_s": HOPPER_HOST_LINK if kind.hopper else HOST_LINK,
         "intra_node_gb_per_s": LINK_SHARE * kind.link,
         "inter_node_gb_per_s": NETWORK_SHARE * kind.network,
         "host_us": HOST_US,

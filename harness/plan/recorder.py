@@ -1,9 +1,10 @@
 """Recorder: record memory, FLOPs, traffic and communication of the code under it, and its time at given rates."""
 
 import collections
+import contextlib
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from harness.plan.rates import DIVIDES_WORK, Rates
 # Kinds of memory.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+HOST = -1  # in place of a stream's number: pinned memory of the host
 
 
 class StepRecorder(TorchDispatchMode):
@@ -55,7 +57,7 @@ class StepRecorder(TorchDispatchMode):
         self.gpus_per_node, self.rates = gpus_per_node, rates
         self.kind = "activations"  # kind of new storages, unless known otherwise
         self.kinds: list[str] = []  # by storage
-        self.streams: list[int] = []  # by storage: number of the CUDA stream of its allocation
+        self.streams: list[int] = []  # by storage: number of the CUDA stream of its allocation, or HOST
         self.sizes: list[int] = []  # by storage: current bytes
         self.events: list[tuple[int, int]] = []  # (storage, change in bytes)
         self.marks: list[tuple[int, tuple | None]] = [(0, None)]  # (first event, key: see `mark`)
@@ -67,6 +69,7 @@ class StepRecorder(TorchDispatchMode):
         self.after_backward = False  # in this microbatch
         self.updating = False  # in `optimizer.step`
         self.in_region = False  # in a compiled region, which is counted as one
+        self.allocates_on_host = False
         self.compiled_regions = 0
         self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {storage: number}
         self._stream_numbers: dict[Any, int] = {}
@@ -167,6 +170,10 @@ class StepRecorder(TorchDispatchMode):
             self._count_collective(op.name(), args, inputs)
             return
         flops = operator_flops(op, args, kwargs, result)
+        if "copy_" in op.name() and any(map(self._is_on_host, inputs)):  # its buffer is not the GPU's memory
+            self._count("host_link", 0, nbytes(args[0]))
+            self.counts["dispatches", self.phase] += self.weight
+            return
         if flops or not self.in_region:  # other operators of a compiled region are counted as one
             moved = moved_bytes(op, args, kwargs, tensors_in(result))
             self._count(find_unit(op, flops), flops, moved)
@@ -214,13 +221,25 @@ class StepRecorder(TorchDispatchMode):
 
     # ---- Memory ------------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Record allocations as pinned memory of the host."""
+        self.allocates_on_host = True
+        yield
+        self.allocates_on_host = False
+
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        number = self._numbers.get(tensor.untyped_storage())
+        return number is not None and self.streams[number] == HOST
+
     def register_storage(self, storage: torch.UntypedStorage) -> int:
         """Return the number of a storage; record an event if it is new or its size changed."""
         if storage not in self._numbers:
             self._numbers[storage] = self._add()
             weakref.finalize(storage, self._resize, self._numbers[storage], 0)
         number = self._numbers[storage]
-        self._resize(number, allocated_bytes(storage.nbytes()))
+        round_up = models.pinned_bytes if self.streams[number] == HOST else allocated_bytes
+        self._resize(number, round_up(storage.nbytes()))
         return number
 
     def _resize(self, number: int, size: int) -> None:
@@ -237,20 +256,21 @@ class StepRecorder(TorchDispatchMode):
     def _add(self) -> int:
         """Return the number of a new storage. FSDP2 uses its streams on a CPU too, as names."""
         stream = torch.cpu.current_stream()
-        self.streams.append(self._stream_numbers.setdefault(stream, len(self._stream_numbers)))
+        number = self._stream_numbers.setdefault(stream, len(self._stream_numbers))
+        self.streams.append(HOST if self.allocates_on_host else number)
         self.kinds.append(self.kind)
         self.sizes.append(0)
         return len(self.sizes) - 1
 
     def peaks(self) -> dict[tuple, np.ndarray]:
         """Return {(stream, *key of `mark`): bytes by kind, in the order of KINDS, at the peak of their sum}. Stream
-        None is all streams together."""
+        None is all streams together, without HOST."""
         owners, all_sizes = np.array(self.events).T
         kinds = np.array([KINDS.index(kind) for kind in self.kinds])[owners]
         streams = np.array(self.streams)[owners]
         peaks: dict[tuple, np.ndarray] = {}
-        for stream in (None, *range(max(self.streams) + 1)):
-            sizes = all_sizes if stream is None else all_sizes * (streams == stream)
+        for stream in (None, *range(HOST, max(self.streams) + 1)):
+            sizes = all_sizes * (streams != HOST if stream is None else streams == stream)
             live = np.cumsum(sizes)
             for (start, mark), (end, _) in itertools.pairwise([*self.marks, (len(sizes), None)]):
                 if mark is None:

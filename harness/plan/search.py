@@ -15,11 +15,15 @@ from harness.plan.predict import TIGHT
 
 MIN_GAIN = 0.01  # share of the speed; a smaller gain is not faster
 MAX_BATCH_SIZE = 4096  # sequences; no larger batch is planned
+LENGTH_UNIT = 1024  # tokens; the longest sequence is a multiple
+MAX_LENGTH_PLANS = 5  # of different lengths, to find the longest sequence of one configuration
 MORE_GPUS = (2, 4, 8)  # factors, planned if nothing fits
 SELECTIVE: dict[str, Any] = {"activation_checkpointing": "selective"}
 FULL: dict[str, Any] = {"activation_checkpointing": "full"}
+OFFLOAD: dict[str, Any] = {"activation_checkpointing": "offload"}
 ADAPTERS = {"lora_rank": 16, "lora_alpha": 32}
-OTHER_TRAINING = ("precision", "lora_rank")  # changes of these train something else, and are listed separately
+# changes of these train something else, and are listed separately
+OTHER_TRAINING = ("precision", "lora_rank", "sequence_length")
 FLOAT8 = {"precision": "fp8", "fp8_recipe": "tensorwise"}
 SHOWN = ("zero_stage", "dp_replicate_size", "activation_checkpointing", "batch_size", "gradient_accumulation_steps")
 
@@ -56,6 +60,7 @@ class Search:
         self.is_complete = True
         self.is_timed = True  # False while `deadline` is ignored
         self.rows: dict[tuple, dict] = {}  # {(world, *changes): row}, in the order of planning
+        self.longest: list[dict] = []  # rows with the longest sequence that fits, one for each of `longer`
 
     def run(self) -> None:
         """Plan the given configuration; then, unless --plan-seconds is 0, changes that may fit or be faster, and the
@@ -74,6 +79,8 @@ class Search:
                 changes = self.fastest()["changes"] | {"dp_replicate_size": self.settings.dp_replicate_size}
                 self.row(world, **changes)
             self.plan_float8()
+            for changes in longer(self.settings):
+                self.plan_longest(changes)
         except OutOfTimeError:
             self.is_complete = False
 
@@ -93,7 +100,7 @@ class Search:
                 raise OutOfTimeError
             configured = dataclasses.replace(self.settings, **changes)
             plan = self.plan(configured, world)
-            row = {name: getattr(configured, name) for name in SHOWN}
+            row = {name: getattr(configured, name) for name in (*SHOWN, "sequence_length")}
             row |= {name: value for name, value in plan.items() if not isinstance(value, dict | list)}
             self.rows[key] = row | {
                 "changes": changes,
@@ -201,6 +208,27 @@ class Search:
         options = [{"batch_size": size, "gradient_accumulation_steps": samples // size} for size in sizes]
         self.largest(best["changes"], options)
 
+    def plan_longest(self, changes: dict) -> None:
+        """Plan the longest sequence that fits with these changes. The first plan has the given length, or the longest
+        that fits without them; memory is nearly linear in the length, so the next ones come from a line."""
+        length = self.longest[-1]["sequence_length"] if self.longest else self.settings.sequence_length
+        fitting, too_large = None, None
+        for _ in range(MAX_LENGTH_PLANS):
+            row = self.row(**changes, sequence_length=length)
+            if row["verdict"] == "fits":
+                fitting = row
+            else:
+                too_large = row
+            estimate = self.estimate(row, fitting, too_large, "sequence_length")
+            unit = max(LENGTH_UNIT, 2 ** (int(estimate).bit_length() - 7))  # at most 1/64 of the length
+            length = int(estimate / unit) * unit
+            if too_large and length >= too_large["sequence_length"]:
+                length = too_large["sequence_length"] - unit
+            if length <= (fitting["sequence_length"] if fitting else 0):
+                break
+        if fitting:
+            self.longest.append(fitting)
+
     def allowed(self, changes: dict) -> bool:
         return not flags.contradiction(dataclasses.replace(self.settings, **changes))
 
@@ -222,9 +250,7 @@ class Search:
 
     def largest(self, changes: dict, options: list[dict]) -> dict | None:
         """Return the row with `changes` and the largest of `options`, sorted by batch size, whose verdict is "fits";
-        None if none does. The next option to plan comes from the line through the nearest rows, or if all fit or none
-        does, from the last row's activations."""
-        limit = TIGHT * self.capacity  # approximate: without the memory of CUDA and NCCL
+        None if none does. The next option to plan comes from `estimate`."""
         fitting, too_large = None, None
         least, most, index = 0, len(options), 0  # options before `least` fit, from `most` on they do not
         while least < most:
@@ -233,14 +259,19 @@ class Search:
                 fitting, least = row, index + 1
             else:
                 too_large, most = row, index
-            gib, sequences = row["activations_gib"], row["batch_size"]
-            if fitting and too_large:
-                gib = too_large["reserved_gib"] - fitting["reserved_gib"]
-                sequences = too_large["batch_size"] - fitting["batch_size"]
-            size = row["batch_size"] + (limit - row["reserved_gib"]) / max(gib / sequences, 1e-9)
+            size = self.estimate(row, fitting, too_large, "batch_size")
             index = bisect.bisect(options, size, key=lambda option: option["batch_size"]) - 1
             index = min(max(index, least), most - 1)
         return fitting
+
+    def estimate(self, row: dict, fitting: dict | None, too_large: dict | None, name: str) -> float:
+        """Return the value of `name`, a batch size or a length, at which memory reaches its limit: on the line through
+        the two nearest rows, or if all fit or none does, from the activations of the last `row`."""
+        limit = TIGHT * self.capacity  # approximate: without the memory of CUDA and NCCL
+        gib, size = row["activations_gib"], row[name]
+        if fitting and too_large:
+            gib, size = too_large["reserved_gib"] - fitting["reserved_gib"], too_large[name] - fitting[name]
+        return row[name] + (limit - row["reserved_gib"]) / max(gib / size, 1e-9)
 
     # ---- Choice ------------------------------------------------------------------------------------------------------
 
@@ -281,13 +312,14 @@ class Search:
         in_float8 = [row for row in self.rows.values() if "precision" in row["changes"] and row["fits"]]
         with_adapters = [row for row in self.rows.values() if "lora_rank" in row["changes"] and row["fits"]]
         result: dict[str, Any] = {
-            "configurations": list(self.rows.values()),
+            "configurations": [row for row in self.rows.values() if "sequence_length" not in row["changes"]],
             "fastest": best,
             "safer": safer,
             "in_float8": in_float8[0] if in_float8 else None,
             "with_adapters": max(
                 with_adapters, key=lambda row: (row["verdict"] == "fits", row["tokens_per_sec"]), default=None
             ),
+            "longest": self.longest,
             "fits_with": None if given["fits"] else best,
             "search": {"planned": len(self.rows), "complete": self.is_complete},
         }
@@ -299,6 +331,15 @@ class Search:
 def is_same_training(row: dict) -> bool:
     """Return True if a row's changes keep what is trained."""
     return not any(name in row["changes"] for name in OTHER_TRAINING)
+
+
+def longer(settings: flags.Flags) -> list[dict]:
+    """Return the changes with which the longest sequence is planned: none, each that is made for long sequences, and
+    all of these together."""
+    rows = [(settings.activation_checkpointing != "offload", OFFLOAD)]
+    changes = [change for saves, change in rows if saves]
+    together = {name: value for change in changes for name, value in change.items()}
+    return [{}, *changes, *([together] if len(changes) > 1 else [])]
 
 
 def memory_savers(settings: flags.Flags) -> list[dict]:
@@ -316,7 +357,8 @@ def memory_savers(settings: flags.Flags) -> list[dict]:
         (settings.dp_replicate_size > 1, {"dp_replicate_size": 1}),
         (level == "none", SELECTIVE),
         (bool(fewer_sequences), fewer_sequences),
-        (level != "full", FULL),
+        (level in ("none", "selective"), FULL),
+        (level != "offload", OFFLOAD),
         *((True, {"optimizer": name}) for name in models.memory_saving_optimizers(settings.optimizer)),
         (not settings.cpu_offload, {"cpu_offload": True}),
     ]

@@ -19,7 +19,8 @@ SHORT = {"fits": "yes", "tight": "tight", "does not fit": "NO"}  # verdicts in a
 
 def describe_plan(settings: flags.Settings, result: dict) -> str:
     """Format the answer and the table; with --plan-details everything."""
-    answer = {"verdict": describe_verdict(result)} | describe_speed(result) | describe_advice(result)
+    answer = {"verdict": describe_verdict(settings, result)} | describe_speed(result)
+    answer |= describe_longest(result) | describe_advice(result)
     if result["warning"]:
         answer["warning"] = result["warning"]
     lines = [job.columns(answer)]
@@ -35,10 +36,13 @@ def describe_plan(settings: flags.Settings, result: dict) -> str:
 # ---- The answer ------------------------------------------------------------------------------------------------------
 
 
-def describe_verdict(result: dict) -> str:
+def describe_verdict(settings: flags.Settings, result: dict) -> str:
     """Return the verdict with the reserved memory."""
     used = describe_share(result["memory_gib"]["reserved"], result["capacity_gib"])
     line = f"{result['verdict']}: {used} on each of {result['gpus']:,} x {result['gpu']}"
+    if host := result["memory_gib"]["host"]:
+        ranks = min(result["gpus"], settings.gpus_per_node)
+        line += f"; {host * ranks:,.0f} GiB of host memory on a node of {base.counted(ranks, 'GPU')}"
     if result["verdict"] != "tight":
         return line
     within = math.ceil(100 * max(abs(share - 1) for share in RESERVED_SHARE))
@@ -115,6 +119,22 @@ def describe_advice(result: dict) -> dict[str, str]:
     if best["tokens_per_step"] != given["tokens_per_step"]:
         lines["tokens"] = f"{best['tokens_per_step']:,} per step instead of {given['tokens_per_step']:,}: another run"
     return lines | {"search": planned}
+
+
+def describe_longest(result: dict) -> dict[str, str]:
+    """Return the line about the longest sequences that fit, {} if none was planned."""
+    texts: list[str] = []
+    for row in result["longest"]:
+        changes = {name: value for name, value in row["changes"].items() if name != "sequence_length"}
+        text = f"{row['sequence_length']:,} tokens a sequence" if not texts else f"{row['sequence_length']:,}"
+        text += f" with {flags.as_flags(changes)}" if changes else " as it is"
+        if row["host_gib"]:
+            text += f" and {row['host_gib']:,.0f} GiB of host memory per GPU"
+        texts.append(text)
+    positions = result["positions"]
+    if positions and any(row["sequence_length"] > positions for row in result["longest"]):
+        texts.append(f"the model has {positions:,} positions")
+    return {"longest": "; ".join(texts)} if texts else {}
 
 
 def describe_adapters(result: dict) -> dict[str, str]:

@@ -117,5 +117,8 @@ def describe_techniques(settings: flags.Settings, model: transformers.PreTrained
     if settings.document_mask:
         attention += " inside documents"
     loss = f"fused loss ({mode} chunks)" if settings.fused_loss else "loss from full logits"
-    activations = f"{settings.activation_checkpointing.replace('none', 'no')} activation checkpointing"
+    level = settings.activation_checkpointing
+    activations = f"{level.replace('none', 'no')} activation checkpointing"
+    if level == "offload":
+        activations = "full activation checkpointing with layer inputs in host memory"
     return f"{attention}, {mode} layers, {loss}, {activations}, {settings.optimizer}"

@@ -285,6 +285,7 @@ def test_a_step_reads_nothing_back(smollm3, device):
         "--optimizer adamw-bf16 --betas 0.9 0.95 --no-fused-loss",
         "--document-mask",
         "--activation-checkpointing selective",
+        "--activation-checkpointing offload",
     ],
 )
 def test_a_step_reads_nothing_back_whatever_the_flags(build, device, flags):

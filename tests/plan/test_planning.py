@@ -23,6 +23,7 @@ GIB = 2**30
 COMMUNICATION = {
     "stage 3": {"all_gather": 2 * 4 - 1, "reduce_scatter": 4, "all_reduce": 1},
     "checkpointed": {"all_gather": 2 * 4 - 1, "reduce_scatter": 4, "all_reduce": 1},
+    "offloaded inputs": {"all_gather": 2 * (2 * 4 - 1), "reduce_scatter": 2 * 4, "all_reduce": 1},
     "stage 2 in 2 microbatches": {"all_gather": 4, "reduce_scatter": 2 * 4, "all_reduce": 1},
     "deferred in 2 microbatches": {"all_gather": 2 * (2 * 4 - 1), "reduce_scatter": 4, "all_reduce": 1},
     "stage 1 in 4 microbatches": {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 1},
@@ -64,6 +65,7 @@ def compare_memory(name: str, plan: dict, real: dict) -> None:
         "gradients": (in_optimizer["gradients"], real["gradients"]),
         "in the optimizer": (sum(in_optimizer.values()), real["in optimizer"]),
         "total": (memory["total"], real["total"]),
+        "host": (memory["host"], real["host"]),
         "passing": (at_peak["gradients"] + at_peak["activations"] + at_peak["communication"], real["total"] - at_rest),
     }
     for part, (gib, nbytes) in pairs.items():
