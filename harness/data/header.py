@@ -113,8 +113,8 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader,
     lines: dict[str, str] = {}
     if corpus.is_chat:
         lines |= base.broadcast_from_rank_0(lambda: reader.chat_format(corpus).describe())
-    if isinstance(train, PaddedDataset):
-        lines["packing"] = train.describe()
+    if packing := base.broadcast_from_rank_0(train.describe):
+        lines["packing"] = packing
     if train.has_mask:
         share = train.total_trained() / len(train.tokens)
         word, document = ("chat", "conversation") if corpus.is_chat else ("labels", "row")

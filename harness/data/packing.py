@@ -125,6 +125,19 @@ class PackedDataset(Dataset):
         """The positions at which documents begin among the inputs of a sequence, 0 first."""
         return self.tokens.starts_between(*self.input_range(index)).tolist()
 
+    def count_cut(self) -> int:
+        """The number of documents that are longer than a sequence, and are cut."""
+        return int((np.diff(self.tokens.doc_ends, prepend=0) > self.seq_len + 1).sum())
+
+    def describe(self) -> str:
+        """The packing in words; "" if no document is known to be longer than a sequence."""
+        cut = self.count_cut() if self.tokens.has_doc_ends else 0  # else all tokens would be read
+        if not cut:
+            return ""
+        documents = base.counted(len(self.tokens.doc_ends), "document")
+        share = 100 * cut / len(self.tokens.doc_ends)
+        return f"concatenate, {cut:,} of {documents} ({share:.1f} %) longer than a sequence of {self.seq_len:,} tokens"
+
 
 def mask_boundaries(
     begins: np.ndarray, seq_len: int, trained: np.ndarray | None = None
@@ -208,10 +221,6 @@ class PaddedDataset(PackedDataset):
     def starts_in(self, index: int) -> list[int]:
         lengths = self.lengths[self.sequence_pieces(index)]
         return (np.cumsum(lengths) - lengths).tolist()
-
-    def count_cut(self) -> int:
-        """The number of documents that are longer than a sequence, and are cut."""
-        return int((np.diff(self.tokens.doc_ends, prepend=0) > self.seq_len + 1).sum())
 
     def describe(self) -> str:
         """The packing in words."""
