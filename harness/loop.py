@@ -59,6 +59,8 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     config, tokenizer, typed_prompts = models.load_files(args, data.needs_tokenizer(args, corpora))
     prompts = base.broadcast_from_rank_0(lambda: [one for typed in typed_prompts for one in data.read_prompt(typed)])
     checkpoint = state.find_checkpoint(args.resume, folder)
+    trained_length = checkpoint.manifest["flags"]["sequence_length"] if checkpoint else args.sequence_length
+    models.scale_rope(args, config, trained_length)
     draws_weights = args.trains() and args.init == "random" and not checkpoint
     warning = base.broadcast_from_rank_0(lambda: models.describe_ignored_weights(args.model)) if draws_weights else ""
     if warning:

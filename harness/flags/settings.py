@@ -160,6 +160,10 @@ class Flags:
         None, "tokens per sequence [8192, or the model's number of positions if smaller]",
         on_resume="same", from_checkpoint="model",
     )
+    rope_scaling: Literal["yarn"] | None = flag(
+        None, "yarn: scale the RoPE of a model that has fewer positions than --sequence-length [none]",
+        on_resume="same", from_checkpoint="model",
+    )
     batch_size: int | Literal["auto"] = flag(
         1, "sequences per rank and microbatch; auto takes the largest that --plan says fits [1]",
         type=batch_size, on_resume="reported", from_checkpoint="data",

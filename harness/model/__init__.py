@@ -7,7 +7,7 @@ Import it as `from harness import model as models`, as a model is called `model`
 from harness.model.activations import HostInputs, checkpoint_activations, offloaded_bytes, pinned_bytes
 from harness.model.attention import choose_attention, describe_attention
 from harness.model.collectives import alias_unsharded_params, make_replicas_equal
-from harness.model.configs import choose_sequence_length, find_source, load_config, read_generation_config
+from harness.model.configs import choose_sequence_length, find_source, load_config, read_generation_config, scale_rope
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
 from harness.model.flops import CORRECTED_FORMULAS, computes_every_score, count_flops, eager_on_meta, known_flops
@@ -96,6 +96,7 @@ __all__ = [
     "read_generation_config",
     "reshard",
     "sample",
+    "scale_rope",
     "skips_on_device",
     "step_or_skip",
     "to_peft_names",

@@ -114,9 +114,39 @@ def choose_sequence_length(settings: flags.Args, config: PretrainedConfig) -> in
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     length = settings.sequence_length or min(8192, positions or 8192)
     if positions and length > positions and settings.num_steps:
-        advice = f"give --sequence-length {positions} or less"
+        advice = f"give --sequence-length {positions} or less, or --rope-scaling yarn"
         raise base.UserError(f"--sequence-length {length}: {settings.model} has {positions} positions; {advice}")
     return length
+
+
+def scale_rope(settings: flags.Args, config: PretrainedConfig, length: int | None) -> None:
+    """Apply --rope-scaling to `config`: YaRN (arXiv 2309.00071) from the model's positions to `length`, with the fields
+    that transformers reads.
+
+    Args:
+        length: --sequence-length of the run that trains, or trained.
+
+    Raises:
+        UserError: the model needs no scaling, or its RoPE cannot be scaled.
+    """
+    if not settings.rope_scaling:
+        return
+    text = config.get_text_config()
+    positions, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind = rope.get("rope_type", "none, or another for some layers")
+    if kind == "default" and "ROPE_INIT_FUNCTIONS" not in inspect.getsource(inspect.getmodule(family)):
+        kind = "one that its family does not scale"
+    if kind != "default" or not positions:
+        problem = f"only for a model with plain RoPE; that of {settings.model} is {kind}"
+        advice = "set rope_parameters and max_position_embeddings in its config.json instead"
+        raise base.UserError(f"--rope-scaling {settings.rope_scaling}: {problem}; {advice}")
+    if not length or length <= positions:
+        problem = f"{settings.model} has {positions} positions, enough for --sequence-length {length or 'as it is'}"
+        raise base.UserError(f"--rope-scaling {settings.rope_scaling}: {problem}; leave it out")
+    scaling = {"rope_type": settings.rope_scaling, "factor": length / positions}
+    text.rope_parameters = rope | scaling | {"original_max_position_embeddings": positions}
+    text.max_position_embeddings = length
 
 
 def refuse_foreign_code(flag: str, error: Exception) -> None:

@@ -46,6 +46,7 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
     worlds = args.plan_gpus or (args.gpus_per_node,)
     check_nodes(worlds, args.gpus_per_node)
     config = models.load_config(args.model)
+    models.scale_rope(args, config, args.sequence_length)
     settings = resolving.resolve(args, config)
     resolving.refuse_contradictions(settings, args)
 

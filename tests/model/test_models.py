@@ -286,3 +286,38 @@ def test_pretrained_weights_are_held_in_the_dtype_of_the_precision(device, tmp_p
     for name, parameter in model.named_parameters():
         assert parameter.dtype == held
         assert torch.equal(parameter.full_tensor(), expected[name])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Positions
+
+
+def test_a_sequence_longer_than_the_models_positions_is_trained_with_yarn_alone(device, arguments, mistake, tmp_path):
+    """The model has 256 positions; its run, an evaluation at another length and its export have those of the run."""
+    longer, export = ["--sequence-length", 512], tmp_path / "export"
+    assert "has 256 positions; give --sequence-length 256 or less, or --rope-scaling yarn" in mistake(*longer)
+    scaled = [*longer, "--rope-scaling", "yarn", "--checkpoint-interval", 2]
+    assert train([*arguments, *scaled], device) == 0
+    assert mistake(*longer, "--resume", "auto", "--num-steps", 3).endswith("or --rope-scaling yarn")
+    shorter = ["--resume", tmp_path / "out" / "r", "--num-steps", 0, "--sequence-length", 64, "--export", export]
+    assert train([*arguments, *shorter, "--eval-interval", 1], device) == 0
+    config = json.loads((export / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
+    assert config["max_position_embeddings"] == 512 and config["rope_parameters"].items() >= yarn.items()
+    model = AutoModelForCausalLM.from_pretrained(export)
+    expected = AutoConfig.for_model("llama", **SIZES | {"max_position_embeddings": 512, "rope_scaling": yarn})
+    assert model.model.rotary_emb.inv_freq.equal(AutoModelForCausalLM.from_config(expected).model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize(
+    "family, sizes, said",
+    [
+        ("llama", {}, "256 positions, enough for --sequence-length 16; leave it out"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "is linear; set rope_parameters and"),
+        ("gpt2", {}, "is none, or another for some layers"),
+        ("gptj", {}, "is none, or another for some layers"),
+    ],
+)
+def test_a_rope_that_yarn_does_not_scale_is_refused(mistake, tmp_path, family, sizes, said):
+    write_model(tmp_path / "model", family, **(SIZES if family == "llama" else {}) | sizes)
+    assert said in mistake("--rope-scaling", "yarn")
