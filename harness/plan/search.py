@@ -63,8 +63,8 @@ class Search:
         self.longest: list[dict] = []  # rows with the longest sequence that fits, one for each of `longer`
 
     def run(self) -> None:
-        """Plan the given configuration; then, unless --plan-seconds is 0, changes that may fit or be faster, and the
-        fastest on the other numbers of GPUs."""
+        """Plan the given configuration; then, unless --plan-seconds is 0, changes that may fit or be faster, the fastest
+        on the other numbers of GPUs, and the longest sequences."""
         try:
             self.plan_given()
             if not self.settings.plan_seconds:
@@ -72,13 +72,12 @@ class Search:
             if self.row()["verdict"] != "fits":
                 self.make_it_fit()
             best = self.fastest()
-            if not best or best["gpus"] != self.world:
-                return
-            self.make_it_faster()
-            for world in self.worlds[1:]:
-                changes = self.fastest()["changes"] | {"dp_replicate_size": self.settings.dp_replicate_size}
-                self.row(world, **changes)
-            self.plan_float8()
+            if best and best["gpus"] == self.world:
+                self.make_it_faster()
+                for world in self.worlds[1:]:
+                    changes = self.fastest()["changes"] | {"dp_replicate_size": self.settings.dp_replicate_size}
+                    self.row(world, **changes)
+                self.plan_float8()
             for changes in longer(self.settings):
                 self.plan_longest(changes)
         except OutOfTimeError:

@@ -116,6 +116,16 @@ def test_boundaries_are_the_same_before_and_after_they_are_searched_for_in_all_f
     assert tokens.starts_between(1, 7).tolist() == [0, 1, 3]
 
 
+def test_documents_longer_than_a_sequence_are_counted_where_boundaries_are_known():
+    ends = np.array([9, 13, 30])  # a sequence of 8 tokens has one more, its last label
+    tokens = Tokens([TokenFile(np.arange(30))], known_doc_ends=ends)
+    told = data.PackedDataset(tokens, 8).describe()
+    assert told == "concatenate, 1 of 3 documents (33.3 %) longer than a sequence of 8 tokens"
+    assert data.PackedDataset(tokens, 16).describe() == ""
+    unknown = Tokens([TokenFile(np.arange(30))], end_of_text=END)
+    assert data.PackedDataset(unknown, 8).describe() == "" and unknown.known_doc_ends is None
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What is wrong with a file
 

@@ -128,7 +128,7 @@ def test_checkpointing_computes_again_what_it_does_not_keep(
     layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sigmoid(), torch.nn.Linear(8, 8))
     compiling = "--compile" if compiled else "--no-compile"
     settings = parse(["--demo", compiling, "--activation-checkpointing", checkpointing])
-    train_fsdp.transform_layer(settings, layer, None, lambda module, **_: None)
+    train_fsdp.transform_layer(settings, layer, None, None, lambda module, **_: None)
     with contextlib.nullcontext() if compiled else calls:  # torch.compile compiles nothing inside a dispatch mode
         layer(torch.ones(2, 8, requires_grad=True)).sum().backward()
     assert calls.counts["mm"] + calls.counts["addmm"] == matmuls
