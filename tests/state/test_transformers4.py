@@ -73,7 +73,7 @@ def exports(device, tokenizer, token_cache, tmp_path_factory) -> list:
         assert train(words(f"{flags} --export {found[-1]}"), device) == 0
     for name, flags in {"demo": "", "longer": "--sequence-length 2048 --rope-scaling yarn"}.items():
         found.append(folder / name)
-        places = words(f"--output-dir {folder} --cache-dir {token_cache} --run-name {name} --export {found[-1]}")
+        places = words(f"--output-dir {folder} --cache-dir {token_cache} --run-name run-{name} --export {found[-1]}")
         demo = ["--model", ROOT / "assets" / "demo", "--dataset", "demo", *places, *words(flags)]
         assert train([*SMALL, *demo], device) == 0
     return found
