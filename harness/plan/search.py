@@ -63,8 +63,8 @@ class Search:
         self.longest: list[dict] = []  # rows with the longest sequence that fits, one for each of `longer`
 
     def run(self) -> None:
-        """Plan the given configuration; then, unless --plan-seconds is 0, changes that may fit or be faster, the fastest
-        on the other numbers of GPUs, and the longest sequences."""
+        """Plan the given configuration; then, unless --plan-seconds is 0, changes that may fit or be faster, the
+        fastest on the other numbers of GPUs, and the longest sequences."""
         try:
             self.plan_given()
             if not self.settings.plan_seconds:
