@@ -324,7 +324,7 @@ def save_and_stop(run: Run, stop: job.StopRequest) -> int:
         checkpoints.save(run.state, wait=True)
     saved_in = None if checkpoints.failures else checkpoints.folder
     job.print0(report.describe_stop(run.settings, run.folder, run.state.step, stop.name, saved_in))
-    return 1 if checkpoints.failures or log.lacks_lines() else job.STOPPED
+    return 1 if checkpoints.failures or log.lacks_lines() else stop.exit_code
 
 
 # ---- Without training ------------------------------------------------------------------------------------------------

@@ -262,6 +262,21 @@ def slowed(phase: str, there: str, *argv: str) -> None:
     program(*argv)
 
 
+def interrupted(*argv: str) -> None:
+    """The program, which counts as long from its start, with Ctrl-C in its third step."""
+    StopRequest.LONG_RUN = 0.0
+    enter_phase = heartbeats.enter_phase
+
+    def interrupt(name: str, step: int | None = None) -> None:
+        enter_phase(name, step)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)  # until the thread that reads signals has the request
+
+    heartbeats.enter_phase = job.enter_phase = interrupt
+    program(*argv)
+
+
 def asking_on_two_nodes() -> None:
     """Three ranks, the first two the main ones of their nodes: prints of which rank each has the answer."""
     start_processes(timeout_minutes=1)

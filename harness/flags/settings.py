@@ -339,7 +339,9 @@ class Flags:
     sample_tokens: int = flag(128, "maximum number of tokens in a sample [128]", only_with="sample_prompt demo")
 
     checkpoint_interval: int = flag(
-        0, "steps between checkpoints; 0 saves only at the end, and on SIGTERM and SIGUSR1 [0]",
+        0,
+        "steps between checkpoints; 0 saves only at the end, on SIGTERM, SIGUSR1 or SIGHUP, and on Ctrl-C in a run of "
+        "more than five minutes [0]",
         min=0, group="checkpoints",
     )
     keep_checkpoints: int = flag(2, "number of newest complete checkpoints to keep [2]")

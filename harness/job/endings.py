@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-INTERRUPTED, STOPPED = 130, 143  # exit codes after Ctrl-C; after SIGTERM or SIGUSR1
+INTERRUPTED, STOPPED = 130, 143  # exit codes after Ctrl-C; after SIGTERM, SIGUSR1 or SIGHUP
 LISTENERS: list[Callable[[int], object]] = []  # each is called with the exit code, in a new thread
 ENDING: list[tuple[int, threading.Thread]] = []  # (exit code, thread) of each call of `end`; the first one counts
 

@@ -1,5 +1,5 @@
-"""Signals: a thread that reads Ctrl-C, SIGTERM and SIGUSR1, and the agreement of all ranks to stop. Imports nothing
-heavy, as signals are read before torch is imported."""
+"""Signals: a thread that reads Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP, and the agreement of all ranks to stop. Imports
+nothing heavy, as signals are read before torch is imported."""
 
 import contextlib
 import ctypes
@@ -23,20 +23,24 @@ class Stopped(BaseException):
 
 
 class StopRequest:
-    """After SIGTERM or SIGUSR1 to any rank, all ranks stop before the same forward pass (of a microbatch, an evaluation
-    batch or a sampled token), save the last complete step and exit with 143. A second signal, or one before the first
-    step is done, ends the job at once. So does Ctrl-C, with 130 and a summary."""
+    """After SIGTERM, SIGUSR1 or SIGHUP (a closed terminal) to any rank, all ranks stop before the same forward pass (of
+    a microbatch, an evaluation batch or a sampled token), save the last complete step and exit with 143. A second
+    signal, or one before the first step is done, ends the job at once. So does Ctrl-C, with 130 and a summary; in a
+    long run that would lose every step, the first Ctrl-C saves as SIGTERM does, with 130."""
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     EXIT_CODE = endings.STOPPED
     SAME_REQUEST = 1.0  # seconds; a scheduler's signal reaches a rank directly and through torchrun
+    LONG_RUN = 300.0  # seconds; Ctrl-C in a shorter one saves nothing
 
     def __init__(self, settings: flags.Args | None = None):
         self.settings = settings
         self.name = ""  # name of the signal
+        self.exit_code = self.EXIT_CODE
         self.can_save = False  # set by the loop once a step is done
         self.resumed_step = 0  # set by the loop: the step of the checkpoint that this start resumed
         self.has_finished = False  # set once all ranks have finished their work
+        self.began = time.monotonic()
         self.first_request = math.inf  # monotonic time, seconds
         self.group: Any = None  # process group for the agreement, by default the world
         self.round: Any = None  # the last all-reduce of `flag`
@@ -49,6 +53,8 @@ class StopRequest:
         signal's number to a pipe at any time, and the thread reads the pipe. No signal is blocked, as child processes
         would inherit that: they get signals as usual."""
         numbers = {*self.SIGNALS, signal.SIGINT}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
+            numbers.remove(signal.SIGHUP)
         pipe, into_pipe = os.pipe()
         os.set_blocking(into_pipe, False)
         before = {number: signal.signal(number, lambda *_: None) for number in numbers}
@@ -84,11 +90,16 @@ class StopRequest:
 
     def react(self, number: int) -> None:
         """Handle a signal, in the thread that reads signals."""
-        interrupts = number == signal.SIGINT
+        interrupts, now = number == signal.SIGINT, time.monotonic()
         if endings.ENDING:
             exit_code, _ = endings.ENDING[0]
             if interrupts or exit_code == 0:  # any other is torchrun's, as another rank has exited
                 os._exit(exit_code)
+        elif interrupts and self.saves_on_interrupt(now):
+            if terminal.is_first_rank():
+                terminal.print_error("Ctrl-C: the last step is saved first; a second Ctrl-C ends at once")
+            self.first_request, self.exit_code = now, endings.INTERRUPTED
+            self.request("Ctrl-C")
         elif interrupts:
             if self.settings is not None and terminal.is_first_rank():
                 progress = heartbeats.PROGRESS
@@ -98,11 +109,17 @@ class StopRequest:
                 terminal.print_error(lines)
             endings.end(endings.INTERRUPTED, timeout=3)
         elif not self.has_finished:  # torchrun sends SIGTERM to the ranks that exit after the first one
-            now = time.monotonic()
             if now - self.first_request > self.SAME_REQUEST:
                 endings.end(self.EXIT_CODE, timeout=3)
             self.first_request = min(self.first_request, now)
             self.request(signal.Signals(number).name)
+
+    def saves_on_interrupt(self, now: float) -> bool:
+        """Return True for the first Ctrl-C in a long run without checkpoints that keeps its last state."""
+        if not self.can_save or self.settings is None or self.first_request < math.inf:
+            return False
+        has_only_last = self.settings.saves_final_checkpoint() and not self.settings.saves_during_training()
+        return has_only_last and now - self.began > self.LONG_RUN
 
     def request(self, name: str) -> None:
         """Request that all ranks save and exit, because of the signal `name`; end this process if there is nothing to

@@ -66,7 +66,7 @@ def test_a_request_to_one_rank_stops_all_after_the_same_step():
     assert str([[False, False, True]] * 2) in said.splitlines()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_while_torch_is_loaded_ends_with_its_exit_code(number):
     with subprocess.Popen(
         [sys.executable, PROGRAM, "--demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
@@ -77,7 +77,19 @@ def test_a_signal_while_torch_is_loaded_ends_with_its_exit_code(number):
     if number == signal.SIGINT:
         assert (process.returncode, said) == (130, "stopped    by Ctrl-C before the first step\n")
     else:
-        assert (process.returncode, said) == (143, "train_fsdp.py: SIGTERM outside training, nothing to save\n")
+        line = f"train_fsdp.py: {signal.Signals(number).name} outside training, nothing to save\n"
+        assert (process.returncode, said) == (143, line)
+
+
+def test_nohup_keeps_a_run_from_sighup():
+    command = ["nohup", sys.executable, PROGRAM, "--demo"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        said = process.stderr.read()
+    assert said.endswith("train_fsdp.py: SIGTERM outside training, nothing to save\n")
+    assert process.returncode == 143
 
 
 def wait_for_ever(listens, forked) -> None:

@@ -5,15 +5,17 @@ import json
 import multiprocessing
 import os
 import pathlib
+import pty
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 
 import multirank
 import pytest
-from conftest import forked, forking, losses_of, metrics_of, parse, slow_case, words
+from conftest import PROGRAM, ROOT, forked, forking, losses_of, metrics_of, parse, slow_case, torchrun_command, words
 
 from harness.job import signals
 
@@ -107,7 +109,7 @@ def test_child_processes_get_signals_as_usual(kind):
     run = context.Process(target=start_child, args=(kind, answer))
     run.start()
     run.join(300)
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     assert [number for number in numbers if answer.value >> (number - 1) & 1] == []
 
 
@@ -131,6 +133,21 @@ def flags(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stops")
     named = ["--demo", *SIZES, "--num-steps", STEPS, "--output-dir", folder, "--cache-dir", folder / "cache"]
     return folder, [*map(str, named), "--eval-interval", "0", "--sample-tokens", "1"]
+
+
+@pytest.mark.parametrize("more, saved", [("", ["step-00000002"]), slow_case("--checkpoint-interval 9", [])])
+def test_ctrl_c_in_a_long_run_saves_unless_checkpoints_do(more, saved, flags):
+    folder, given = flags
+    name = f"interrupted-{len(saved)}"
+    with forking(1, multirank.interrupted, *given, *words(more), "--run-name", name) as (world, output):
+        (process,) = world.processes
+        process.join(300)
+        said = output.read()
+    assert process.exitcode == 130
+    assert [path.name for path in (folder / name / "checkpoints").glob("step-*")] == saved
+    if saved:
+        assert "Ctrl-C: the last step is saved first; a second Ctrl-C ends at once" in said
+        assert f"stopped    by Ctrl-C after step 2, saved in {folder / name}" in said and "resume     " in said
 
 
 def stop_in(phase: str, ranks: int, flags: tuple, name: str) -> tuple[list, str | None, float, pathlib.Path]:
@@ -169,6 +186,31 @@ def test_a_stop_in_each_phase_saves_the_last_complete_step_at_once(phase, ranks,
         assert [line["step"] for line in metrics_of(run)] == [*range(1, step + 1)]
         assert json.loads((run / "config.json").read_text())["starts"][-1]["exit_code"] == 143
         assert len(losses_of(run)) == step
+
+
+def close_a_terminal(command: list, marker: bytes) -> None:
+    """Run a command in a terminal of its own, and close that once the command prints `marker`."""
+    shell, terminal = pty.fork()
+    if shell == 0:
+        os.chdir(ROOT)
+        os.execv(command[0], [str(word) for word in command])
+    sent, deadline = b"", time.monotonic() + 600
+    while marker not in sent:
+        assert time.monotonic() < deadline, sent.decode()
+        sent += os.read(terminal, 65536)
+    os.close(terminal)
+    os.waitpid(shell, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[sys.executable], torchrun_command(2)], ids=["python", "torchrun"])
+def test_a_closed_terminal_saves_the_last_step(launcher, flags):
+    folder, given = flags
+    name = f"closed-{len(launcher)}"
+    close_a_terminal([*launcher, PROGRAM, *given, "--num-steps", "4000", "--run-name", name], b"step    2/4000")
+    (saved,) = (folder / name / "checkpoints").glob("step-*")
+    assert len(losses_of(folder / name)) == int(saved.name.removeprefix("step-"))
+    assert json.loads((folder / name / "config.json").read_text())["starts"][-1]["exit_code"] == 143
 
 
 @pytest.mark.slow
