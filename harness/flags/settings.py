@@ -206,8 +206,8 @@ class Flags:
     )
     skip_bad_records: bool = flag(
         False,
-        "count and skip unreadable records: a text that is null or a number, broken JSON, bytes that are not UTF-8 "
-        "[the first one is an error]",
+        "count and skip unreadable records: a text that is null or a number, broken JSON, a line of a text file with "
+        "bytes that are not UTF-8 [the first one is an error]",
         from_checkpoint="data",
     )
     num_workers: int | None = flag(

@@ -115,12 +115,30 @@ def test_records_and_lists_of_records_follow_each_other_in_json(load, encoded, t
     assert tokens_of(load(tmp_path / "data.json")) == encoded(["Tom a", "Tom b", "Tom c"])
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf_16_is_read_by_its_byte_order_mark(load, encoded, tmp_path, encoding):
+    text = f"\ufeff{TEXTS[0]}\r\nThe dünes 🌊.{DOCUMENT_MARK}{TEXTS[1]}\n"
+    (tmp_path / "data.txt").write_bytes(text.encode(encoding))
+    assert tokens_of(load(tmp_path / "data.txt")) == encoded([f"{TEXTS[0]}\nThe dünes 🌊.", TEXTS[1]])
+
+
+def test_a_bad_byte_of_a_text_costs_its_line_and_a_pdf_is_left_out(load, line_of, encoded, tmp_path):
+    novel = b"Call me Ishmael.\nSome y\xe9ars ago.\nHaving little money.\n\0\0\nIt is a way \xef\xbf\xbd."
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_bytes(novel + DOCUMENT_MARK.encode() + b"Another \xef\xbf\xbd.")
+    (tmp_path / "data" / "b.txt").write_bytes(b"%PDF-1.7\nText.\n")
+    kept = ["Call me Ishmael.\nHaving little money.", "Another \ufffd."]
+    assert tokens_of(load(tmp_path / "data", skip_bad_records=True)) == encoded(kept)
+    assert line_of(tmp_path / "data", skip_bad_records=True).endswith(", left out: bad records 4")
+
+
 LONG = ["Tom", "düne 🌊", "ж" * 9, "two\nlines", "long " * 60, "end", "x"]
 CUTTABLE = {
     "no last newline.jsonl": "\n\r\n".join(json.dumps({"text": text}) for text in LONG).encode(),
     "a mark of UTF-8.jsonl": b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n',
     "nearly marks.txt": b"<|endoftext|" + DOCUMENT_MARK.join(LONG).encode() + b"<|endoftext|<|endoftext|>a<|endoftext",
     "one document.md": b"only one\n" * 30,
+    "utf-16.txt": DOCUMENT_MARK.join(LONG).encode("utf-16"),
 }
 
 
@@ -247,7 +265,9 @@ UNUSABLE = [  # file, content, what the error says after the file's name
     ("data.jsonl", GOOD + b'\n{"text": "A fo', ", line 3: broken JSON, Unterminated string"),
     ("data.jsonl", GOOD * 5000 + b'{"text": "A", }\n' + GOOD, ", line 5,001: broken JSON"),
     ("data.jsonl", b'{"text": null}\n' + GOOD, ", line 1: null instead of text; fix it, or leave bad records out"),
-    ("data.jsonl", GOOD + b'{"text": "caf\xe9"}\n', ", line 2: bytes that are not UTF-8"),
+    ("data.jsonl", GOOD + b'{"text": "caf\xe9"}\n', ", line 2: byte 91 of the file: 0xe9 is not UTF-8"),
+    ("data.jsonl", b"\xff\xfe" + GOOD.decode().encode("utf-16-le"), ", line 1: UTF-16, not UTF-8; fix it"),
+    ("data.jsonl", gzip.compress(GOOD), ", line 1: gzip data, whose name ends in .gz; fix it"),
     ("data.jsonl", GOOD + b'{"text": "a\\ud800b"}\n', ', line 2: "a\\ud800b" with half a surrogate pair'),
     ("data.jsonl", GOOD + b"[" * 100_000, ", line 2: broken JSON"),
     ("data.jsonl", GOOD + b'{"input_ids": [1, -2]}\n', ", line 2: [1, -2] instead of token ids"),
@@ -258,7 +278,12 @@ UNUSABLE = [  # file, content, what the error says after the file's name
     ("data.json", b'[{"text": "A fox."}]\n[{"text": "A ball."}', ": cannot be read (broken JSON after 2 records"),
     ("data.json", b'[{"text": "A fox."}]\n7', ", record 2: no field 'text' in 7; name it"),
     ("data.arrow", b"no arrow", ": cannot be read ("),
-    ("data.txt", b"A fox.<|endoftext|>\0\n", ", document 2: a NUL byte"),
+    ("data.txt", b"A fox.<|endoftext|>\0\n", ", document 2: line 1, byte 19 of the file: a NUL byte"),
+    ("data.txt", b"\xef\xbb\xbfA fox\nin a caf\xe9\n", ", document 1: line 2, byte 17 of the file: 0xe9 is not UTF-8"),
+    ("data.md", b"\xff\xfeA\0\n\0\0\xd8B\0", ", document 1: line 2, byte 6 of the file: 0x00 is not UTF-16 (iconv"),
+    ("data.txt", b"%PDF-1.7\nall of it ASCII", ", document 1: a PDF, not text; fix it"),
+    ("data.txt", b"PK\3\4\x14\0", ", document 1: a ZIP archive (.docx, .epub, .odt), not text; fix it"),
+    ("data.txt", gzip.compress(b"A fox."), ", document 1: gzip data, whose name ends in .gz; fix it"),
     ("data.parquet", {"text": ["A fox.", None]}, ", row 2: null instead of text"),
     ("data.parquet", {"input_ids": [[1, 2], [3, None]]}, ", row 2: [3, null] instead of token ids"),
     ("data.parquet", {"input_ids": [[1, 2], [3, 1536]]}, ", row 2: token id 1536, the model has 1,536"),

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from harness.data.formats.text import split_records
+from harness.data.formats.text import UTF8_MARK, UTF16_MARKS, describe_other_file, split_records
 from harness.data.schema import BadRecord, Field, Record, field_names, find_document
 
 SUFFIXES = (".jsonl",)
@@ -14,18 +14,24 @@ CAN_BE_CUT = True
 
 def read(stream: BinaryIO, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
     names = field_names(text_field)
-    for line in split_records(stream, b"\n", start, end):
-        yield parse(line, names)
+    for position, line in split_records(stream, b"\n", start, end):
+        yield parse(line, position, names)
 
 
-def parse(line: bytes, names: tuple[str, ...]) -> Record:
-    """Return the document of a line; None for a blank one, which is no error."""
+def parse(line: bytes, position: int, names: tuple[str, ...]) -> Record:
+    """Return the document of a line at `position` in the file; None for a blank one, which is no error."""
+    if position == 0:
+        line = line.removeprefix(UTF8_MARK)
     if not line.strip():
         return None
     try:
         record = json.loads(line.decode())
-    except UnicodeDecodeError:
-        return BadRecord("bytes that are not UTF-8")
+    except UnicodeDecodeError as error:
+        kind = describe_other_file(line, position)
+        if position == 0 and line.startswith(UTF16_MARKS):
+            kind = kind or "UTF-16, not UTF-8"
+        place = f"byte {position + error.start:,} of the file: 0x{line[error.start]:02x} is not UTF-8"
+        return BadRecord(kind or place)
     except (ValueError, RecursionError) as error:
         return BadRecord(f"broken JSON, {error}".replace("line 1 ", ""))
     return find_document(record, names)

@@ -1,4 +1,4 @@
-"""Text: one document, or several with <|endoftext|> between them."""
+"""Text: one document, or several with <|endoftext|> between them. UTF-8, or UTF-16 with its byte order mark."""
 
 import sys
 from collections.abc import Iterator
@@ -13,24 +13,61 @@ HAS_FIELDS = False
 CAN_BE_CUT = True
 
 FIRST_TAIL = 2**13  # bytes of the first read after the end of a part, for the end of its last record
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+UTF8_MARK, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")  # byte order marks
+OTHER_FILES = {  # first bytes of files that are no text: what they are
+    b"%PDF-": "a PDF, not text",
+    b"PK\3\4": "a ZIP archive (.docx, .epub, .odt), not text",
+    b"\xd0\xcf\x11\xe0": "an old Office file (.doc), not text",
+    b"{\\rtf": "rich text (RTF), not plain text",
+    b"PAR1": "Parquet, whose name ends in .parquet",
+    b"\x1f\x8b": "gzip data, whose name ends in .gz",
+    b"BZh91AY&SY": "bzip2 data, whose name ends in .bz2",
+    b"\x28\xb5\x2f\xfd": "zstd data, whose name ends in .zst",
+    b"\xff\xfe\0\0": "UTF-32; only UTF-8 and UTF-16 are read",
+}
 
 
 def read(stream: BinaryIO, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
-    for content in split_records(stream, DOCUMENT_MARK.encode(), start, end):
-        try:
-            text = content.decode().replace("\r\n", "\n").strip("\n")
-        except UnicodeDecodeError:
-            yield BadRecord("bytes that are not UTF-8")
-            continue
-        if "\0" in text:
-            yield BadRecord("a NUL byte")
+    # UTF-16 has no mark in UTF-8: its first record is the whole file, and other parts have none
+    for position, content in split_records(stream, DOCUMENT_MARK.encode(), start, end):
+        kind = describe_other_file(content, position)
+        if kind:
+            yield BadRecord(kind)
         else:
-            yield text or None
+            yield from read_lines(content, position)
 
 
-def split_records(stream: BinaryIO, mark: bytes, start: int, end: int | None) -> Iterator[bytes]:
-    """Yield the bytes of each record that begins within the bytes [start, end) of a file; to its end without `end`.
+def describe_other_file(content: bytes, position: int) -> str:
+    """Describe a file that is no text from its first record; "" for text and for later records."""
+    return next((kind for mark, kind in OTHER_FILES.items() if position == 0 and content.startswith(mark)), "")
+
+
+def read_lines(content: bytes, position: int) -> Iterator[Record]:
+    """Yield a bad record for each line that cannot be decoded or has a NUL, then the document of the other lines.
+    `position` is that of `content` in the file, in bytes."""
+    encoding = "utf-16" if position == 0 and content.startswith(UTF16_MARKS) else "utf-8"
+    try:
+        text = content.decode(encoding)
+        mark, before, fault = "\0", text[: max(text.find("\0"), 0)], "a NUL byte"
+    except UnicodeDecodeError as error:
+        text = content.decode(encoding, "replace").replace("\0", "\ufffd")
+        mark, before = "\ufffd", content[: error.start].decode(encoding)
+        fault = f"0x{content[error.start]:02x} is not {encoding.upper()} (iconv converts other encodings)"
+    if position == 0:
+        text = text.removeprefix("\ufeff")
+    text = text.replace("\r\n", "\n")
+    if mark in text:
+        place = f"line {before.count(chr(10)) + 1:,}, byte {position + len(before.encode(encoding)):,} of the file"
+        lines = text.split("\n")
+        good = [line for line in lines if mark not in line]
+        yield from [BadRecord(f"{place}: {fault}")] * (len(lines) - len(good))
+        text = "\n".join(good)
+    yield text.strip("\n") or None
+
+
+def split_records(stream: BinaryIO, mark: bytes, start: int, end: int | None) -> Iterator[tuple[int, bytes]]:
+    """Yield (position, bytes) of each record that begins within the bytes [start, end) of a file; to its end without
+    `end`.
 
     A record begins at the start of the file and after each mark, so parts end to end have each record once.
     """
@@ -39,7 +76,7 @@ def split_records(stream: BinaryIO, mark: bytes, start: int, end: int | None) ->
     if position:
         stream.seek(position)
     is_begun, record_start, rest = start == 0, position, b""
-    while True:
+    while is_begun or position < end:
         size = min(BLOCK, end - position) if position < end else FIRST_TAIL
         block = stream.read(max(size, len(rest)))  # blocks grow with a record, which is joined less often
         if not block:
@@ -48,10 +85,10 @@ def split_records(stream: BinaryIO, mark: bytes, start: int, end: int | None) ->
         *records, rest = (rest + block).split(mark)
         for record in records:
             if is_begun:
-                yield record if record_start else record.removeprefix(BYTE_ORDER_MARK)
+                yield record_start, record
             is_begun = True
             record_start += len(record) + len(mark)
             if record_start >= end:
                 return
     if is_begun and rest:
-        yield rest if record_start else rest.removeprefix(BYTE_ORDER_MARK)
+        yield record_start, rest
