@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from harness import base
-from harness.flags.settings import Args, flags_where
+from harness.flags.settings import LENGTHS, Args, flags_where
 from harness.flags.sources import same_dataset
 
 
@@ -50,3 +50,21 @@ def checkpoint_flags(args: Args) -> dict[str, Any]:
             names.append("eval_sequences")
     found = {name: flags[name] for name in names if name in flags}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def resumed_flags(args: Args) -> dict[str, Any]:
+    """The explicit flags that a run with --resume PATH takes from the checkpoint's run: those of model, data and
+    optimization that are not in `args.explicit`. Empty if the checkpoint cannot be read, as above."""
+    if args.resume in ("none", "auto") or not args.trains():
+        return {}
+    try:
+        given = base.read_manifest(checkpoint_folder(args.resume))["given"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    names = {"demo", *(name for kind in ("model", "data", "training") for name in flags_where("from_checkpoint", kind))}
+    names -= args.explicit.keys()
+    if args.explicit.keys() & {*LENGTHS}:  # one of them replaces the other
+        names -= {*LENGTHS}
+    if args.explicit.get("precision", "fp8") != "fp8":
+        names -= {"fp8_recipe", "fp8_emulate"}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if name in names}

@@ -12,11 +12,11 @@ import typing
 
 from harness import base
 from harness.flags.adapters import adapter_flags
-from harness.flags.checkpoints import checkpoint_flags
+from harness.flags.checkpoints import checkpoint_flags, resumed_flags
 from harness.flags.files import read_flags
 from harness.flags.flag_types import choice, number, text
 from harness.flags.names import no_such_flag
-from harness.flags.rules import contradiction
+from harness.flags.rules import contradiction, lacks_condition
 from harness.flags.settings import ASSETS, FLAGS, LENGTHS, Args, Flags, as_flag, default_split, default_warmup
 
 MAX_STEPS = 2**31 - 1  # of --num-steps
@@ -120,21 +120,25 @@ def parse_args(argv: list[str] | None = None) -> Args:
     except base.UserError as error:
         parser.error(str(error))
     if problem := contradiction(args):
-        in_file = f" (with the flags of {file})" if file else ""
-        parser.error(problem + in_file)
+        others = [path for path in (file, args.inherited and args.resume) if path]
+        parser.error(problem + (f" (with the flags of {' and '.join(others)})" if others else ""))
     if argv is None:
         drop_accelerate_settings()
     return args
 
 
 def complete(explicit: dict[str, typing.Any], file: str | None = None) -> Args:
-    """`Args` with these explicit flags, and `file` as --config. Defaults depend on --demo, on the checkpoint of an
-    evaluation or export, and on other flags.
+    """`Args` with these explicit flags, those of the run that it resumes, and `file` as --config. Defaults depend on
+    --demo, on the checkpoint of an evaluation or export, and on other flags.
 
     Raises:
         UserError: --model is a folder of adapters that does not fit the flags or cannot be read.
     """
-    defaults: dict[str, typing.Any] = {"config": file, "explicit": explicit}
+    inherited = resumed_flags(Args(**explicit, explicit=explicit))
+    explicit = inherited | explicit
+    for name in [name for name in inherited if lacks_condition(name, Args(**explicit))]:
+        del inherited[name], explicit[name]
+    defaults: dict[str, typing.Any] = {"config": file, "explicit": explicit, "inherited": tuple(inherited)}
     if explicit.get("demo"):
         recipe = json.loads((ASSETS / "demo" / "recipe.json").read_text(encoding="utf-8"))
         if explicit.get("dataset", "demo") != "demo":

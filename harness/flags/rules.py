@@ -134,9 +134,8 @@ def without_effect(args: Flags) -> Iterator[str]:
             yield f"{', '.join(named)}: no effect, {reason}; leave it out"
 
     for name in args.explicit:
-        conditions = FLAGS[name].metadata["only_with"].split()
-        if conditions and not any(is_met(args, condition) for condition in conditions):
-            needed = " or ".join(map(condition_text, conditions))
+        if lacks_condition(name, args):
+            needed = " or ".join(map(condition_text, FLAGS[name].metadata["only_with"].split()))
             yield f"{as_flag(name)}: only with {needed}; give that too, or leave it out"
     if not args.saves_during_training() and not args.saves_final_checkpoint():
         yield from no_effect("keep_checkpoints", "nothing is saved without --checkpoint-interval or --final-checkpoint")
@@ -158,6 +157,12 @@ def without_effect(args: Flags) -> Iterator[str]:
         yield from no_effect("defer_grad_sync", "--zero-stage 1 implies it")
     if not args.own_plan and args.explicit.get("batch_size") != "auto":
         yield from no_effect("plan_gpu gpus_per_node", "--no-own-plan plans nothing")
+
+
+def lacks_condition(name: str, args: Flags) -> bool:
+    """True if a flag has conditions, `only_with`, and none of them holds."""
+    conditions = FLAGS[name].metadata["only_with"].split()
+    return bool(conditions) and not any(is_met(args, condition) for condition in conditions)
 
 
 def is_met(args: Flags, condition: str) -> bool:

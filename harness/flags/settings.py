@@ -59,7 +59,7 @@ def flag(
     max_exclusive: float = math.inf,
     only_with: str = "",
     on_resume: Literal["same", "reported", "free"] = "free",
-    from_checkpoint: Literal["", "model", "data"] = "",
+    from_checkpoint: Literal["", "model", "data", "training"] = "",
     not_inherited: bool = False,
     **options: Any,
 ) -> Default:
@@ -70,8 +70,9 @@ def flag(
         min, max_exclusive: bounds of a number; without them it is positive.
         only_with: fields, one of which must be on, or with `field=value` have that value; else the flag has no effect.
         on_resume: a resumed run must keep it (`same`), reports a change (`reported`), or may change it (`free`).
-        from_checkpoint: used by --num-steps 0 and --show-samples if they take it from their checkpoint, see
-            `checkpoints.checkpoint_flags`; empty: never.
+        from_checkpoint: what the flag decides, if it is taken from the checkpoint of --resume PATH: by --num-steps 0
+            and --show-samples, see `checkpoints.checkpoint_flags`, and by training, see `checkpoints.resumed_flags`;
+            empty: never.
         not_inherited: True if a run's config.json as --config does not set it.
         options: for argparse.
     """
@@ -256,15 +257,15 @@ class Flags:
         1000,
         "optimizer steps of the run, including those before a resume; 0 does not train, but evaluates (--eval-interval "
         "1), generates samples (--sample-prompt) or exports (--export) [1000]",
-        min=0, group="optimization", on_resume="reported",
+        min=0, group="optimization", on_resume="reported", from_checkpoint="training",
     )
     num_tokens: int | None = flag(
         None, "instead of --num-steps: tokens of the run, such as 20e9, 20B, 500M or 1.5T [--num-steps]",
-        type=token_count,
+        type=token_count, from_checkpoint="training",
     )
     num_epochs: float | None = flag(
         None, "instead of --num-steps: passes over the data, such as 3 or 0.5 [--num-steps]",
-        max_exclusive=1_000_000,
+        max_exclusive=1_000_000, from_checkpoint="training",
     )
     optimizer: Literal[*OPTIMIZERS] = flag(  # type: ignore[valid-type]  # the rows of a table
         "adamw", f"{OPTIMIZERS_HELP} [adamw]",
@@ -276,11 +277,11 @@ class Flags:
     )
     adamw_lr: float | None = flag(
         None, "peak learning rate of muon's AdamW for embedding, head, norms and biases [--lr]",
-        only_with="optimizer=muon", on_resume="reported",
+        only_with="optimizer=muon", on_resume="reported", from_checkpoint="training",
     )
     lr_scheduler: Literal[*SCHEDULES] = flag(  # type: ignore[valid-type]  # the rows of a table
         "cosine", "learning rate schedule [cosine]",
-        on_resume="reported",
+        on_resume="reported", from_checkpoint="training",
     )
     warmup_steps: int | None = flag(
         None, "steps of learning rate warmup [5 %% of the steps; 0 with constant]",
@@ -290,20 +291,23 @@ class Flags:
         None,
         "steps of the decay to 0 at the end of warmup_stable_decay; 0 ends in the stable phase, to be decayed later "
         "from a checkpoint [a fifth of --num-steps]",
-        min=0, only_with="lr_scheduler=warmup_stable_decay", on_resume="reported",
+        min=0, only_with="lr_scheduler=warmup_stable_decay", on_resume="reported", from_checkpoint="training",
     )
     decay_shape: Literal["cosine", "linear", "1-sqrt"] = flag(
         "cosine", "shape of the decay of warmup_stable_decay [cosine]",
-        only_with="lr_scheduler=warmup_stable_decay", on_resume="reported",
+        only_with="lr_scheduler=warmup_stable_decay", on_resume="reported", from_checkpoint="training",
     )
-    weight_decay: float = flag(0.1, "for matrices, not for norms and biases [0.1]", min=0, on_resume="reported")
+    weight_decay: float = flag(
+        0.1, "for matrices, not for norms and biases [0.1]",
+        min=0, on_resume="reported", from_checkpoint="training",
+    )
     betas: tuple[float, float] = flag(
         (0.9, 0.95), "betas of AdamW, also in muon, whose own momentum is 0.95 [0.9 0.95]",
-        type=number(float, 0, 1), nargs=2, metavar=("B1", "B2"), on_resume="reported",
+        type=number(float, 0, 1), nargs=2, metavar=("B1", "B2"), on_resume="reported", from_checkpoint="training",
     )
     max_grad_norm: float = flag(
         1.0, "clip the global gradient norm; 0 never clips [1.0]",
-        min=0, on_resume="reported",
+        min=0, on_resume="reported", from_checkpoint="training",
     )
     seed: int = flag(
         42, "seed of weights and data order [42]",
@@ -360,7 +364,9 @@ class Flags:
         "the disk is too small]",
     )
     resume: str = flag(
-        "none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]",
+        "none",
+        "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint, with the run's flags of "
+        "model, data and optimization where none are given [none]",
         metavar="{none,auto,PATH}", type=path, not_inherited=True,
     )
     export: str | None = flag(
@@ -458,6 +464,7 @@ class Flags:
 
     # not flags:
     explicit: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # as typed
+    inherited: tuple[str, ...] = ()  # fields of `explicit` that come from the checkpoint of --resume PATH
     eval_sequences: int = 0  # maximum sequences per source and evaluation, over all ranks; 0: all
     # fmt: on
 

@@ -59,6 +59,7 @@ def describe_setup(
         "lr": describe_lr(settings, checkpoint),
         **train_set.header,
         "resumed": f"{checkpoint.path} at step {state.step:,}" if checkpoint else "",
+        "its flags": flags.as_flags({name: settings.explicit[name] for name in settings.inherited}),
         "changed": changed,
     }
     return job.columns({name: words for name, words in lines.items() if words})

@@ -10,6 +10,7 @@ import sys
 import multirank
 import pytest
 import torch
+from checkpoints import write_checkpoint
 from conftest import PROGRAM, ROOT, forked, metrics_of, parse, python, slow_case, train, unlock, words, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -59,6 +60,44 @@ def record_of(folder) -> dict:
 
 def header(output: str, name: str) -> str:
     return re.search(rf"^{name} +(.*)$", output, re.MULTILINE)[1]
+
+
+def test_a_resume_by_its_path_takes_model_data_and_optimization_of_the_run_unless_given(run, printed, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    run("first", "--num-steps 2 --weight-decay 0 --lr-scheduler linear --zero-stage 2")
+    output = printed(words(f"--resume {first} --num-steps 3 --log-interval 1 --no-compile"))
+    model = f"--dataset synthetic --sequence-length 16 --model {tmp_path / 'model'}"
+    taken = words(f"{model} --weight-decay 0.0 --lr-scheduler linear")
+    assert sorted(words(header(output, "its flags"))) == sorted(taken)
+    given = record_of(first)["given"]
+    assert (given["weight_decay"], given["lr_scheduler"], given["num_steps"]) == (0, "linear", 3)
+    assert "zero_stage" not in given and "num_workers" not in given
+
+    whole = words(f"{model} --lr-scheduler linear --weight-decay 0 --num-steps 3 --log-interval 1 --no-compile")
+    run("second", "--num-steps 2 --weight-decay 0 --lr-scheduler linear --zero-stage 2")
+    printed([*whole, "--resume", second])
+    last = [[line["loss"] for line in metrics_of(folder) if line["step"] == 3] for folder in (first, second)]
+    assert last[0] == last[1]
+
+    assert (
+        parse(["--resume", first]).num_steps == 2
+    )  # of the checkpoint, as the last step of synthetic data is not saved
+    args = parse(words(f"--resume {first} --num-tokens 4096 --lr-scheduler cosine"))
+    assert (args.num_tokens, args.lr_scheduler, args.weight_decay) == (4096, "cosine", 0)
+    assert "num_steps" not in args.explicit
+    assert parse(words("--resume auto --run-name first")).dataset != "synthetic"
+
+
+def test_a_resume_leaves_out_flags_of_the_run_that_those_given_make_void(tmp_path):
+    given = {"precision": "fp8", "fp8_recipe": "rowwise", "lr_scheduler": "warmup_stable_decay", "decay_steps": 3}
+    write_checkpoint(tmp_path / "r", 1, given=given)
+    args = parse(["--resume", tmp_path / "r"])
+    assert (args.fp8_recipe, args.decay_steps, args.inherited) == ("rowwise", 3, tuple(given))
+    args = parse(["--resume", tmp_path / "r", *words("--precision bf16 --lr-scheduler cosine")])
+    assert args.inherited == ()
+    write_checkpoint(tmp_path / "r", 2, given={"optimizer": "adamw-bf16"})
+    with pytest.raises(UserError, match=r"--betas: .* \(with the flags of .*r\)"):
+        parse(["--resume", tmp_path / "r", "--betas", "0.9", "0.9999"])
 
 
 def test_going_on_keeps_what_was_given_and_what_it_was_resolved_to(run, printed, tmp_path):
