@@ -88,7 +88,10 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
 
 
 def check_prompts(opened: Opened) -> None:
-    """Raise a UserError if a prompt, as the model gets it, and its continuation exceed the model's positions."""
+    """Raise a UserError if the model cannot generate, or if a prompt, as the model gets it, and its continuation exceed
+    the model's positions."""
+    if opened.prompts or opened.settings.demo:  # which samples from other data too
+        models.check_generates(opened.config)
     settings, positions = opened.settings, getattr(opened.config.get_text_config(), "max_position_embeddings", None)
     for text in render_prompts(opened, opened.prompts):
         tokens = len(opened.tokenizer(text, add_special_tokens=False)["input_ids"])

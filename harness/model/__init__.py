@@ -34,7 +34,7 @@ from harness.model.optimization import (
 from harness.model.precision import choose_precision
 from harness.model.pretrained import PretrainedWeights, describe_ignored_weights, weights_digest
 from harness.model.routing import describe_routing
-from harness.model.sampling import evaluating, reshard, sample
+from harness.model.sampling import check_generates, evaluating, reshard, sample
 from harness.model.skipping import decide_skip, skips_on_device, step_or_skip
 from harness.model.stand_ins import without_data
 from harness.model.tokenizer import load_files
@@ -53,6 +53,7 @@ __all__ = [
     "build_optimizer",
     "build_scheduler",
     "check_float8",
+    "check_generates",
     "check_room",
     "checkpoint_activations",
     "choose_attention",

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import PreTrainedTokenizerBase
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedTokenizerBase
 
-from harness import flags, job
+from harness import base, flags, job
 
 
 @contextlib.contextmanager
@@ -43,6 +43,14 @@ class TokenCount:
 
     def end(self) -> None:
         pass
+
+
+def check_generates(config: PretrainedConfig) -> None:
+    """Raise a UserError if models of this config cannot generate text."""
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not hasattr(family, "generate"):
+        problem = f"{family.__name__} has no generate(), which samples need"
+        raise base.UserError(f"--sample-prompt: {problem}; derive it from GenerationMixin too, or take no samples")
 
 
 def sample(

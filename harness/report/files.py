@@ -42,12 +42,18 @@ class MetricsFile:
 
     def __init__(self, path: pathlib.Path, step: int, is_complete: bool):
         """Open it, and drop lines that an earlier start wrote after `step`, also the final averages unless the run is
-        complete. `first` is the run's first line, `last` the last one that is kept.
+        complete; the samples beside these move to their step's line. `first` is the run's first line, `last` the last
+        one that is kept.
 
         Raises:
             OSError: it cannot be read or written.
         """
-        lines = [line for line in read_metrics(path) if line["step"] <= step and (is_complete or "final" not in line)]
+        lines: list[dict] = []
+        for line in read_metrics(path):
+            if line["step"] <= step and (is_complete or "final" not in line):
+                lines.append(line)
+            elif lines and line["step"] == lines[-1]["step"] and "samples" in line:
+                lines[-1]["samples"] = line["samples"]
         self.first, self.last = (lines[0], lines[-1]) if lines else ({}, {})
         job.replace_file(path, "".join(as_json(line) + "\n" for line in lines))
         self.path = path

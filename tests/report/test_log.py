@@ -56,9 +56,18 @@ def test_the_same_command_after_the_end_changes_nothing_and_another_one_goes_on(
     first, second, third = json.loads((folder / "config.json").read_text())["starts"]
     assert (first["step"], second["step"], third["step"]) == (0, 3, 3) and "changed" not in first
     assert "num steps 3 -> 6" in third["changed"] and "-> 0.01" in third["changed"]
+    *_, third_line = [line for line in metrics_of(folder) if line["step"] == 3]
+    assert third_line["samples"] == lines[-1]["samples"] and "final" not in third_line
     last = metrics_of(folder)[-1]
     assert 0 < last["trained_seconds"] < last["elapsed_seconds"]
     assert re.search(r"tokens, [\d:]+ of training, [\d:]+ since the first start", capsys.readouterr().out)
+
+
+def test_samples_of_a_model_that_generates_nothing_are_one_line_before_training(run, monkeypatch):
+    monkeypatch.delattr("transformers.GenerationMixin.generate")  # as a model of one's own without the mixin
+    line = r"--sample-prompt: SmolLM3ForCausalLM has no generate\(\), which samples need; .*, or take no samples"
+    with pytest.raises(UserError, match=line):
+        run("--num-steps", 2)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
