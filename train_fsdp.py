@@ -310,6 +310,8 @@ def main(args: flags.Args) -> None:
     with job.World(args, memory_advice=lambda: plan.memory_advice(args)) as world:
         if args.plan:
             plan.print_plan(args, RECIPE)
+        elif args.compare:
+            report.write_comparison(args)
         else:
             device = world.meet()  # rendezvous: all ranks have started
             world.exit_code = run(args, device, world.stop)

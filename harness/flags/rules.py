@@ -26,6 +26,7 @@ from harness.flags.settings import (
 )
 from harness.flags.sources import mixture_problem, splits_overlap
 
+COMPARES = ("compare", "output_dir")
 FLASH = ("flash", "flash_attention_2")
 
 
@@ -39,6 +40,8 @@ def contradictions(args: Flags) -> Iterator[str]:
     lengths = [as_flag(name) for name in LENGTHS if name in args.explicit]
     if len(lengths) > 1:
         yield f"{lengths[1]}: {lengths[0]} is given too; leave one out"
+    if args.compare:
+        yield from [f"{as_flag(name)}: no effect with --compare" for name in args.explicit if name not in COMPARES]
     if args.resume == "auto" and args.num_steps == 0:
         yield "--resume: --num-steps 0 needs one checkpoint; give its PATH"
     if problem := model_problem(args.model):

@@ -328,6 +328,12 @@ class Flags:
         None, "no training: print the training documents of this optimizer step of a run [none]",
         metavar="STEP",
     )
+    compare: tuple[str, ...] | None = flag(
+        None,
+        "no training: write OUTPUT_DIR/compare.html with the curves of these runs, their last metrics and the flags "
+        "that differ",
+        nargs="+", metavar="RUN", type=path,
+    )
     average_checkpoints: int | None = flag(
         None,
         "with --num-steps 0 --resume RUN: evaluate, sample or export the mean of the run's newest K checkpoints, "
@@ -477,8 +483,8 @@ class Flags:
         return base.one_or_more(self.dataset)
 
     def trains(self) -> bool:
-        """True if this process trains: it does not plan, print samples or only evaluate."""
-        return not (self.plan or self.show_samples) and self.num_steps > 0
+        """True if this process trains: it does not plan, print samples, compare runs or only evaluate."""
+        return not (self.plan or self.show_samples or self.compare) and self.num_steps > 0
 
     def saves_final_checkpoint(self) -> bool:
         """True if the state after the last step is saved."""

@@ -34,7 +34,7 @@ def begin(settings: flags.Args) -> None:
     if not settings.plan:  # a plan makes its own world
         check_launcher_env(settings)
     signals.listen(settings)
-    if not settings.json:  # stdout has only the JSON object
+    if not (settings.json or settings.compare):  # stdout has only the JSON object; a comparison has no model
         terminal.print0(f"train_fsdp {settings.model}; loading torch")
     host.set_threads(settings)
     if not sys.warnoptions:  # `python -W default` shows all warnings

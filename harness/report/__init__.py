@@ -3,9 +3,11 @@
 Before loading: `check_measurable`, `open_trackers`, `record_memory`. The header: `describe_setup`. Steps, log lines and
 the end: `Log`, which takes a `StepResult` per step. Divergence: `first_not_finite`, `divergence_error`. Gates:
 `check_gates`. Last lines: `next_commands`, `describe_stop`. Without training: `print_evaluation`, `print_samples`,
-`keep_stdout_for_json`. For tools and benchmarks: `METRICS`, the table of all metrics, and `time_shares`.
+`keep_stdout_for_json`, `write_comparison`. For tools and benchmarks: `METRICS`, the table of all metrics, and
+`time_shares`.
 """
 
+from harness.report.compare import write_comparison
 from harness.report.header import describe_setup
 from harness.report.health import StepResult, divergence_error, first_not_finite
 from harness.report.log import Log, open_trackers
@@ -30,4 +32,5 @@ __all__ = [
     "print_samples",
     "record_memory",
     "time_shares",
+    "write_comparison",
 ]

@@ -5,12 +5,14 @@ import math
 import pathlib
 import re
 import statistics
+import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from harness import base, job
 from harness import flags as flag_rules
 from harness.report.files import describe_end, read_metrics
-from harness.report.metrics import METRICS, find_metric
+from harness.report.metrics import METRICS, Metric, find_metric
 
 WIDTH, HEIGHT = 1000, 300  # of a chart in SVG units; CSS stretches it
 MAX_POINTS = 120  # per line; a longer one is drawn as means of intervals, with a band from minimum to maximum
@@ -26,16 +28,22 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
         OSError: it cannot be written.
     """
     lines, config = read_metrics(folder / "metrics.jsonl"), base.read_config(folder)
-    path, template = folder / "report.html", (flag_rules.ASSETS / "page.html").read_text(encoding="utf-8")
+    path = folder / "report.html"
     name = text(folder.resolve().name)
     last = lines[-1] if lines else {}
     parts = [f"<h1>{name}</h1><p class=muted>{text(describe_state(lines, config))}</p>", draw_tiles(last)]
     parts += [draw_charts([line for line in lines if "final" not in line], resumed_steps(config))]
     parts += [draw_samples(lines), draw_plan(last), draw_origin(config)]
-    values = {"title": name, "body": "\n".join(parts)}
-    # in one pass, so that placeholders in a run's text stay text
-    job.replace_file(path, re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template))
+    job.replace_file(path, fill_template(name, "\n".join(parts)))
     return path
+
+
+def fill_template(title: str, body: str) -> str:
+    """A page with this title and body, in HTML."""
+    template = (flag_rules.ASSETS / "page.html").read_text(encoding="utf-8")
+    values = {"title": title, "body": body}
+    # in one pass, so that placeholders in a run's text stay text
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
 
 
 def text(words: object) -> str:
@@ -100,10 +108,14 @@ def draw_tiles(last: dict) -> str:
     tiles = []
     for key, metric in METRICS.items():
         if metric.tile and is_number(last.get(key)):
-            value = short(last[key]) if last[key] >= 1e6 else format(last[key], metric.tile)
-            unit = metric.unit if metric.unit in ("%", "GiB", "ms") else ""
-            tiles.append(f"<div class=tile><small>{label(key)}</small><b>{value} {unit}</b></div>")
+            tiles.append(f"<div class=tile><small>{label(key)}</small><b>{with_unit(metric, last[key])}</b></div>")
     return f"<div class=tiles>{''.join(tiles)}</div>"
+
+
+def with_unit(metric: Metric, value: float) -> str:
+    """The value of a metric with a tile."""
+    number = short(value) if value >= 1e6 else format(value, metric.tile)
+    return f"{number} {metric.unit}" if metric.unit in ("%", "GiB", "ms") else number
 
 
 def draw_samples(lines: list[dict]) -> str:
@@ -158,13 +170,14 @@ class Axis(NamedTuple):
 def draw_charts(lines: list[dict], resumed: list[int]) -> str:
     """A chart for each title in the table of metrics that has values, with marks at the steps `resumed`."""
     charts: dict[str, dict[str, Line]] = {metric.chart: {} for metric in METRICS.values() if metric.chart}
+    units = {metric.chart: metric.unit for metric in METRICS.values()}
     for key in dict.fromkeys(key for line in lines for key in line):
         metric = find_metric(key)
         numbers = [(line["step"], line[key]) for line in lines if is_number(line.get(key))]
         if metric and metric.chart and numbers:
             name = key.partition("/")[2] or ("training" if key == "loss" else label(key))
             charts[metric.chart][name] = numbers
-    drawn = [draw_chart(title, named, resumed) for title, named in charts.items() if named]
+    drawn = [draw_chart(title, units[title], named, resumed) for title, named in charts.items() if named]
     return f"<div class=charts>{''.join(drawn)}</div>"
 
 
@@ -178,14 +191,15 @@ def downsample(line: Line) -> list[tuple[float, float, float, float]]:
     return points
 
 
-def draw_chart(title: str, named: dict[str, Line], resumed: list[int]) -> str:
-    """A chart of named lines over steps, with a mark at each step in `resumed`."""
-    metric = next(metric for metric in METRICS.values() if metric.chart == title)
+def draw_chart(
+    title: str, unit: str, named: dict[str, Line], resumed: list[int], colors: Sequence[int] = range(sys.maxsize)
+) -> str:
+    """A chart of named lines over steps, with a mark at each step in `resumed`. `colors` are numbers, one per line."""
     lines = {name: downsample(line) for name, line in named.items()}
     steps, minima, _, maxima = map(sorted, zip(*(point for line in lines.values() for point in line), strict=True))
     # the start and the spikes of a long run lie far above the rest and are cut off
     high = maxima[-1 - len(maxima) // 20] if max(map(len, named.values())) > MAX_POINTS else maxima[-1]
-    low = minima[0] if metric.unit == "nats per token" else min(minima[0], 0.0)
+    low = minima[0] if unit == "nats per token" else min(minima[0], 0.0)
     across, upward = widened(steps[0], steps[-1]), widened(low, high, margin=0.05)
     grid = "".join(f"M0 {HEIGHT - upward.position(tick, HEIGHT)}h{WIDTH}" for tick in upward.ticks())
     drawn, legend = [f'<path class=grid d="{grid}"/>'], []
@@ -193,7 +207,7 @@ def draw_chart(title: str, named: dict[str, Line], resumed: list[int]) -> str:
         if across.low < step < across.high:
             mark = f"<title>resumed from step {step:,}</title>"
             drawn.append(f'<path class=resumed d="M{across.position(step, WIDTH)} 0v{HEIGHT}">{mark}</path>')
-    for color, (name, line) in enumerate(lines.items()):
+    for color, (name, line) in zip(colors, lines.items(), strict=False):
         means = [(step, mean) for step, _, mean, _ in line]
         if len(means) == 1:
             means *= 2  # drawn as a dot
@@ -212,7 +226,7 @@ def draw_chart(title: str, named: dict[str, Line], resumed: list[int]) -> str:
         for tick, words in across.ticks().items()
         if tick == int(tick)  # no fractions of a step
     ]
-    heading = f"<h3>{title} <span>{metric.unit}</span></h3><div>{''.join(legend)}</div>"
+    heading = f"<h3>{title} <span>{unit}</span></h3><div>{''.join(legend)}</div>"
     svg = f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' preserveAspectRatio=none role=img aria-label='{title} over steps'>"
     return (
         f"<div class=card><div class=legend>{heading}</div>"

@@ -7,7 +7,10 @@ import pathlib
 import re
 
 import pytest
+from conftest import parse, words
 
+from harness.base import UserError
+from harness.report import write_comparison
 from harness.report.page import write_report
 
 EVIL = "<script>document.title='broken'</script><img src=http://127.0.0.1:9/x>{{body}}"
@@ -22,11 +25,11 @@ def line(step: int, **more) -> dict:
     return {"step": step, "data_wait_percent": 0.5} | metrics | more
 
 
-def write_run(folder: pathlib.Path, lines: list) -> pathlib.Path:
+def write_run(folder: pathlib.Path, lines: list, **flags) -> pathlib.Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     config = {
-        "flags": {"model": "demo", "dataset": ["a:0.7", "b:0.3"], "num_steps": 40},
+        "flags": {"model": "demo", "dataset": ["a:0.7", "b:0.3"], "num_steps": 40} | flags,
         "gpu": "H100",
         "world_size": 4,
     }
@@ -175,3 +178,61 @@ def test_a_page_says_where_the_run_comes_from_and_marks_where_it_was_resumed(tmp
     assert "from step 30, changed: lr 0.001 -> 0.0005" in text
     marks = re.findall(r'<path class=resumed d="M(\d+) 0v300">', drawing_of(page, "Loss"))
     assert [int(mark) for mark in marks] == [round(1000 * 9 / 39), round(1000 * 29 / 39)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several runs
+
+
+@pytest.fixture
+def sweep(tmp_path) -> pathlib.Path:
+    """Runs of two learning rates, of which only the first evaluated; a folder without steps, and one of no run."""
+    first = [line(step, eval_loss=2.5) for step in range(1, 41)]
+    write_run(
+        tmp_path / "slow", [*first, first[-1] | {"final": True, "goodput_percent": 91.23}], lr=1e-4, betas=[0.9, 0.95]
+    )
+    write_run(
+        tmp_path / f"fast{EVIL}".replace("/", ""), [line(step) for step in range(1, 21)], lr=3e-4, betas=[0.9, 0.99]
+    )
+    write_run(tmp_path / "began", [])
+    (tmp_path / "export").mkdir()
+    return tmp_path
+
+
+def compare(folder: pathlib.Path, *paths: pathlib.Path) -> str:
+    write_comparison(parse(["--output-dir", folder / "out", "--compare", *paths]))
+    return (folder / "out" / "compare.html").read_text()
+
+
+def test_runs_are_compared_on_one_page(sweep, capfd):
+    page = compare(sweep, *sorted(sweep.iterdir()))
+    evil = f"fast{EVIL}".replace("/", "")
+    text = text_of(page)
+    assert f"{evil} slow --lr 0.0003 0.0001 --betas 0.9 0.99 0.9 0.95 loss 0.4000 0.2000 eval loss 2.5000" in text
+    assert "--num-steps" not in text and "mfu 41.5 % 41.5 %" in text and "goodput 91.2 %" in text
+    assert charts_of(page) == ["Loss", "Eval loss", *CHARTS[1:4], "Memory", "Memory alloc", *CHARTS[5:]]
+    assert drawing_of(page, "Loss").count("<polyline") == 2 and drawing_of(page, "Eval loss").count("<polyline") == 1
+    assert "style=stroke:var(--c1)" in drawing_of(page, "Eval loss") and "var(--c0)" not in drawing_of(
+        page, "Eval loss"
+    )
+    assert "<script" not in page and "<img" not in page
+    said = capfd.readouterr()
+    for name in ("began", "export"):
+        assert f"--compare {sweep / name}: no run with a logged step is there; left out" in said.err
+    assert f"report     {sweep / 'out' / 'compare.html'}" in said.out
+
+
+def test_one_run_is_compared_too_and_runs_of_one_name_are_told_apart_by_their_paths(sweep):
+    assert "1 run compared" in text_of(compare(sweep, sweep / "slow", sweep / "slow" / ".." / "slow"))
+    other = write_run(sweep / "others" / "slow", [line(1)], lr=1e-4)
+    page = text_of(compare(sweep, sweep / "slow", other))
+    assert f"{sweep / 'slow'} {other} " in page
+
+
+def test_what_cannot_be_compared_is_one_line(sweep):
+    with pytest.raises(UserError, match=r"--compare .*/slwo: no such folder; give folders of runs"):
+        compare(sweep, sweep / "slow", sweep / "slwo")
+    with pytest.raises(UserError, match=r"--compare: none of .*/export is the folder of a run with a logged step"):
+        compare(sweep, sweep / "export")
+    with pytest.raises(UserError, match=r"--lr: no effect with --compare"):
+        parse(words("--compare a --lr 1"))

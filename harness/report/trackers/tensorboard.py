@@ -36,7 +36,7 @@ class Tensorboard(Tracker):
         # indented text is a code block in Markdown, shown unchanged
         self.writer.add_text("config", textwrap.indent(json.dumps(run, indent=2), "    "), state.step)
         self.writer.flush()
-        return f"tensorboard --logdir {shlex.quote(str(self.folder))}"
+        return f"tensorboard --logdir {shlex.quote(str(self.folder.parent))}"  # which names runs by their folders
 
     def log(self, metrics: dict) -> None:
         for name, value in to_tracker_names(metrics).items():
