@@ -8,6 +8,7 @@ installed. Bash blocks run in a copy of the project's folder in which the run `o
 import dataclasses
 import functools
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -22,7 +23,7 @@ import pytest
 import transformers
 from accelerate.commands.launch import launch_command_parser
 from checkpoints import write_checkpoint
-from conftest import ROOT, parse, start
+from conftest import ROOT, STORIES, parse, start
 from torch.distributed.run import get_args_parser
 
 from harness.flags import rules
@@ -161,12 +162,14 @@ DEMO = "train_fsdp.py --demo --num-steps 4 --sequence-length 64 --batch-size 2 -
 
 @pytest.fixture(scope="module")
 def workplace(root) -> pathlib.Path:
-    """The repository's root as a reader has it who has done three runs and has a file of prompts."""
+    """The repository's root as a reader has it who has done three runs, and has files of prompts and of novels."""
     flags = "--checkpoint-interval 2 --sample-tokens 2 --log-interval 1 --perf-warmup-steps 1 --run-name demo"
     run([sys.executable, *DEMO.split(), *flags.split()], root)
     for name in ("first", "second"):
         shutil.copytree(root / "outputs" / "demo", root / "outputs" / name)
     (root / "prompts.txt").write_text("Once there was\nOne day\n")
+    stories = [json.loads(line)["text"] for line in (STORIES / "validation.jsonl").read_text().splitlines()]
+    (root / "novels.txt").write_text("\n".join(stories))
     return root
 
 
