@@ -49,7 +49,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
-                self.error(f"{name}: unexpected argument; --help lists the flags and their values")
+                advice = f"for data give --dataset {name}" if os.path.exists(name) else "--help lists the flags"
+                self.error(f"{name}: unexpected argument; {advice}")
             self.error(f"{name}: {no_such_flag(name, self.flags())}")
         return vars(namespace)
 
