@@ -137,9 +137,7 @@ def complete(explicit: dict[str, typing.Any], file: str | None = None) -> Args:
     """
     inherited = resumed_flags(Args(**explicit, explicit=explicit))
     explicit = inherited | explicit
-    for name in [name for name in inherited if lacks_condition(name, Args(**explicit))]:
-        del inherited[name], explicit[name]
-    defaults: dict[str, typing.Any] = {"config": file, "explicit": explicit, "inherited": tuple(inherited)}
+    defaults: dict[str, typing.Any] = {"config": file, "explicit": explicit}
     if explicit.get("demo"):
         recipe = json.loads((ASSETS / "demo" / "recipe.json").read_text(encoding="utf-8"))
         if explicit.get("dataset", "demo") != "demo":
@@ -160,6 +158,9 @@ def complete(explicit: dict[str, typing.Any], file: str | None = None) -> Args:
     if (args.num_steps == 0 or args.show_samples) and args.resume not in ("none", "auto"):
         defaults |= checkpoint_flags(args) | {"compile": False}
         args = Args(**defaults | explicit)
+    for name in [name for name in inherited if lacks_condition(name, args)]:
+        del inherited[name], explicit[name]
+    args = Args(**defaults | explicit, inherited=tuple(inherited))
     changes: dict[str, typing.Any] = {}
     if args.num_tokens or args.num_epochs:  # an upper bound until `resolve` computes the steps
         changes["num_steps"] = args.num_tokens or MAX_STEPS

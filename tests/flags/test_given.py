@@ -95,7 +95,9 @@ def test_a_resume_leaves_out_flags_of_the_run_that_those_given_make_void(tmp_pat
     assert (args.fp8_recipe, args.decay_steps, args.inherited) == ("rowwise", 3, tuple(given))
     args = parse(["--resume", tmp_path / "r", *words("--precision bf16 --lr-scheduler cosine")])
     assert args.inherited == ()
-    write_checkpoint(tmp_path / "r", 2, given={"optimizer": "adamw-bf16"})
+    write_checkpoint(tmp_path / "r", 2, given={"demo": True, "eval_split": "other.jsonl"})  # --demo evaluates
+    assert parse(["--resume", tmp_path / "r", "--num-steps", 9]).explicit["eval_split"] == "other.jsonl"
+    write_checkpoint(tmp_path / "r", 3, given={"optimizer": "adamw-bf16"})
     with pytest.raises(UserError, match=r"--betas: .* \(with the flags of .*r\)"):
         parse(["--resume", tmp_path / "r", "--betas", "0.9", "0.9999"])
 
