@@ -17,9 +17,15 @@ def begin() -> flags.Args:
     base.refuse_old_python()  # an older one cannot read the next import
     from harness import flags
 
-    settings = flags.parse_args()
+    args = flags.parse_args(before_import=set_up)
+    if not args.import_:
+        set_up(args)
+    return args
+
+
+def set_up(args: flags.Args) -> None:
+    """Check the packages, listen to signals, and set what torch reads when it is imported."""
     base.refuse_missing_packages()
     from harness import job
 
-    job.begin(settings)
-    return settings
+    job.begin(args)

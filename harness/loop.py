@@ -55,6 +55,7 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     Raises:
         UserError: something is missing, damaged, or does not go together.
     """
+    print_imports()
     corpora = data.find(args) if args.num_steps or args.eval_interval or args.show_samples else []
     config, tokenizer, typed_prompts = models.load_files(args, data.needs_tokenizer(args, corpora))
     prompts = base.broadcast_from_rank_0(lambda: [one for typed in typed_prompts for one in data.read_prompt(typed)])
@@ -85,6 +86,19 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     )
     check_prompts(opened)
     return opened
+
+
+def print_imports() -> None:
+    """Print the files of --import and what they registered.
+
+    Raises:
+        UserError: a file differs between ranks.
+    """
+    if len({*base.all_gather_objects(tuple(flags.IMPORTED.values()))}) > 1:
+        raise base.UserError("--import: a file differs between ranks; copy the same one to all nodes")
+    if flags.IMPORTED:
+        registered = ", ".join(flags.REGISTERED) or "nothing registered"
+        job.print0(f"imports    {flags.describe_imports()}: {registered}")
 
 
 def check_prompts(opened: Opened) -> None:

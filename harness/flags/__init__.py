@@ -13,10 +13,12 @@ A flag is one field of `Args` in settings.py; its contradictions are in rules.py
 
 from harness.flags.adapters import adapter_folder, read_adapter_config
 from harness.flags.checkpoints import checkpoint_folder, no_checkpoint
+from harness.flags.choices import DATASETS, Dataset, Optimizer
 from harness.flags.commands import as_flags, as_words, run_flags, shell_command
+from harness.flags.imports import IMPORTED, REGISTERED, describe_fault, describe_imports, model_types
 from harness.flags.parser import complete, make_parser, parse_args
 from harness.flags.rules import contradiction, may_be_on_the_hub, misfits_float8, not_a_folder_name
-from harness.flags.schedules import SCHEDULES
+from harness.flags.schedules import SCHEDULES, Schedule
 from harness.flags.settings import (
     ASSETS,
     FLAGS,
@@ -44,18 +46,24 @@ from harness.flags.sources import Source, Stage, parse_sources, parse_stages, so
 
 __all__ = [
     "ASSETS",
+    "DATASETS",
     "FLAGS",
+    "IMPORTED",
     "LENGTHS",
     "OPTIMIZERS",
     "PRESETS",
     "PROFILED_STEPS",
+    "REGISTERED",
     "SCHEDULES",
     "TRACKERS",
     "Args",
     "Attention",
+    "Dataset",
     "Flags",
     "Fp8Recipe",
+    "Optimizer",
     "Precision",
+    "Schedule",
     "Settings",
     "Source",
     "Stage",
@@ -69,12 +77,15 @@ __all__ = [
     "contradiction",
     "default_lr",
     "default_warmup",
+    "describe_fault",
+    "describe_imports",
     "flags_where",
     "is_eval_dataset",
     "is_pattern",
     "make_parser",
     "may_be_on_the_hub",
     "misfits_float8",
+    "model_types",
     "no_checkpoint",
     "not_a_folder_name",
     "parse_args",

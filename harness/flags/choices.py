@@ -1,7 +1,9 @@
 """Choices: values of flags that name files of other packages, for --help. They are repeated here because flags are
-parsed before torch is loaded; tests/flags/test_choices.py compares them with the files."""
+parsed before torch is loaded; tests/flags/test_choices.py compares them with the files. harness/register.py adds those
+of --import."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 
 class Optimizer(NamedTuple):
@@ -9,6 +11,15 @@ class Optimizer(NamedTuple):
 
     help: str  # the first sentence of its file
     max_beta: float = 1.0  # of --betas
+    kind: Any = None  # an `OptimizerKind` of --import; None: the `OPTIMIZER` of its file
+
+
+class Dataset(NamedTuple):
+    """A data set of --import."""
+
+    records: Callable[[], Iterable[Any]]  # each a text, a list of token ids, or the fields of a record
+    version: str
+    limit: int | None  # records that are read; None: all
 
 
 OPTIMIZERS = {
@@ -17,6 +28,7 @@ OPTIMIZERS = {
     "adamw8bit": Optimizer("torchao's AdamW with 8-bit states"),
     "muon": Optimizer("Muon, orthogonal updates of the matrices in decoder layers, with AdamW for all else"),
 }
+DATASETS: dict[str, Dataset] = {}
 TRACKERS = {
     "wandb": "Weights & Biases, by its own client: `wandb login`, or WANDB_MODE=offline",
     "tensorboard": "TensorBoard event files in the run's folder",

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from harness.flags.imports import IMPORTED
 from harness.flags.settings import COLLECTED, Flags, as_flag
 
 
@@ -31,8 +32,10 @@ def as_flags(values: Mapping[str, object]) -> str:
 
 
 def shell_command(launcher: str, explicit: Mapping[str, object] | None = None, **changes: object) -> str:
-    """A command for the shell: `launcher`, quoted already, with its script, then `explicit` flags with `changes`."""
-    return f"{launcher} {as_flags({**(explicit or {}), **changes})}".rstrip()
+    """A command for the shell: `launcher`, quoted already, with its script, then this process's --import and `explicit`
+    flags with `changes`."""
+    imports = {"import_": tuple(IMPORTED)} if IMPORTED else {}
+    return f"{launcher} {as_flags({**imports, **(explicit or {}), **changes})}".rstrip()
 
 
 def run_flags(args: Flags, *replaced: str) -> dict[str, object]:

@@ -9,12 +9,14 @@ import os
 import sys
 import types
 import typing
+from collections.abc import Callable
 
 from harness import base
 from harness.flags.adapters import adapter_flags
 from harness.flags.checkpoints import checkpoint_flags, resumed_flags
 from harness.flags.files import read_flags
 from harness.flags.flag_types import choice, number, text
+from harness.flags.imports import REGISTERED, run_files
 from harness.flags.names import no_such_flag
 from harness.flags.rules import contradiction, lacks_condition
 from harness.flags.settings import ASSETS, FLAGS, LENGTHS, Args, Flags, as_flag, default_split, default_warmup
@@ -58,6 +60,18 @@ class Parser(argparse.ArgumentParser):
         return self._option_string_actions  # private: argparse has no public list of a parser's flags
 
 
+class Help(argparse.Action):
+    """The action of --help, which lists what the --import files before it add."""
+
+    def __call__(self, parser: typing.Any, namespace: argparse.Namespace, *_: object) -> None:
+        try:
+            run_files(getattr(namespace, "import_", ()))
+        except base.UserError as error:
+            parser.error(str(error))
+        make_parser().print_help()
+        parser.exit()
+
+
 def argument(field: dataclasses.Field, hint: typing.Any) -> dict:
     """argparse's options for a flag, from its field of `Args` and the type of that field."""
     options = field.metadata["options"]
@@ -66,6 +80,8 @@ def argument(field: dataclasses.Field, hint: typing.Any) -> dict:
         hint = typing.get_args(hint)[0]
     if "type" in options:
         return metavar | options
+    if table := field.metadata["table"]:  # checked after --import
+        return options | {"metavar": f"{{{','.join(table)}}}", "type": text}
     if hint is bool:
         action = "store_true" if field.default is False else argparse.BooleanOptionalAction
         return options | {"action": action}
@@ -78,27 +94,33 @@ def argument(field: dataclasses.Field, hint: typing.Any) -> dict:
 
 def make_parser() -> Parser:
     """The parser with each flag of `Flags`, in the groups of --help."""
+    added = f"added by --import:\n  {', '.join(REGISTERED)}\n\n" if REGISTERED else ""
     parser = Parser(
         prog="train_fsdp.py",
         usage="%(prog)s [flags]",
         description="Train a causal language model with FSDP2: python, torchrun or accelerate launch, then this file.",
-        epilog=EXAMPLES,
+        epilog=added + EXAMPLES,
         formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=118),
         allow_abbrev=False,
+        add_help=False,
         argument_default=argparse.SUPPRESS,
     )
+    parser.add_argument("-h", "--help", action=Help, nargs=0, help="show this help message and exit")
     parser.add_argument("--version", action=base.ShowVersion, nargs=0, help="versions of this program and its packages")
     group: typing.Any = parser  # or a group of it
     hints = typing.get_type_hints(Flags)
     for name, field in FLAGS.items():
         if field.metadata["group"]:
             group = parser.add_argument_group(field.metadata["group"])
-        group.add_argument(as_flag(name), **argument(field, hints[name]))
+        group.add_argument(as_flag(name), dest=name, **argument(field, hints[name]))
     return parser
 
 
-def parse_args(argv: list[str] | None = None) -> Args:
-    """Parse a command line, by default this process's. Exits with code 2 and one line that names a wrong flag."""
+def parse_args(argv: list[str] | None = None, before_import: Callable[[Args], object] = lambda args: None) -> Args:
+    """Parse a command line, by default this process's. Exits with code 2 and one line that names a wrong flag.
+
+    If there are files of --import, it calls `before_import(args)`, whose names are not checked yet, and runs them.
+    """
     parser = make_parser()
     words = sys.argv[1:] if argv is None else argv
     parser.as_json = "--json" in words
@@ -118,6 +140,10 @@ def parse_args(argv: list[str] | None = None) -> Args:
         explicit = from_file | explicit
     try:
         args = complete(explicit, file)
+        if args.import_:
+            before_import(args)
+            run_files(args.import_)
+            args = complete(explicit, file)  # defaults depend on registered names
     except base.UserError as error:
         parser.error(str(error))
     if problem := contradiction(args):

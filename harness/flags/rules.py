@@ -9,6 +9,7 @@ from typing import Any
 from harness import base
 from harness.flags.checkpoints import no_checkpoint
 from harness.flags.choices import OPTIMIZERS, PLAIN_SUFFIXES
+from harness.flags.imports import model_types
 from harness.flags.names import suggest
 from harness.flags.schedules import SCHEDULES
 from harness.flags.settings import (
@@ -37,6 +38,11 @@ def contradiction(args: Flags) -> str:
 
 def contradictions(args: Flags) -> Iterator[str]:
     """Every contradiction and every flag without effect, as errors."""
+    for name, field in FLAGS.items():
+        table, value = field.metadata["table"], getattr(args, name)
+        if table and value not in table:
+            choices = f"choose from {', '.join(table)}; --import FILE.py adds others"
+            yield f"{as_flag(name)}: invalid choice: {value!r} ({choices})"
     lengths = [as_flag(name) for name in LENGTHS if name in args.explicit]
     if len(lengths) > 1:
         yield f"{lengths[1]}: {lengths[0]} is given too; leave one out"
@@ -46,6 +52,8 @@ def contradictions(args: Flags) -> Iterator[str]:
         yield "--resume: --num-steps 0 needs one checkpoint; give its PATH"
     if problem := model_problem(args.model):
         yield f"--model {args.model}: {problem}"
+    if args.model in model_types() and args.init == "pretrained":
+        yield f"--init pretrained: {args.model} is a registered model type without weights; give a folder as --model"
     for name in ("run_name", "project_name"):
         value = getattr(args, name)
         if value is not None and (problem := not_a_folder_name(value)):
@@ -262,9 +270,9 @@ def may_be_on_the_hub(name: str) -> bool:
 
 
 def model_problem(model: str) -> str:
-    """A problem with --model; empty for a preset, a folder or a possible hub id."""
+    """A problem with --model; empty for a preset, a registered type, a folder or a possible hub id."""
     path = os.path.expanduser(model)
-    if model in PRESETS or os.path.isdir(path):
+    if model in PRESETS or model in model_types() or os.path.isdir(path):
         return ""
     if os.path.lexists(path) or not may_be_on_the_hub(model):
         return "no such folder"

@@ -21,9 +21,10 @@ class StepFlags(Protocol):
 class Schedule(NamedTuple):
     """A row of the table."""
 
-    transformers_name: str  # of `transformers.get_scheduler`
+    transformers_name: str = ""  # of `transformers.get_scheduler`; empty with a `factor`
     options: Callable[[StepFlags], dict] = lambda args: {}  # its `scheduler_specific_kwargs`
     problem: Callable[[StepFlags], str] = lambda args: ""  # an error, or empty
+    factor: Callable[[int, int, int], float] | None = None  # of --lr, from (finished steps, steps, warmup steps)
 
 
 def decay_options(args: StepFlags) -> dict:

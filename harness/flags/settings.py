@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, Literal, TypeVar
 
 from harness import base
-from harness.flags.choices import COMPRESSIONS, FIELD_SUFFIXES, OPTIMIZERS, SUFFIXES, TRACKERS
+from harness.flags.choices import COMPRESSIONS, DATASETS, FIELD_SUFFIXES, OPTIMIZERS, SUFFIXES, TRACKERS
 from harness.flags.flag_types import (
     Collect,
     DatasetWords,
@@ -61,6 +61,7 @@ def flag(
     on_resume: Literal["same", "reported", "free"] = "free",
     from_checkpoint: Literal["", "model", "data", "training"] = "",
     not_inherited: bool = False,
+    table: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Default:
     """A field that is a flag.
@@ -74,11 +75,12 @@ def flag(
             and --show-samples, see `checkpoints.checkpoint_flags`, and by training, see `checkpoints.resumed_flags`;
             empty: never.
         not_inherited: True if a run's config.json as --config does not set it.
+        table: its keys are the values, to which --import may add.
         options: for argparse.
     """
     options["help"] = help
     about = {"group": group, "min": min, "max_exclusive": max_exclusive, "only_with": only_with, "on_resume": on_resume}
-    about |= {"from_checkpoint": from_checkpoint, "not_inherited": not_inherited, "options": options}
+    about |= {"from_checkpoint": from_checkpoint, "not_inherited": not_inherited, "table": table, "options": options}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -94,6 +96,12 @@ class Flags:
     config: str | None = flag(
         None, "TOML, or a run's config.json without its --run-name, --resume, --export; the command line overrides it",
         metavar="FILE", type=path,
+    )
+    import_: tuple[str, ...] | None = flag(
+        None,
+        "Python file that is run first and registers a model type, data set, schedule, optimizer, metric or loss term "
+        "(docs/OWN.md); only from the command line or TOML; repeat it for more files [none]",
+        metavar="FILE.py", type=path, action=Collect, not_inherited=True,
     )
 
     model: str = flag(
@@ -267,9 +275,9 @@ class Flags:
         None, "instead of --num-steps: passes over the data, such as 3 or 0.5 [--num-steps]",
         max_exclusive=1_000_000, from_checkpoint="training",
     )
-    optimizer: Literal[*OPTIMIZERS] = flag(  # type: ignore[valid-type]  # the rows of a table
+    optimizer: str = flag(
         "adamw", f"{OPTIMIZERS_HELP} [adamw]",
-        on_resume="same", from_checkpoint="model",
+        table=OPTIMIZERS, on_resume="same", from_checkpoint="model",
     )
     lr: float | None = flag(
         None, "peak learning rate [3e-4; --init pretrained: 2e-5; --lora-rank: 2e-4; a checkpoint's on a resume]",
@@ -279,9 +287,9 @@ class Flags:
         None, "peak learning rate of muon's AdamW for embedding, head, norms and biases [--lr]",
         only_with="optimizer=muon", on_resume="reported", from_checkpoint="training",
     )
-    lr_scheduler: Literal[*SCHEDULES] = flag(  # type: ignore[valid-type]  # the rows of a table
+    lr_scheduler: str = flag(
         "cosine", "learning rate schedule [cosine]",
-        on_resume="reported", from_checkpoint="training",
+        table=SCHEDULES, on_resume="reported", from_checkpoint="training",
     )
     warmup_steps: int | None = flag(
         None, "steps of learning rate warmup [5 %% of the steps; 0 with constant]",
@@ -593,8 +601,8 @@ def default_split(dataset: str, streaming: bool) -> str:
 
 
 def as_flag(field: str) -> str:
-    """`--num-steps` of the field `num_steps`."""
-    return f"--{field.replace('_', '-')}"
+    """`--num-steps` of the field `num_steps`, `--import` of `import_`."""
+    return f"--{field.rstrip('_').replace('_', '-')}"
 
 
 def is_pattern(target: str) -> bool:
@@ -603,17 +611,19 @@ def is_pattern(target: str) -> bool:
 
 
 def is_local(dataset: str) -> bool:
-    """True if a source is files, not a hub id: an existing path, a pattern, or a URL."""
+    """True if a source is files or registered, not a hub id: an existing path, a pattern, or a URL."""
     path = os.path.expanduser(dataset)
-    return dataset == "demo" or base.is_url(dataset) or os.path.exists(path) or glob.has_magic(path)
+    return (
+        dataset == "demo" or dataset in DATASETS or base.is_url(dataset) or os.path.exists(path) or glob.has_magic(path)
+    )
 
 
 def is_eval_dataset(split: str | None) -> bool:
-    """True if an --eval-split has the form of a dataset of its own (a file, folder, pattern, URL or hub id), not of a
-    split of --dataset."""
+    """True if an --eval-split has the form of a dataset of its own (a file, folder, pattern, URL or hub id) or is
+    registered, and is not a split of --dataset."""
     if split is None:
         return False
-    return "/" in split or split.startswith("~") or has_suffix(split, SUFFIXES)
+    return split in DATASETS or "/" in split or split.startswith("~") or has_suffix(split, SUFFIXES)
 
 
 def has_suffix(name: str, suffixes: Sequence[str]) -> bool:

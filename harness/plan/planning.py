@@ -78,6 +78,7 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
     elif settings.num_epochs:
         result["num_epochs"] = settings.num_epochs  # the number of steps depends on the data
     result["warning"] = describe_unread_lengths(settings)
+    result["imports"] = flags.describe_imports()
     result["rates"] = rates.values
     result["measured_share"], result["published_share"] = measured_shares(settings, config, result)
     result["assumptions"] = assumptions(rates)

@@ -21,8 +21,7 @@ def describe_plan(settings: flags.Settings, result: dict) -> str:
     """Format the answer and the table; with --plan-details everything."""
     answer = {"verdict": describe_verdict(settings, result)} | describe_speed(result)
     answer |= describe_longest(result) | describe_advice(result)
-    if result["warning"]:
-        answer["warning"] = result["warning"]
+    answer |= {name: result[name] for name in ("warning", "imports") if result[name]}
     lines = [job.columns(answer)]
     if len(result["configurations"]) > 1:
         lines += describe_configurations(result)

@@ -108,14 +108,15 @@ class MetricsFile:
 def make_config(
     settings: flags.Settings, folder: pathlib.Path, state: states.TrainState, data: corpora.DataRecord, changed: str
 ) -> dict:
-    """The content of config.json: flags, versions and command of the run, its id, the record of its `data`, and its
-    starts, each with time, first step, number of ranks, and the flags that it `changed`, in words."""
+    """The content of config.json: flags, versions, --import files and command of the run, its id, the record of its
+    `data`, and its starts, each with time, first step, number of ranks, and the flags that it `changed`, in words."""
     before = base.read_config(folder)
     start = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "step": state.step}
     start["world_size"] = dist.get_world_size()
     if changed:
         start["changed"] = changed
     run: dict[str, Any] = flags.record_flags(settings) | {"versions": base.package_versions(), "commit": base.commit()}
+    run["imports"] = flags.IMPORTED
     run["command"] = flags.shell_command(job.launcher(), settings.explicit)
     run["parameters"] = sum(parameter.numel() for parameter in state.model.parameters())
     run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -32,7 +32,8 @@ def describe_identity(
     data: corpora.TrainingData,
 ) -> dict:
     """Return what a resumed run must share although no flag has it: the model's config, checksums of the tokenizer and
-    of frozen weights, and the record of the data; also the identity of the eval data, whose change is reported."""
+    of frozen weights, and the record of the data; also the identities of the eval data and of the files of --import,
+    whose changes are reported."""
     vocabulary = None
     if tokenizer and not data.is_mapped:  # token files do not use the tokenizer
         vocabulary = hashlib.sha256(corpora.vocabulary_of(tokenizer).encode()).hexdigest()
@@ -42,6 +43,7 @@ def describe_identity(
         "tokenizer": vocabulary,
         "data": as_json(data.record.record()),
         "eval_data": data.eval_identity,
+        "imports": flags.describe_imports(),
     }
 
 
@@ -91,10 +93,11 @@ def check_resume(
     if evaluated_before and evaluated and list(evaluated_before.values()) != list(evaluated.values()):
         changed.append("other eval data, so eval losses do not compare with earlier ones")
     world_before, world = manifest["world_size"], dist.get_world_size()
-    values = {"world size": (world_before, world)}
+    values: dict[str, tuple[Any, Any]] = {"world size": (world_before, world)}
     values["global batch"] = (global_batch(before, world_before), global_batch(now, world))
     reported = flags.flags_where("on_resume", "reported")
     values |= {name.replace("_", " "): (before[name], now[name]) for name in reported}
+    values["imports"] = (manifest.get("imports") or "none", identity["imports"] or "none")
     changed += [f"{name} {old} -> {new}" for name, (old, new) in values.items() if old != new]
     return ", ".join(changed)
 

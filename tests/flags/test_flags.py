@@ -13,7 +13,7 @@ from conftest import ROOT, cold_python, parse, words
 
 from harness import flags
 from harness.flags.parser import EXAMPLES
-from harness.flags.settings import FLAGS, Args
+from harness.flags.settings import FLAGS, Args, as_flag
 from harness.flags.sources import Source, parse_sources
 
 
@@ -40,7 +40,7 @@ def test_help_comes_at_once_without_torch_and_names_every_flag_with_its_default(
     off_unless_given = words("demo config sample_prompt peak_tflops defer_grad_sync cpu_offload export")
     off_unless_given += words("fp8_emulate plan plan_details gpu_hour_usd json")
     for field in FLAGS.values():
-        text = described["--" + field.name.replace("_", "-")].replace("[:5%]", "")
+        text = described[as_flag(field.name)].replace("[:5%]", "")
         assert field.name in off_unless_given or re.search(r"\[[^\]]+\]", text), field.name
         if type(field.default) in (int, float) and field.default:
             assert float(re.search(r"\[([^\]]+)\]", text)[1]) == field.default

@@ -11,6 +11,7 @@ from conftest import PROGRAM, ROOT, cold_python, copy_program, parse, python, sl
 
 from harness.base import UserError
 from harness.flags.parser import drop_accelerate_settings, make_parser
+from harness.flags.settings import as_flag
 from harness.model import choose_precision
 
 PREFIX = "train_fsdp.py: error: "
@@ -165,7 +166,7 @@ ACTIONS = {action.dest: action for action in make_parser().flags().values()}
 
 @pytest.mark.parametrize("name", ACTIONS)
 def test_an_odd_value_is_in_the_flags_range_or_is_one_line_that_names_the_flag(name):
-    flag, action = f"--{name.replace('_', '-')}", ACTIONS[name]
+    flag, action = as_flag(name), ACTIONS[name]
     if action.nargs in (None, "+", 2):
         for empty in ([flag, ""], [f"{flag}="], [flag, "  "]):
             assert refused(*empty).startswith(f"{flag}: ")
@@ -200,19 +201,19 @@ TAKES = "|".join(
 @pytest.mark.parametrize("name", [name for name, kind in WITH_VALUE.items() if kind != "text"])
 def test_a_value_of_the_wrong_kind_is_answered_by_what_the_flag_takes(name):
     """In words: argparse alone would say "invalid gpu_counts value"."""
-    flag, count = f"--{name.replace('_', '-')}", ACTIONS[name].nargs
+    flag, count = as_flag(name), ACTIONS[name].nargs
     value = "~nobody-here/x" if WITH_VALUE[name].startswith("path") else "some:thing"
     assert re.match(f"{flag}: ({TAKES})", refused(flag, *[value] * (count if isinstance(count, int) else 1)))
 
 
-LOCAL = {"output_dir", "export", "cache_dir", "resume", "config", "chat_template"}
+LOCAL = {"output_dir", "export", "cache_dir", "resume", "config", "import_", "chat_template"}
 URLS = ["s3://bucket/run", "gs://bucket/run", "hf://datasets/x", "https://example.org/run", "file:///tmp/run"]
 
 
 @pytest.mark.parametrize("name", [name for name, kind in WITH_VALUE.items() if kind.startswith("path")])
 def test_a_url_where_only_a_local_path_can_be_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    flag = f"--{name.replace('_', '-')}"
+    flag = as_flag(name)
     for url in URLS:
         if name in LOCAL:
             assert refused(flag, url).startswith(f"{flag}: {url} is a URL, and a local path is needed; copy or sync")
