@@ -176,7 +176,7 @@ def train_step(
     The loss weights every trained token of the global batch equally. The router loss of a mixture of experts is
     computed per microbatch and averaged over all microbatches of all ranks, so the same microbatches give the same
     router loss on any number of ranks. Times its coefficient it is part of the training objective, but not of the
-    returned loss; so are additional terms (`chosen_terms` in harness/model/loss.py, such as a z-loss), which are means
+    returned loss; so are additional terms (`TERMS` in harness/model/loss.py, such as a z-loss), which are means
     over trained tokens as the loss is.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it

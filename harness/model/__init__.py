@@ -22,8 +22,9 @@ from harness.model.lora import (
     trained_on_meta,
     write_adapter_config,
 )
-from harness.model.loss import StepLoss, adapt_forward, choose_loss, full_loss
+from harness.model.loss import TERMS, StepLoss, adapt_forward, choose_loss, full_loss
 from harness.model.optimization import (
+    OptimizerKind,
     build_optimizer,
     build_scheduler,
     clip_grad_norm,
@@ -43,8 +44,10 @@ from harness.model.weights import as_in_checkpoint, check_room, decoder_layers, 
 
 __all__ = [
     "CORRECTED_FORMULAS",
+    "TERMS",
     "Adapters",
     "HostInputs",
+    "OptimizerKind",
     "PretrainedWeights",
     "StepLoss",
     "adapt_forward",

@@ -28,9 +28,12 @@ class Source(NamedTuple):
 
 
 def find_source(model: str) -> Source:
-    """Find the files of a preset, a local folder, a hub id, or the base of a folder of adapters."""
+    """Find the files of a preset, a registered model type (none), a local folder, a hub id, or the base of a folder of
+    adapters."""
     if preset := flags.PRESETS.get(model):
         return Source(str(preset), json.loads(preset.read_text()).get("_name_or_path", str(preset.parent)))
+    if model in flags.model_types():
+        return Source(model, model)
     path = pathlib.Path(model).expanduser()
     if path.is_dir():
         if (path / "metrics.jsonl").is_file() or (path / base.MANIFEST).is_file():
@@ -66,20 +69,26 @@ def find_base(adapters: str) -> Source:
 
 
 def load_config(model: str) -> PretrainedConfig:
-    """The config of a preset, a local folder or a hub id."""
-    source = find_source(model)
-    base.answer_from_cache_without_network(source.config)
+    """The config of a preset, a local folder, a hub id, or a registered model type, whose config has its defaults."""
+    source, is_type = find_source(model), model in flags.model_types()
     try:
-        config = AutoConfig.from_pretrained(source.config, revision=source.revision, trust_remote_code=False)
+        if is_type:
+            config = AutoConfig.for_model(model)
+        else:
+            base.answer_from_cache_without_network(source.config)
+            config = AutoConfig.from_pretrained(source.config, revision=source.revision, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
         refuse_foreign_code(f"--model {model}", error)
         nowhere = f"not a preset ({', '.join(flags.PRESETS)}), not a local folder, and not available from the hub"
         if flags.adapter_folder(model):
             nowhere = f"adapters for {source}, which is no folder and not available from the hub; {NAME_BASE}"
-        problem = "its config.json cannot be used" if os.path.exists(source.config) else nowhere
+        problem = "its config.json cannot be used" if is_type or os.path.exists(source.config) else nowhere
+        if "does not recognize this architecture" in str(error):
+            problem += "; --import FILE.py registers a type of your own"
         raise base.UserError(f"--model {model}: {problem} ({base.first_line(error)})") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise base.UserError(f"--model {model}: {config.model_type} is no causal language model of transformers")
+        problem = f"{config.model_type} is no causal language model of transformers, and none is registered for it"
+        raise base.UserError(f"--model {model}: {problem}")
     if problem := find_impossible_size(config.get_text_config()):
         raise base.UserError(f"--model {model}: its config.json cannot be used ({problem})")
     if problem := find_training_obstacle(config):
@@ -89,7 +98,11 @@ def load_config(model: str) -> PretrainedConfig:
 
 
 def find_impossible_size(config: PretrainedConfig) -> str:
-    """A size in a config that no model can have although transformers builds one; empty if all sizes are possible."""
+    """A size in a config that no model can have although transformers builds one, or one that is missing; empty if all
+    sizes are possible."""
+    for name in ("vocab_size", "num_hidden_layers"):
+        if not isinstance(getattr(config, name, None), int):
+            return f"it has no {name}"
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value < 1:
@@ -164,6 +177,10 @@ def find_training_obstacle(config: PretrainedConfig) -> str:
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if "self.loss_function(" not in inspect.getsource(inspect.unwrap(family.forward)):
         return f"{family.__name__} computes a loss of its own, of labels that it may shift"
+    try:
+        inspect.signature(family.forward).bind(None, input_ids=None, labels=None, use_cache=False)
+    except TypeError as error:
+        return f"the forward of {family.__name__} cannot be called as model(input_ids=, labels=, use_cache=): {error}"
     reads = re.search(r"if .*is_decoder", inspect.getsource(inspect.getmodule(family)))  # some configs have it unused
     if reads and not getattr(text, "is_decoder", True):
         return "its tokens attend to later ones; set is_decoder to true in its config.json"

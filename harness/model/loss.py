@@ -43,20 +43,21 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 Term = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def chosen_terms(settings: flags.Settings) -> dict[str, Term]:
-    """The terms that are trained in addition to the cross entropy, such as a z-loss, by the names of their metrics;
-    none by default. A term is a function of logits, fp32 (tokens, vocab), and targets, (tokens, 1), that returns each
-    token's value, fp32 (tokens,).
-
-    Its mean over the labels that count is differentiated with the loss and logged under its name; `loss` and
-    `eval_loss` stay the cross entropy. Compiled, a z-loss is in the kernel of the loss.
-    """
-    terms: dict[str, Term] = {}
-    return terms
+# Terms that are trained in addition to the cross entropy, such as a z-loss, by the names of their metrics;
+# harness/register.py adds those of --import. A term is a function of logits, fp32 (tokens, vocab), and targets,
+# (tokens, 1), that returns each token's value, fp32 (tokens,). Its mean over the labels that count is differentiated
+# with the loss and logged under its name; `loss` and `eval_loss` stay the cross entropy. Compiled, a z-loss is in the
+# kernel of the loss.
+TERMS: dict[str, Term] = {}
 
 
 def term_values(terms: dict[str, Term], logits: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: term(logits, target) for name, term in terms.items()}
+    values = {name: term(logits, target) for name, term in terms.items()}
+    for name, value in values.items():
+        if value.shape != target.shape[:1]:
+            wanted = "a value for each token"
+            raise base.UserError(f"loss term {name}: it gave shape {tuple(value.shape)} instead of {wanted}")
+    return values
 
 
 def loss_and_gradient(
@@ -163,9 +164,9 @@ def term_means(terms: dict[str, Term], logits: torch.Tensor, labels: torch.Tenso
 def adapt_forward(model: Any, settings: flags.Settings) -> None:
     """Make transformers' forward train as this program does: with its loss, of labels that are shifted already and
     checked; with document masks if they are on; with the router loss outside the loss. After a forward pass with
-    gradients `model.loss_terms` has the means of `chosen_terms`. Comes before the layers are wrapped or compiled."""
+    gradients `model.loss_terms` has the means of `TERMS`. Comes before the layers are wrapped or compiled."""
     prepare_masks(model, settings.model, settings.document_mask)
-    terms = chosen_terms(settings)
+    terms = dict(TERMS)
     if settings.fused_loss:
         fuse_loss(model, terms, settings.compile)
     else:

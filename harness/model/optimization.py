@@ -2,6 +2,7 @@
 the schedule of its learning rate; the clipping of gradients. Each optimizer is a file of harness/model/optimizers/."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -46,7 +47,9 @@ class OptimizerKind:
 
 
 def find_optimizer(name: str) -> OptimizerKind:
-    """Import the file of the optimizer of that name and return its `OPTIMIZER`."""
+    """The registered optimizer of that name, or the `OPTIMIZER` of its file, which is imported."""
+    if kind := flags.OPTIMIZERS[name].kind:
+        return kind
     return import_module(f"harness.model.optimizers.{name.replace('-', '_')}").OPTIMIZER
 
 
@@ -76,8 +79,18 @@ def build_optimizer(settings: flags.Settings, model: nn.Module) -> torch.optim.O
 
 
 def build_scheduler(settings: flags.Settings, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rate's schedule, from transformers."""
+    """The learning rate's schedule, from transformers or registered."""
     schedule = flags.SCHEDULES[settings.lr_scheduler]
+    if make_factor := schedule.factor:
+
+        def checked(step: int) -> float:
+            factor = float(make_factor(step, settings.num_steps, settings.warmup_steps))
+            if not 0 <= factor < math.inf:
+                problem = f"its factor after {step} steps is {factor}, not a finite number of at least 0"
+                raise base.UserError(f"--lr-scheduler {settings.lr_scheduler}: {problem}")
+            return factor
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, checked)
     return transformers.get_scheduler(
         schedule.transformers_name,
         optimizer,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from harness import flags
+from harness import base, flags
 from harness.model.collectives import fsdp_group, sharded_modules
 from harness.model.lora import loaded_dtype
 from harness.model.optimization import local, weight_dtype
@@ -22,8 +22,8 @@ def verify_sharding(
     numbers of parameters and states, their placements, the dtype of the weights.
 
     Raises:
-        RuntimeError: a parameter or state has another placement or dtype, or a trained parameter has no state, into
-            which a checkpoint would be loaded; it names the first one.
+        UserError: a trained parameter has no state, into which a checkpoint would be loaded.
+        RuntimeError: a parameter or state has another placement or dtype; it names the first one.
     """
     placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
     dtype, frozen_dtype, num_states = weight_dtype(settings), loaded_dtype(settings), 0
@@ -32,7 +32,8 @@ def verify_sharding(
         kept = optimizer.state.get(parameter, {})
         states = {f"{name}.{key}": state for key, state in kept.items() if torch.is_tensor(state) and state.dim()}
         if parameter.requires_grad and not states:
-            raise RuntimeError(f"{name} has no optimizer state")
+            problem = f"it made no state for {name}, into which a checkpoint would be loaded"
+            raise base.UserError(f"--optimizer {settings.optimizer}: {problem}")
         for tensor_name, tensor in ({name: parameter} | states).items():
             if not isinstance(tensor, DTensor) or tuple(tensor.placements) != placements or tensor.device_mesh != mesh:
                 raise RuntimeError(f"{tensor_name} is not sharded as {placements} over {mesh}: {type(tensor).__name__}")

@@ -31,7 +31,7 @@ from harness import state as states
 from harness.report import page
 from harness.report.files import MetricsFile, make_config, write_config
 from harness.report.health import StepResult, count_skipped, first_not_finite, read_results, read_routing, read_terms
-from harness.report.metrics import EXTRA_KEYS, gather_metrics, with_run_times
+from harness.report.metrics import EXTRA_KEYS, METRICS, gather_metrics, registered_metrics, with_run_times
 from harness.report.profiling import dump_memory, profiling
 from harness.report.prometheus import Prometheus
 from harness.report.summary import describe_eval_loss, describe_skipped, print_samples, summarize
@@ -182,6 +182,8 @@ class Log(contextlib.AbstractContextManager):
         no loss and no gradient norm."""
         state, steps = self.state, read_results(self.results)
         last_terms = read_terms(self.results[-1]) | read_routing(self.results[-1])
+        with state.tracker.paused():
+            registered = registered_metrics(state.model, self.results[-1], self.device)
         self.results.clear()
         skipped, too_many = count_skipped(state, steps, self.settings.max_skipped)
         self.skipped |= skipped
@@ -190,7 +192,7 @@ class Log(contextlib.AbstractContextManager):
         metrics: dict[str, Any] = {"step": state.step}
         if not steps[-1].skipped:
             metrics |= {"loss": steps[-1].loss, "grad_norm": steps[-1].grad_norm} | last_terms
-        metrics |= {"learning_rate": self.learning_rate, "tokens_seen": state.tokens}
+        metrics |= registered | {"learning_rate": self.learning_rate, "tokens_seen": state.tokens}
         metrics["skipped_steps"] = state.skipped_steps
         problem = first_not_finite(metrics, steps)
         if too_many and not problem:
@@ -257,6 +259,7 @@ class Log(contextlib.AbstractContextManager):
         if parts:  # a step, not an evaluation alone
             self.bar.set_postfix_str(parts[0] + mfu_text, refresh=False)
             parts.append(f"lr {metrics['learning_rate']:.1e}")
+        parts += [f"{key} {metrics[key]:.4g}" for key, row in METRICS.items() if row.on_console and key in metrics]
         if "step_time_ms" in metrics:
             parts.append(self.state.tracker.get_print_message(metrics))
             parts.append(f"eta {tqdm.format_interval((num_steps - step) * metrics['step_time_ms'] / 1000)}")

@@ -1,13 +1,15 @@
 """Metrics: the table of all keys of metrics.jsonl, the metrics that are measured over all ranks, and the acceptance
 gates."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from harness import base, flags
 from harness import state as states
+from harness.report.health import StepResult
 
 # ---- The table -------------------------------------------------------------------------------------------------------
 
@@ -21,6 +23,9 @@ class Metric(NamedTuple):
     description: str
     chart: str = ""  # title of its chart on the page, shared by several metrics; empty: none
     tile: str = ""  # format of its tile on the page; empty: none
+    function: Callable[[Any, StepResult], Any] | None = None  # of a registered metric: of the model and a step's result
+    reduce: str = ""  # of its values over the ranks, one of REDUCTIONS
+    on_console: bool = False  # True if a log line on the console has it
 
 
 # fmt: off
@@ -106,7 +111,24 @@ def to_tracker_names(metrics: dict) -> dict[str, float]:
 # ---- Over all ranks --------------------------------------------------------------------------------------------------
 
 MAX_OVER_RANKS = ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved", "data_wait_percent")
+REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 MEAN_OVER_RANKS = {"flops_per_token", "actual_tflops_per_sec", "mfu_percent"}  # their documents differ
+
+
+@torch.no_grad()
+def registered_metrics(model: Any, result: StepResult, device: torch.device) -> dict[str, float]:
+    """The registered metrics after a step, over all ranks; every rank calls this."""
+    found = {}
+    for metric in METRICS.values():
+        if metric.function:
+            answer = metric.function(model, result)
+            try:
+                value = torch.tensor(float(answer), dtype=torch.float64, device=device)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise base.UserError(f"metric {metric.key}: it gave no number ({base.first_line(error)})") from error
+            dist.all_reduce(value, REDUCTIONS[metric.reduce])
+            found[metric.key] = value.item() / (dist.get_world_size() if metric.reduce == "mean" else 1)
+    return found
 
 
 def gather_metrics(speed: dict[str, float], state: states.TrainState, device: torch.device) -> dict[str, float]:

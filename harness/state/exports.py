@@ -137,6 +137,9 @@ def export(
         parts.append("only adapters, for peft" if exports_adapters(settings) else "the adapters merged into the model")
     if tokenizer is None:
         parts.append("without a tokenizer")
+    if state.model.config.model_type in flags.model_types():
+        kind = state.model.config.model_type
+        parts.append(f"loaded after Python has run the file that registers {kind}, of {flags.describe_imports()}")
     job.print0(f"exported   {', '.join(parts)}")
 
 
@@ -264,7 +267,8 @@ def write_configs(
         models.write_adapter_config(folder, settings, model)
     else:
         write_json(folder / "config.json", model_config(model, tokenizer, settings.init == "pretrained"))
-    write_json(folder / "generation_config.json", generation_config(settings, model, tokenizer, stop_ids))
+    if model.can_generate():
+        write_json(folder / "generation_config.json", generation_config(settings, model, tokenizer, stop_ids))
     if tokenizer:
         for name in REMOTE_CODE_KEYS:
             vars(tokenizer).pop(name, None)

@@ -11,7 +11,7 @@ from conftest import slow_case
 from tiny import MODELS
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from harness.base import IGNORE_INDEX
+from harness.base import IGNORE_INDEX, UserError
 from harness.model import loss
 from harness.model.loss import LinearCrossEntropy, loss_and_gradient, tokens_at_once
 
@@ -124,20 +124,18 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(path, frozen, mon
 @by_path
 def test_a_term_that_does_not_give_a_value_for_each_token_is_refused(path, shape):
     values = {"mean": lambda logits, target: logits.mean(), "column": lambda logits, target: logits[:, :1]}
-    with pytest.raises(RuntimeError, match="1D tensors expected"):
+    with pytest.raises(UserError, match=r"^loss term wrong: it gave shape .* instead of a value for each token"):
         path(*inputs_of(30), {"wrong": values[shape]})
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "full"])
 def test_a_term_that_is_chosen_trains_the_model_and_is_not_evaluated(is_fused, compile, monkeypatch):
-    """`chosen_terms` is the one place to add a term."""
+    """`TERMS` is the one place to add a term."""
     monkeypatch.setattr(torch, "compile", compiled)
     tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-    settings = SimpleNamespace(
-        model="", init="random", document_mask=False, fused_loss=is_fused, compile=compile, weight_of_z=0.1
-    )
+    settings = SimpleNamespace(model="", init="random", document_mask=False, fused_loss=is_fused, compile=compile)
 
     def passes() -> tuple:
         torch.manual_seed(1)
@@ -153,8 +151,7 @@ def test_a_term_that_is_chosen_trains_the_model_and_is_not_evaluated(is_fused, c
     evaluated, trained, means, gradient, model = passes()
     torch.testing.assert_close(evaluated, trained)
     assert means == {}
-    added = lambda settings: {"z_loss": lambda logits, target: settings.weight_of_z * logits.logsumexp(1) ** 2}  # noqa: E731
-    monkeypatch.setattr(loss, "chosen_terms", added)
+    monkeypatch.setitem(loss.TERMS, "z_loss", lambda logits, target: 0.1 * logits.logsumexp(1) ** 2)
     same_evaluated, same_trained, means, other, _ = passes()
     torch.testing.assert_close((same_evaluated, same_trained), (evaluated, trained), rtol=0, atol=0)
     logits = model(tokens[:, :-1]).logits
