@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness import base, flags
-from harness.data import files
+from harness.data import files, own
 from harness.data.files import DataFile, Listing
 from harness.data.formats import find_format, is_token_file, read_records
 from harness.data.schema import KINDS, LAYOUTS, MASKED_KINDS, BadRecord, Conversation, Field, describe_layouts, kind_of
@@ -56,6 +56,7 @@ def find(settings: flags.Args) -> list[Corpus]:
     dataset of its own; the eval dataset alone if nothing is trained. Rank 0 lists the files. Every rank calls this."""
     chat_flags = {"chat_template": "--chat-template", "chat_loss": "--chat-loss"}
     typed = [flag for name, flag in chat_flags.items() if name in settings.explicit and settings.trains()]
+    own.write_all(settings)
     corpora = base.broadcast_from_rank_0(lambda: find_all(settings))
     refuse_unused(typed, corpora)
     return corpora
@@ -88,10 +89,12 @@ def find_eval_dataset(settings: flags.Flags) -> Corpus:
     none, or `train`, which is everything if no file is named as a split."""
     name = str(settings.eval_split)
     with blame_eval_split():
-        listing = files.find_files(name)
-        split = next((name for name in (DEFAULT_EVAL_SPLIT, "test") if name in listing.splits), "train")
+        split = "train"
+        if name not in flags.DATASETS:
+            splits = files.find_files(name).splits
+            split = next((name for name in (DEFAULT_EVAL_SPLIT, "test") if name in splits), "train")
         source = flags.Source(flags.source_name(name), name, None)
-        corpus = inspect_source(source, split, wanted_text_field(settings), None)
+        corpus = inspect_source(source, split, wanted_text_field(settings), None, cache_dir=settings.cache_dir)
     return dataclasses.replace(corpus, is_eval_only=True)
 
 
@@ -115,7 +118,9 @@ def refuse_unused(chat_flags: list[str], corpora: list[Corpus]) -> None:
 
 def find_corpus(settings: flags.Flags, source: flags.Source) -> Corpus:
     text_field = wanted_text_field(settings)
-    return inspect_source(source, settings.dataset_split, text_field, settings.dataset_config, settings.streaming)
+    return inspect_source(
+        source, settings.dataset_split, text_field, settings.dataset_config, settings.streaming, settings.cache_dir
+    )
 
 
 def wanted_text_field(settings: flags.Flags) -> Field:
@@ -123,10 +128,19 @@ def wanted_text_field(settings: flags.Flags) -> Field:
 
 
 def inspect_source(
-    source: flags.Source, split: str | None, text_field: Field, subset: str | None, streaming: bool = False
+    source: flags.Source,
+    split: str | None,
+    text_field: Field,
+    subset: str | None,
+    streaming: bool = False,
+    cache_dir: str | os.PathLike | None = None,
 ) -> Corpus:
     """A source as it is found. Without a `split` it is `train`, of hub data its first 5 %."""
-    path = str(flags.ASSETS / "demo" / "stories") if source.dataset == "demo" else source.dataset
+    path = source.dataset
+    if path == "demo":
+        path = str(flags.ASSETS / "demo" / "stories")
+    elif path in flags.DATASETS:
+        path = str(own.find(path, cache_dir))
     listing = files.find_files(path, subset)
     if split is None:
         split = "train[:5%]" if listing.is_hub and not streaming else "train"

@@ -437,7 +437,9 @@ def open_sequences(
     if not (shuffle or isinstance(dataset, str)):
         raise base.UserError("shuffle=False: a mixture has the order that its shares and its seed give; leave it out")
     sources = flags.parse_sources(dataset if isinstance(dataset, str) else tuple(dataset))
-    look = functools.partial(inspect_source, split=split, text_field=text_field, subset=subset)
+    look = functools.partial(
+        inspect_source, split=split, text_field=text_field, subset=subset, cache_dir=reader.cache_dir
+    )
     corpora = base.broadcast_from_node_main(lambda: [look(source) for source in sources], reader.is_main)
     refuse_unused(["--chat-template"] if reader.chat_template else [], corpora)
     sequences = {}

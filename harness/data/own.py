@@ -1,0 +1,99 @@
+"""Own data sets: those that a file of --import registers. Their records are written once into the cache, as a file of
+JSON lines, which is read as any other file."""
+
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+from harness import base, flags, job
+from harness.data.tokenize import cache_folder
+
+MAX_RECORDS = 10_000_000  # without a limit; more are taken for an endless function
+COMPARED = 100  # first records, which a second call has to give again
+SAMPLE_BYTES = 2**16  # at the end of a file, compared between machines
+
+
+def write_all(settings: flags.Flags) -> None:
+    """Write the own data sets of a run, once on each machine, or on one of those that share a cache. Every rank calls
+    this.
+
+    Raises:
+        UserError: as `find` does, or the records differ between machines.
+    """
+    names = [source.dataset for source in settings.sources()]
+    if settings.eval_interval:
+        names.append(settings.eval_split)
+    for name in names:
+        if name in flags.DATASETS:
+            path = base.call_on_all_ranks(lambda name=name: find(name, settings.cache_dir))  # type: ignore[misc]
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - SAMPLE_BYTES))
+                sample = hashlib.sha256(file.read()).hexdigest()
+            if len({*base.all_gather_objects((path.stat().st_size, sample))}) > 1:
+                problem = "its function gives other records on another machine"
+                raise base.UserError(f"--dataset {name}: {problem}; the order of a set is a usual cause")
+
+
+@base.working()
+def find(name: str, cache_dir: str | os.PathLike | None) -> pathlib.Path:
+    """The file of an own data set, which is written if there is none.
+
+    Raises:
+        UserError: the function fails, gives no records or others in a second call, or does not end; a record is of no
+            known kind; or the cache cannot be written.
+    """
+    from filelock import FileLock
+
+    dataset = flags.DATASETS[name]
+    key = json.dumps([sorted(flags.IMPORTED.values()), name, dataset.version, dataset.limit])
+    path = cache_folder(cache_dir) / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                for leftover in path.parent.glob(f"{path.name}?*/"):  # of killed runs: the lock was free
+                    shutil.rmtree(leftover)
+                with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
+                    draft = pathlib.Path(folder, "records")
+                    count = write(draft, name)
+                    draft.replace(path)
+                job.print0("data      ", f"{name}: {base.counted(count, 'record')} written to {path}")
+    except OSError as error:
+        raise base.UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
+    return path
+
+
+def write(path: pathlib.Path, name: str) -> int:
+    """Write the records of an own data set and return their number."""
+    first, count = [], 0
+    with path.open("w", encoding="utf-8") as file:
+        for count, line in enumerate(read(name), 1):
+            if count > MAX_RECORDS and flags.DATASETS[name].limit is None:
+                problem = f"it has not ended after {MAX_RECORDS:,} records"
+                raise base.UserError(f"--dataset {name}: {problem}; register it with limit=N, which takes the first N")
+            if count <= COMPARED:
+                first.append(line)
+            file.write(line)
+    if not count:
+        raise base.UserError(f"--dataset {name}: its function gives no records")
+    if first != [*itertools.islice(read(name), COMPARED)]:
+        problem = "its function gives other records when it is called again"
+        raise base.UserError(f"--dataset {name}: {problem}; let it make its random numbers from a seed")
+    return count
+
+
+def read(name: str) -> Iterator[str]:
+    """Yield each record as a line of JSON."""
+    dataset = flags.DATASETS[name]
+    for number, record in enumerate(itertools.islice(dataset.records(), dataset.limit), 1):
+        fields = record if isinstance(record, dict) else {"text" if isinstance(record, str) else "input_ids": record}
+        try:
+            yield json.dumps(fields, default=lambda value: value.tolist()) + "\n"  # arrays and tensors have it
+        except (TypeError, ValueError, AttributeError) as error:
+            wanted = "give a text, a list of token ids, or a dict with the fields of docs/DATA.md"
+            raise base.UserError(f"--dataset {name}: record {number} is {type(record).__name__}; {wanted}") from error
