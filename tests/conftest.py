@@ -347,3 +347,18 @@ def mistake(device, arguments):
         return str(raised.value)
 
     return run
+
+
+@pytest.fixture
+def tables():
+    """The tables that a file may add to, which are afterwards what they were."""
+    from harness import flags, report
+    from harness import model as models
+
+    registries = (flags.DATASETS, flags.SCHEDULES, flags.OPTIMIZERS, report.METRICS, models.TERMS, flags.IMPORTED)
+    before, registered = [dict(table) for table in registries], [*flags.REGISTERED]
+    yield
+    for table, rows in zip(registries, before, strict=True):
+        table.clear()
+        table.update(rows)
+    flags.REGISTERED[:] = registered

@@ -225,7 +225,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.file}: {command.launcher} {command.flags}")
-def test_a_command_is_one_that_launcher_and_program_take(command, monkeypatch, tmp_path):
+def test_a_command_is_one_that_launcher_and_program_take(command, monkeypatch, tmp_path, tables):
     monkeypatch.chdir(tmp_path)  # its --export folder is not there yet
     monkeypatch.setattr(rules, "missing_files", lambda settings: iter(()))  # its data are nowhere here
     flags = shlex.split(command.flags, comments=True)
@@ -236,6 +236,9 @@ def test_a_command_is_one_that_launcher_and_program_take(command, monkeypatch, t
                 of_run = parse(shlex.split("--init pretrained --lora-rank 16"))
                 manifest = {"flags": {name: getattr(of_run, name) for name in FLAGS}}
             write_checkpoint(tmp_path / value, 1, **manifest)
+        if flag == "--import":
+            (tmp_path / value).parent.mkdir()
+            shutil.copy(ROOT / value, tmp_path / value)
         if flag == "--config":
             (tmp_path / value).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / value).write_text('{"given": {}}' if value.endswith(".json") else "")
