@@ -1,6 +1,7 @@
 """Imports: the files of --import, which run once in this process before anything is built. What they may add is in
 harness/register.py."""
 
+import contextlib
 import hashlib
 import pathlib
 import sys
@@ -35,7 +36,8 @@ def run_files(files: Iterable[str]) -> None:
         module.__file__ = str(path.resolve())
         sys.modules[module.__name__] = module
         try:
-            exec(compile(content, module.__file__, "exec"), vars(module))
+            with contextlib.redirect_stdout(sys.stderr):  # with --json stdout has one object only
+                exec(compile(content, module.__file__, "exec"), vars(module))
         except (Exception, SystemExit) as error:
             fault = describe_fault(error, file)
             del IMPORTED[file]
@@ -59,8 +61,8 @@ def describe_fault(error: BaseException, file: str) -> base.UserError:
 
 
 def describe_imports() -> str:
-    """The files of this process with the beginning of their SHA-256; empty if there are none."""
-    return ", ".join(f"{file} ({digest[:12]})" for file, digest in IMPORTED.items())
+    """The names of this process's files with the beginning of their SHA-256; empty if there are none."""
+    return ", ".join(f"{pathlib.Path(file).name} ({digest[:12]})" for file, digest in IMPORTED.items())
 
 
 def model_types() -> list[str]:

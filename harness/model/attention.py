@@ -84,6 +84,8 @@ def describe_attention(settings: flags.Settings, config: PretrainedConfig, devic
         UserError: no kernel takes this model's heads.
     """
     attention = config._attn_implementation  # private: the public name is an argument of `from_config` only
+    if attention == "eager" and config.model_type in flags.model_types():
+        return "the model's own attention"
     if attention != "sdpa":
         return f"{attention} attention"
     try:

@@ -137,9 +137,9 @@ def export(
         parts.append("only adapters, for peft" if exports_adapters(settings) else "the adapters merged into the model")
     if tokenizer is None:
         parts.append("without a tokenizer")
-    if state.model.config.model_type in flags.model_types():
-        kind = state.model.config.model_type
-        parts.append(f"loaded after Python has run the file that registers {kind}, of {flags.describe_imports()}")
+    model_type = state.model.config.model_type
+    if model_type in flags.model_types():
+        parts.append(f"loading it needs the classes of {model_type}, registered by {flags.describe_imports()}")
     job.print0(f"exported   {', '.join(parts)}")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from harness import base, flags
+from harness import base, flags, job
 from harness import data as corpora
 from harness import model as models
 from harness.state.train_state import Checkpoint
@@ -97,9 +97,14 @@ def check_resume(
     values["global batch"] = (global_batch(before, world_before), global_batch(now, world))
     reported = flags.flags_where("on_resume", "reported")
     values |= {name.replace("_", " "): (before[name], now[name]) for name in reported}
-    values["imports"] = (manifest.get("imports") or "none", identity["imports"] or "none")
+    values["imports"] = compare_imports(manifest)
     changed += [f"{name} {old} -> {new}" for name, (old, new) in values.items() if old != new]
     return ", ".join(changed)
+
+
+def compare_imports(manifest: dict) -> tuple[str, str]:
+    """Describe the files of --import (at the checkpoint, now)."""
+    return manifest.get("imports") or "none", flags.describe_imports() or "none"
 
 
 def check_same_model(config: PretrainedConfig, manifest: dict) -> None:
@@ -112,9 +117,12 @@ def check_same_model(config: PretrainedConfig, manifest: dict) -> None:
 
 
 def check_same_weights(settings: flags.Settings, config: PretrainedConfig, manifest: dict | None) -> None:
-    """Raise UserError if there is a checkpoint and its weights are of another model, or adapters for another base.
-    Every rank calls this."""
+    """Raise UserError if there is a checkpoint and its weights are of another model, or adapters for another base. Warn
+    if the files of --import are others. Every rank calls this."""
     if manifest:
+        before, now = compare_imports(manifest)
+        if before != now:
+            job.warn(f"--import: {before} at the checkpoint, {now} now")
         check_same_model(config, manifest)
         check_same_base(settings, base_digest(settings, config), manifest)
 

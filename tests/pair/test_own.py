@@ -84,6 +84,27 @@ def test_two_ranks_at_stages_2_and_3_equal_a_bare_loop_resume_and_export(tmp_pat
 
 
 @pytest.mark.slow
+def test_a_model_of_a_file_compiles_recomputes_and_takes_full_logits_and_adapters(tmp_path):
+    """Also without GenerationMixin, whose config an export then lacks."""
+    file = tmp_path / "mine.py"
+    file.write_text(OWN.read_text().replace("Plain(PreTrainedModel, GenerationMixin)", "Plain(PreTrainedModel)"))
+    ways = {"eager": "", "compiled": "--compile --activation-checkpointing selective", "full": "--no-fused-loss"}
+    for name, way in ways.items():
+        export = f"--export {tmp_path}/export" if name == "eager" else ""
+        succeeds(python(*(word.replace(str(OWN), str(file)) for word in run_flags(tmp_path, name, f"{way} {export}"))))
+        assert losses_of(tmp_path / name) == pytest.approx(losses_of(tmp_path / "eager"), abs=2e-5)
+        terms = [[line["z_loss"] for line in metrics_of(tmp_path / run)] for run in ("eager", name)]
+        assert terms[1] == pytest.approx(terms[0], abs=2e-5)
+    adapted = (
+        f"--model {tmp_path}/export --init pretrained --lora-rank 4 --optimizer adamw --export {tmp_path}/adapters"
+    )
+    succeeds(python(*run_flags(tmp_path, "adapted", adapted)))
+    files = {folder: {path.name for path in (tmp_path / folder).iterdir()} for folder in ("export", "adapters")}
+    assert {"config.json", "model.safetensors"} < files["export"] and "adapter_model.safetensors" in files["adapters"]
+    assert "generation_config.json" in files["adapters"] - files["export"]
+
+
+@pytest.mark.slow
 def test_a_changed_file_is_said_at_a_resume_and_recorded(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(OWN.read_text())
@@ -92,14 +113,16 @@ def test_a_changed_file_is_said_at_a_resume_and_recorded(tmp_path):
     file.write_text(OWN.read_text() + "# changed\n")
     line = next(line for line in succeeds(python(*flags_of_run)).splitlines() if line.startswith("changed"))
     record = json.loads((tmp_path / "r" / "config.json").read_text())
-    assert f", imports {file} (" in line and line.count(str(file)) == 2
-    assert f" -> {file} ({record['imports'][str(file)][:12]})" in line
+    assert f", imports {file.name} (" in line and f" -> {file.name} ({record['imports'][str(file)][:12]})" in line
+    export = f"--num-steps 0 --resume {tmp_path}/r --export {tmp_path}/e --import {OWN}"
+    assert " warning: --import: mine.py (" in (process := python(*words(export))).stderr
+    assert "loading it needs the classes of plain, registered by own.py (" in succeeds(process)
 
 
 @pytest.mark.slow
 def test_a_plan_and_help_run_the_file(tmp_path):
     planned = json.loads(succeeds(python(*run_flags(tmp_path, "p", "--plan --plan-gpus 2 --plan-seconds 0 --json"))))
-    assert planned["parameters"] == 296_576 and planned["imports"].startswith(str(OWN)) and planned["flops_per_token"]
+    assert planned["parameters"] == 296_576 and planned["imports"].startswith("own.py (") and planned["flops_per_token"]
     shown = " ".join(succeeds(cold_python("--import", OWN, "--help")).split())
     added = "data set squares, schedule triangle, optimizer sgd, metric weight_norm, loss term z_loss, model plain"
     assert f"added by --import: {added.replace('data set', 'dataset')} examples" in shown
