@@ -64,8 +64,8 @@ def metric(
     """Add a metric of log lines.
 
     Args:
-        function: takes the model, whose parameters and gradients are DTensors, and this rank's result of the step; it
-            returns a number. Every rank calls it, so it may use collectives.
+        function: takes the model, whose parameters are DTensors and have no gradients any more, and this rank's result
+            of the step; it returns a number. Every rank calls it, so it may use collectives.
         reduce: over the ranks, one of `report.REDUCTIONS`.
         on_console: True to print it in the console's lines too.
     """

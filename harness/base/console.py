@@ -83,8 +83,8 @@ def ignore_closed_pipes() -> None:
 
 
 def exit_with_error(line: str, as_json: bool = False) -> NoReturn:
-    """Exit with code 2. Rank 0 prints the line, with `as_json` also on stdout as an object; the other ranks wait for
-    the launcher to end them."""
+    """Exit with code 2. Rank 0 prints the line, with `as_json` also on stdout as an object; the other ranks record it
+    and wait for the launcher to end them."""
     record_error(line)  # for torchrun of another node, whose ranks alone may have failed
     rank = os.environ.get("RANK", "0")
     if rank.isdigit() and int(rank):

@@ -12,8 +12,8 @@ import pytest
 from conftest import PROGRAM, ROOT, start
 
 # Each may import those before it, data and model not each other.
-ORDER = ("base", "flags", "job", "data", "model", "state", "resolving", "report", "plan", "loop")
-WINGS = [name for name in ORDER if name not in ("resolving", "loop")]  # each of which is one file
+ORDER = ("base", "flags", "job", "data", "model", "state", "resolving", "report", "register", "plan", "loop")
+WINGS = [name for name in ORDER if name not in ("resolving", "register", "loop")]  # each of which is one file
 NEIGHBOURS = {"data", "model"}
 WITHOUT_TORCH = ("base", "flags", "job")
 OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "matplotlib", "peft"}
