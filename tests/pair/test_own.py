@@ -9,6 +9,7 @@ import sys
 
 import multirank
 import pytest
+from checkpoints import write_checkpoint
 from conftest import ROOT, UserError, cold_python, forked, losses_of, metrics_of, parse, python, start, words
 
 from harness import flags
@@ -173,6 +174,18 @@ def test_toml_may_import_and_the_config_of_a_run_may_not(tmp_path, tables):
     assert parse(["--config", toml]).lr_scheduler == "flat"
     assert parse(["--config", run, "--import", file]).lr_scheduler == "flat"  # it has run, and does not run again
     assert f"--import {file}" in flags.shell_command("python train_fsdp.py", {"seed": 1})
+
+
+def test_a_checkpoint_names_no_file_to_run(tmp_path, tables):
+    file = tmp_path / "mine.py"
+    file.write_text("raise RuntimeError\n")
+    named = {"import_": [str(file)], "tokenizer": "owner/name"}
+    recorded = {name: getattr(parse([]), name) for name in flags.FLAGS} | named
+    resume = ["--resume", write_checkpoint(tmp_path, 1, flags=recorded, given=named)]
+    exports = parse([*words("--num-steps 0 --export e"), *resume])
+    assert (exports.tokenizer, exports.import_) == ("owner/name", None)
+    for reads in ("--num-steps 3 --dataset synthetic", "--show-samples 1"):
+        assert parse([*words(reads), *resume]).import_ is None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
