@@ -138,8 +138,6 @@ def load_eval_data(opened: Opened) -> None:
         opened.dataset = data.load(settings, *inputs, trained_on=trained_on)
         return
     opened.dataset = data.load(settings, *inputs, manifest)
-    if settings.dataset != "synthetic":
-        state.check_same_corpus(settings, opened.dataset.record, manifest)
 
 
 # ---- A run that trains -----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from harness.data.eval_split import (
     choose_eval_split,
     divide,
     find_trained_spec,
+    refuse_changed_source,
 )
 from harness.data.header import describe, describe_eval_data, describe_packing, describe_step
 from harness.data.mixture import DataRecord, SequenceOrder, make_record, read_record, renamed
@@ -186,7 +187,7 @@ def open_eval_dataset(
         raise base.UserError(f"--eval-split {name}: {problem}; give --document-mask or --no-document-mask")
     with blame_eval_split():
         tokens, line = reader.open_tokens(corpus, corpus.split)
-        if find_trained_spec(trained_on, tokens, reader):
+        if find_trained_spec(trained_on, tokens.beginning()):
             raise base.UserError(f"--eval-split {name}: its tokens were trained on; give what was not")
         sequences = reader.pack(tokens, f"{name}, split {corpus.split!r}")
     job.print0("data      ", f"{name}: {line}")
@@ -243,11 +244,12 @@ def open_cached(
     opened = None
     if trained_on:
         opened = reader.open_tokens(corpus, corpus.split)
-        spec = find_trained_spec(trained_on, opened[0], reader)
+        spec = find_trained_spec(trained_on, opened[0].beginning())
     evaluates_all = trained_on is not None and not spec
     split, rule = choose_eval_split(settings, corpus, spec, HELD_OUT, evaluates_all)
     data_name = f"{corpus.source.dataset}, split {corpus.split!r}"
     tokens, line = opened or reader.open_tokens(corpus, corpus.split)
+    beginning = tokens.beginning()
     prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
     job.print0("data      ", prefix + line)
     warning = token_files.differing_tokenizer(tokens.files, reader.tokenizer)
@@ -276,9 +278,11 @@ def open_cached(
     trains = settings.num_steps > 0 and not settings.show_samples
     for word, line in describe_packing(corpus, train, reader, with_example=trains).items():
         job.print0(f"{word:10}", prefix + line)
-    recorded: dict[str, Any] = {"held_out": rule, "dataset": tokens.fingerprint()}
+    recorded: dict[str, Any] = {"held_out": rule, "dataset": tokens.fingerprint(), "beginning": beginning}
     if corpus.is_chat:
         recorded["chat"] = True
+    if rule and not split and not settings.num_steps:
+        refuse_changed_source(corpus.name, spec, recorded)
     return OpenedSource(train, eval_data, recorded)
 
 
@@ -323,7 +327,7 @@ def open_stream(
     train = open_split(corpus.split)
     fingerprint = base.broadcast_from_rank_0(train.fingerprint)
     if trained_on:
-        spec = next((spec for spec in trained_on if spec.get("corpus") == fingerprint["corpus"]), None)
+        spec = find_trained_spec(trained_on, fingerprint["beginning"])
     evaluates_all = trained_on is not None and not spec
     split, rule = choose_eval_split(settings, corpus, spec, HELD_OUT_BY_CONTENT, evaluates_all)
     eval_stream = open_split(split) if split else copy.copy(train)
@@ -339,7 +343,10 @@ def open_stream(
         eval_data = EvalData(eval_stream.eval_sequences(count, settings.batch_size), split or rule or "")
         if len(eval_data.sequences) == count:
             eval_data.name += f", the first {base.counted(count, 'sequence')}"
-    return OpenedSource(train, eval_data, {"held_out": rule} | fingerprint)
+    recorded = {"held_out": rule} | fingerprint
+    if rule and not split and not settings.num_steps:
+        refuse_changed_source(corpus.name, spec, recorded)
+    return OpenedSource(train, eval_data, recorded)
 
 
 def choose_num_shards(settings: flags.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:

@@ -11,7 +11,6 @@ import numpy as np
 from harness import base, flags
 from harness.data.corpora import DEFAULT_EVAL_SPLIT, Corpus, find_corpus, find_eval_dataset, parse_split
 from harness.data.packing import PackedDataset
-from harness.data.reader import CorpusReader
 from harness.data.tokens import Tokens
 
 EVERY = 20  # one of so many documents is an eval document
@@ -96,14 +95,21 @@ def choose_eval_split(
     return split, rule if split is None or was_divided else None
 
 
-def find_trained_spec(trained_on: list[dict[str, Any]], tokens: Tokens, reader: CorpusReader) -> dict[str, Any] | None:
-    """The spec of the source in `trained_on` that has these tokens, or these without the eval documents; None if none
-    has."""
-    by_digest = {spec["dataset"]: spec for spec in trained_on}
-    digests = [tokens.fingerprint()] if trained_on else []
-    if any(spec.get("held_out") == HELD_OUT for spec in trained_on):
-        digests.append(divide(reader.with_doc_ends(tokens))[0].fingerprint())
-    return next((by_digest[digest] for digest in digests if digest in by_digest), None)
+def find_trained_spec(trained_on: list[dict[str, Any]], beginning: str) -> dict[str, Any] | None:
+    """The spec of the source in `trained_on` whose tokens have this `beginning`, read from the token cache or streamed;
+    None if none has. A UserError if an earlier version, which recorded no beginnings, wrote a spec."""
+    if any("held_out" in spec and "beginning" not in spec for spec in trained_on):
+        problem = "whether the weights were trained on the data is not known, as an earlier version recorded theirs"
+        raise base.UserError(f"--eval-interval: {problem}; resume their run for a step, or train again")
+    return next((spec for spec in trained_on if spec.get("beginning") == beginning), None)
+
+
+def refuse_changed_source(name: str, spec: dict[str, Any] | None, now: dict[str, Any]) -> None:
+    """Raise a UserError if a source is not what its `spec` recorded: then its eval documents are not known."""
+    for key, value in (spec or {}).items():
+        if now.get(key) != value:
+            problem = f"{name} is not what it was at the checkpoint ({key}), so the run's eval split is not known"
+            raise base.UserError(f"--dataset: {problem}; give the same data, or data that it did not train on")
 
 
 def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:

@@ -30,6 +30,7 @@ from harness.data.formats import find_format, read_records
 from harness.data.packing import PackedSequence, mask_boundaries
 from harness.data.schema import Field, read_documents
 from harness.data.tokenize import Encoded, TextFormat, take
+from harness.data.tokens import BEGINNING_TOKENS, checksum_of_beginning
 
 MIN_CHUNK = 2**12  # bytes: a corpus has no more shards than chunks
 MAX_CHUNK = 2**18  # bytes, and characters of a piece: about what an open shard holds in memory
@@ -124,17 +125,18 @@ class Stream:
         return joined(found)
 
     def fingerprint(self) -> dict[str, str]:
-        """A fingerprint of the corpus, wherever it is stored: the names and sizes of its files, and its first
-        document's tokens. A UserError if it holds no text."""
+        """A fingerprint of the corpus, wherever it is stored: the names and sizes of its files, and its first tokens.
+        A UserError if it holds no text."""
         names = [[file.name, file.size] for file in self.files]
-        beginning = self.head(1).tokens
-        if not len(beginning):
+        first_batch = self.head(1).tokens
+        if not len(first_batch):
             raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
         # in the fingerprint because positions count chunks, which row groups change
         how = "streamed by row groups" if self.has_row_groups else "streamed"
         return {
             "corpus": hashlib.sha256(json.dumps(names).encode()).hexdigest()[:20],
-            "dataset": f"{hashlib.sha256(beginning.tobytes()).hexdigest()[:20]}, then {how}",
+            "dataset": f"{hashlib.sha256(first_batch.tobytes()).hexdigest()[:20]}, then {how}",
+            "beginning": checksum_of_beginning(self.head(BEGINNING_TOKENS).tokens),
         }
 
     def eval_sequences(self, count: int, batch_size: int) -> "EvalSequences":

@@ -12,6 +12,7 @@ from harness import base
 from harness.data.token_files import TokenFile
 
 CHUNK = 2**24  # tokens per read of a whole file
+BEGINNING_TOKENS = 2**14  # by which a corpus is recognized
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +162,10 @@ class Tokens:
         inside = ends[np.searchsorted(ends, first, "right") : np.searchsorted(ends, last, "left")] - first
         return np.concatenate([[0], inside]).astype(np.int64)
 
+    def beginning(self) -> str:
+        """A checksum of the first tokens, by which a corpus is recognized."""
+        return checksum_of_beginning(self[:BEGINNING_TOKENS])
+
     def fingerprint(self) -> str:
         """A checksum of 256 samples of 4,096 tokens, and the number of tokens: the same wherever a corpus is stored."""
         starts = np.linspace(0, max(0, len(self) - 4096), 256, dtype=np.int64).tolist()
@@ -170,3 +175,8 @@ class Tokens:
             if self.has_mask:
                 digest.update(self.trained(start, min(start + 4096, len(self))).tobytes())
         return f"{digest.hexdigest()[:20]}, {len(self):,} tokens"
+
+
+def checksum_of_beginning(tokens: np.ndarray) -> str:
+    """A checksum of the first tokens of a corpus, equal if it is streamed."""
+    return hashlib.sha256(tokens[:BEGINNING_TOKENS].astype("<u4").tobytes()).hexdigest()[:20]

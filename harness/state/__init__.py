@@ -8,7 +8,7 @@ counters in the manifest.
     resumes_same_run          True if a checkpoint belongs to the run in a folder; otherwise that is a new run
     describe_identity         facts that no flag has and that a resumed run must share
     check_resume              describes the changes that a resume allows; an error for any other
-    check_data, check_same_weights, check_same_corpus    the same without training
+    check_data, check_same_weights    the same without training
     load_for_inference        loads a checkpoint without training, or the mean of a run's newest ones
     keep_global_batch         the batch of a run resumed on another number of ranks
     check_export, export      check and write --export; export_bytes is its size
@@ -22,7 +22,6 @@ from harness.state.find import check_finite, find_checkpoint, find_recorded_data
 from harness.state.identity import (
     check_data,
     check_resume,
-    check_same_corpus,
     check_same_weights,
     count_eval_sequences,
     describe_identity,
@@ -39,7 +38,6 @@ __all__ = [
     "check_export",
     "check_finite",
     "check_resume",
-    "check_same_corpus",
     "check_same_weights",
     "count_eval_sequences",
     "describe_identity",

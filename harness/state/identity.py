@@ -149,20 +149,6 @@ def check_data(settings: flags.Settings, now: corpora.DataRecord, manifest: dict
     return corpora.describe_changes(before, now, manifest["samples"])
 
 
-def check_same_corpus(settings: flags.Settings, now: corpora.DataRecord, manifest: dict) -> None:
-    """Raise UserError if the corpus of an evaluation is not the run's, so the run's eval split is not known."""
-    before = corpora.renamed(corpora.read_record(manifest), now.sources)
-    other_length = settings.sequence_length != manifest["flags"]["sequence_length"]
-    for name, field in differences(before.sources, now):
-        is_stream = "corpus" in now.sources[name]
-        if is_stream and other_length and field == "dataset":
-            continue  # a stream is identified by its first sequence, whose length changed
-        advice = "the run's eval split is not known; give the same data, or data that it did not train on"
-        raise base.UserError(f"--dataset: {name} is not what it was at the checkpoint ({field}): {advice}")
-    for name in now.sources.keys() - before.sources.keys():
-        raise base.UserError(f"--dataset: {name} is no source of the run; leave it out")
-
-
 def differences(before: dict[str, dict], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:
     """Yield (source, field of its record) for each field that changed."""
     for name, spec in now.sources.items():

@@ -14,6 +14,7 @@ from conftest import ROOT, STORIES, forked, metrics_of, python, slow_case, train
 
 from harness import data
 from harness.base import UserError
+from harness.data.eval_split import find_trained_spec
 
 
 def write_documents(path, first: int = 0, count: int = 200) -> None:
@@ -229,6 +230,19 @@ def test_what_weights_were_trained_on_is_known_by_its_tokens_and_all_else_is_tak
     found = evaluate(*weights, "--dataset", runs / f"{name}.jsonl", said=held_out)
     if held_out == A_PART:
         assert found["eval_loss"] == pytest.approx(held_out_loss(runs / "held"), rel=1e-6)
+
+
+def test_a_corpus_is_recognized_if_it_was_streamed_and_is_not_now_or_the_reverse(runs, refused):
+    shutil.copy(runs / "my.jsonl", runs / "copy.jsonl")
+    copy, streamed = runs / "copy.jsonl", ["--resume", runs / "streamed"]
+    assert "the run held out nothing" in refused(*streamed, "--dataset", copy)
+    assert refused(*streamed, "--eval-split", copy).endswith("its tokens were trained on; give what was not")
+    assert "leave out --streaming" in refused("--resume", runs / "held", "--dataset", copy, "--streaming")
+
+
+def test_weights_whose_data_an_earlier_version_recorded_are_not_evaluated_on_what_they_may_know():
+    with pytest.raises(UserError, match="an earlier version recorded theirs"):
+        find_trained_spec([{"held_out": None, "dataset": "0123, 9 tokens"}], "4567")
 
 
 def test_an_export_of_a_run_on_an_export_knows_what_both_were_trained_on(start, runs, evaluate, refused, device):
