@@ -167,8 +167,9 @@ def count_epoch(
 def refuse_other_sources(settings: flags.Flags, corpora: list[Corpus], before: DataRecord) -> None:
     """Raise a UserError if a run that counts epochs has other sources than its checkpoint, or if its mixture had
     weights or stages: then sources end their epochs at different steps, and there is no epoch of all."""
-    had_weights = len(before.sources) > 1 and any(before.asked["weights"].values())
-    if had_weights or len(before.segments) > 1 or {corpus.name for corpus in corpora} != before.sources.keys():
+    had_weights = len(before.names) > 1 and any(before.asked["weights"].values())
+    has_changed = any(segment.weights != before.segments[0].weights for segment in before.segments)
+    if had_weights or has_changed or {corpus.name for corpus in corpora} != set(before.names):
         flag, advice = "--eval-interval epoch", "a number of steps"
         if settings.num_epochs:
             flag, advice = "--num-epochs", "--num-steps or --num-tokens"
@@ -211,14 +212,16 @@ def load_eval_dataset(
 
 
 def recorded_data(settings: flags.Flags, manifest: dict | None) -> DataRecord | None:
-    """The data record of a checkpoint's manifest; a single source gets the name that it has now. A UserError for a
-    mixture of streams from an earlier version, which had another order."""
+    """The data record of a checkpoint's manifest; a single source gets the name that it has now. A UserError for what
+    an earlier version recorded in another way: mixtures of streams, and steps of several sizes."""
     if not manifest:
         return None
-    record = read_record(manifest)
+    record, recorded = read_record(manifest), manifest["data"]
     is_mixture = len({name for segment in record.segments for name in segment.weights}) > 1
-    if settings.num_steps and record.num_shards > 1 and is_mixture and "cursors" in manifest["data"]["segments"][0]:
-        problem = "its mixture of streams was recorded by an earlier version, which had another order"
+    has_cursors = record.num_shards > 1 and is_mixture and "cursors" in recorded["segments"][0]
+    if settings.num_steps and (has_cursors or len(recorded.get("step_sizes", ())) > 1):
+        problem = "mixture of streams was" if has_cursors else "steps of several sizes were"
+        problem = f"its {problem} recorded by an earlier version, in another way"
         raise base.UserError(f"--resume {settings.resume}: {problem}; start a new run from an --export of it")
     return renamed(record, [source.name for source in settings.sources()])
 

@@ -58,9 +58,10 @@ def describe(
     if any(corpus.kind == "text" for corpus in corpora):
         lines["documents"] = describe_ends(tokenizer)
     if not is_single:
-        first, *later = data.record.segments
-        shares = [first.describe()]
-        shares += [f"from step {data.record.step_of_sample(segment.first):,} {segment.describe()}" for segment in later]
+        shares = [data.record.segments[0].describe()]
+        for before, segment in itertools.pairwise(data.record.segments):
+            if segment.weights != before.weights:
+                shares.append(f"from step {segment.steps_before + 1:,} {segment.describe()}")
         lines["mixture"] = "; ".join(shares)
     if data.has_streams:
         lines["streams"] = (

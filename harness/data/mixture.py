@@ -3,7 +3,8 @@
 A run that streams has N shards, any other run has one: sample i is in shard i % N. A segment of a run has sources with
 weights. Its samples in a shard are in blocks of `BLOCK`: how many of a block come from each source follows from the
 weights and the block's number, their order from the seed and the number of its first sample. So any sample is found
-without those before it, on any ranks. Other weights begin a new segment, in which each source continues where it was.
+without those before it, on any ranks. Other weights or sources begin a new segment, in which each source continues
+where it was. So does another global batch, which changes no order.
 
 torchtitan has the same idea from a library, grain's MapDataset: sample i is a pure function of the seed, and shuffle,
 mix and prefetch are operators. It has no stages that begin at a step, no shares that are exact at the end of each block
@@ -13,9 +14,10 @@ and no best-fit packing over a whole corpus, so these would be lost with it.
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -33,11 +35,13 @@ MAX_BLOCKS = 64  # in the cache, plus one for each shard
 
 @dataclass(frozen=True)
 class Segment:
-    """The sources of a run and their weights from one sample on."""
+    """The sources of a run, their weights and the global batch from one sample on."""
 
     first: int  # global sample
     weights: dict[str, Fraction]  # shares of the tokens, up to a common factor
     per_sample: dict[str, Fraction]  # tokens in a sample of each source, on average
+    steps_before: int = 0  # optimizer steps
+    samples_per_step: int = 1
 
     def shares(self) -> dict[str, float]:
         """Each source's share of the tokens."""
@@ -78,8 +82,12 @@ class Mixture:
     """The segments of a run, and the order that follows from them and from the seed."""
 
     def __init__(self, segments: list[Segment], seed: int, num_shards: int = 1):
-        self.segments, self.seed, self.num_shards = segments, seed, num_shards
-        self.firsts = [segment.first for segment in segments]
+        self.seed, self.num_shards = seed, num_shards
+        self.segments = segments[:1]
+        for before, segment in itertools.pairwise(segments):
+            if segment.weights != before.weights or segment.samples_per_step == before.samples_per_step:
+                self.segments.append(segment)  # the order of samples does not depend on the global batch
+        self.firsts = [segment.first for segment in self.segments]
         self.names = list(dict.fromkeys(name for segment in segments for name in segment.weights))
         self.blocks: dict[int, Block] = {}  # by first sample
 
@@ -146,13 +154,26 @@ def begin_segments(
 ) -> list[Segment]:
     """The segments of a run from sample `first` on, which comes after `steps_before` steps: first the weights, then
     each stage from the step nearest to its share of the planned run. Stages due earlier begin at `first`."""
-    segments = [Segment(first, weights, per_sample)]
+    segments = [Segment(first, weights, per_sample, steps_before, samples_per_step)]
     for stage in stages:
-        begin = first + (round(stage.begin * num_steps) - steps_before) * samples_per_step
-        if begin <= first:
+        steps = max(round(stage.begin * num_steps), steps_before)
+        if steps == steps_before:
             segments.clear()
-        segments.append(Segment(max(begin, first), stage.weights, per_sample))
+        begin = first + (steps - steps_before) * samples_per_step
+        segments.append(Segment(begin, stage.weights, per_sample, steps, samples_per_step))
     return segments
+
+
+def with_batch(segments: list[Segment], samples_per_step: int, steps_before: int, first: int) -> list[Segment]:
+    """The same mixture with another global batch from sample `first` on, which comes after `steps_before` steps: a
+    segment begins there, and those that are planned keep their steps."""
+    begun = [segment for segment in segments if segment.first <= first]
+    changed = [dataclasses.replace(begun[-1], first=first, steps_before=steps_before)]
+    for segment in segments[len(begun) :]:
+        begin = first + (segment.steps_before - steps_before) * samples_per_step
+        changed.append(dataclasses.replace(segment, first=begin))
+    changed = [dataclasses.replace(segment, samples_per_step=samples_per_step) for segment in changed]
+    return [segment for segment in begun if segment.first < first] + changed
 
 
 class SequenceOrder:
@@ -183,27 +204,22 @@ class SequenceOrder:
 
 
 @dataclass(frozen=True)
-class StepSize:
-    """From an optimizer step on, how many samples a step takes."""
-
-    steps_before: int
-    samples_before: int
-    samples: int  # of each step
-
-
-@dataclass(frozen=True)
 class DataRecord:
     """The record of a run's data in a checkpoint, so far and as planned: from it a resumed run, and `--show-samples`,
     know which sample comes when."""
 
-    sources: dict[str, dict[str, Any]]  # by name: the spec of each, how it is read and what tells it from others
+    # By name, the spec of each source that the run has or had: how it is read and what tells it from others.
+    sources: dict[str, dict[str, Any]]
     # The source that was the only one when the run first started, else None: its order does not depend on its name.
     plain: str | None
     num_shards: int
     asked: dict[str, Any]  # the weights and stages of the command line
     segments: list[Segment]  # all that have begun, and those that are planned
-    step_sizes: list[StepSize]
-    removed: dict[str, dict[str, Any]] = field(default_factory=dict)  # earlier sources may come back
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the sources that the run has."""
+        return list(self.asked["weights"])
 
     def record(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -216,17 +232,12 @@ class DataRecord:
 
     def samples_of_step(self, step: int) -> range:
         """The global samples of an optimizer step; steps count from 1."""
-        latest = self.step_sizes[0]
-        for size in self.step_sizes:
-            if size.steps_before < step:
-                latest = size
-        first = latest.samples_before + (step - 1 - latest.steps_before) * latest.samples
-        return range(first, first + latest.samples)
-
-    def step_of_sample(self, sample: int) -> int:
-        """The optimizer step, from 1 on, that takes a global sample."""
-        latest = [size for size in self.step_sizes if size.samples_before <= sample][-1]
-        return latest.steps_before + (sample - latest.samples_before) // latest.samples + 1
+        latest = self.segments[0]
+        for segment in self.segments:
+            if segment.steps_before < step:
+                latest = segment
+        first = latest.first + (step - 1 - latest.steps_before) * latest.samples_per_step
+        return range(first, first + latest.samples_per_step)
 
 
 def read_record(manifest: dict[str, Any]) -> DataRecord:
@@ -236,23 +247,29 @@ def read_record(manifest: dict[str, Any]) -> DataRecord:
     for segment in record["segments"]:
         weights = {name: Fraction(weight) for name, weight in segment["weights"].items()}
         per_sample = {name: Fraction(tokens) for name, tokens in segment["per_sample"].items()}
-        segments.append(Segment(segment["first"], weights, per_sample))
-    sizes = [StepSize(**size) for size in record["step_sizes"]]
-    others = {name: value for name, value in record.items() if name not in ("lanes", "segments", "step_sizes")}
-    return DataRecord(num_shards=record["lanes"], segments=segments, step_sizes=sizes, **others)
+        if "step_sizes" in record:  # an earlier version recorded the global batch here, and removed sources apart
+            batch = record["step_sizes"][-1]["samples"]
+            segment |= {"steps_before": segment["first"] // batch, "samples_per_step": batch}
+        batch, steps = segment["samples_per_step"], segment["steps_before"]
+        segments.append(Segment(segment["first"], weights, per_sample, steps, batch))
+    sources = record.get("removed", {}) | record["sources"]
+    return DataRecord(sources, record["plain"], record["lanes"], record["asked"], segments)
 
 
 def renamed(record: DataRecord, names: Collection[str]) -> DataRecord:
     """The record of a run whose sources have these `names` now: the only one may be called differently, as a file that
     was moved is."""
-    if not len(record.sources) == len(names) == 1:
+    if not len(record.names) == len(names) == 1 or not record.sources.keys().isdisjoint(names):
         return record
-    (old,), (name,) = record.sources, names
+    (old,), (name,) = record.names, names
 
     def rename(values: dict[str, Any]) -> dict[str, Any]:
         return {name if key == old else key: value for key, value in values.items()}
 
-    segments = [Segment(part.first, rename(part.weights), rename(part.per_sample)) for part in record.segments]
+    segments = [
+        dataclasses.replace(segment, weights=rename(segment.weights), per_sample=rename(segment.per_sample))
+        for segment in record.segments
+    ]
     return dataclasses.replace(
         record,
         sources=rename(record.sources),
@@ -286,15 +303,13 @@ def make_record(
     planned = begin_segments(weights, per_sample, stages, settings.num_steps, samples_per_step, step, samples)
     if before is None:
         plain = next(iter(sources)) if len(sources) == 1 else None
-        return DataRecord(sources, plain, num_shards, asked, planned, [StepSize(0, 0, samples_per_step)])
-    sizes, segments = before.step_sizes, before.segments
-    if sizes[-1].samples != samples_per_step:
-        sizes = [*sizes, StepSize(step, samples, samples_per_step)]
+        return DataRecord(sources, plain, num_shards, asked, planned)
+    segments = before.segments
     if not same_mixture(before.asked, asked):
         segments = [segment for segment in segments if segment.first < samples] + planned
-    earlier = before.removed | before.sources
-    removed = {name: spec for name, spec in earlier.items() if name not in sources}
-    return DataRecord(sources, before.plain, before.num_shards, asked, segments, sizes, removed)
+    elif segments[-1].samples_per_step != samples_per_step:
+        segments = with_batch(segments, samples_per_step, step, samples)
+    return DataRecord(before.sources | sources, before.plain, before.num_shards, asked, segments)
 
 
 def same_mixture(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -318,8 +333,8 @@ def same_mixture(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def describe_changes(before: DataRecord, now: DataRecord, samples: int) -> list[str]:
     """The changes of a run's mixture since its checkpoint, after so many samples, in words."""
-    changes = [f"source {name} added" for name in now.sources if name not in before.sources]
-    changes += [f"source {name} removed" for name in before.sources if name not in now.sources]
+    changes = [f"source {name} added" for name in now.names if name not in before.names]
+    changes += [f"source {name} removed" for name in before.names if name not in now.names]
     if not same_mixture(before.asked, now.asked):
         old, new = ([part for part in record.segments if part.first <= samples][-1] for record in (before, now))
         changes.append(f"mixture {old.describe()} -> {new.describe()}")

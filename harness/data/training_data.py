@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from harness.data.eval_split import EvalData
-from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder, StepSize
+from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder
 from harness.data.packing import PackedSequence, PaddedDataset
 from harness.data.stream import BEGINNING, Position, ShardReader, Stream
 
@@ -127,8 +127,8 @@ def mix(sequences: dict[str, Any], weights: dict[str, Fraction | None], seq_len:
     per_sample = {name: Fraction(source.total_tokens(), len(source)) for name, source in sequences.items()}
     resolved = {name: Fraction(sequences[name].total_tokens()) if w is None else w for name, w in weights.items()}
     plain = next(iter(sequences)) if len(sequences) == 1 else None
-    segments, sizes = [Segment(0, resolved, per_sample)], [StepSize(0, 0, 1)]
-    record = DataRecord({name: {} for name in sequences}, plain, 1, {"weights": {}}, segments, sizes)
+    segments = [Segment(0, resolved, per_sample)]
+    record = DataRecord({name: {} for name in sequences}, plain, 1, {"weights": {}}, segments)
     return TrainingData(sequences, record, seq_len, seed)
 
 

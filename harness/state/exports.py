@@ -88,7 +88,7 @@ def read_export_header(folder: pathlib.Path) -> dict[str, str]:
 def trained_on(settings: flags.Settings, record: data.DataRecord | None) -> list[dict[str, Any]]:
     """Return the records of the sources that weights were trained on, as far as they are known: those in `record`, and
     those of the run whose export the weights came from. Every rank calls this."""
-    sources = [*record.removed.values(), *record.sources.values()] if record else []
+    sources = list(record.sources.values()) if record else []
     if settings.init == "pretrained":
         header = base.broadcast_from_rank_0(lambda: read_export_header(pathlib.Path(settings.model).expanduser()))
         sources += json.loads(header.get("trained_on", "[]"))

@@ -81,6 +81,16 @@ def test_a_stage_given_at_a_resume_begins_at_its_step_though_steps_before_it_had
     assert then.segments[-1].first == then.samples_of_step(76).start == 500
 
 
+def test_another_batch_changes_no_order_and_stages_keep_their_steps():
+    both, stage = "x/a:1 x/b:1", "--mixture-stage 0.75:b=1"
+    first = record(both, stage)
+    then = record(both, stage, first, 50, 400, samples_per_step=4)
+    assert (then.samples_of_step(50), then.samples_of_step(51)) == (range(392, 400), range(400, 404))
+    assert then.segments[-1].first == then.samples_of_step(76).start == 500
+    before, now = Mixture(first.segments, 42), Mixture(then.segments, 42)
+    assert [now.locate(sample) for sample in range(500)] == [before.locate(sample) for sample in range(500)]
+
+
 def test_the_same_shares_written_otherwise_are_the_same_mixture():
     stage = "--mixture-stage 0.5:a=3,b=1"
     first = record("x/a:0.5 x/b:0.3 x/c:0.2", stage)
@@ -100,6 +110,23 @@ def in_old_format(record) -> dict:
     for part in data["segments"]:
         part["cursors"] = {name: [5] * data["lanes"] for name in part["weights"]}
     return {"data": data, "step": 13, "samples": 104}
+
+
+def with_step_sizes(record, *sizes: int) -> dict:
+    """The manifest of a checkpoint from before the global batch was recorded in segments."""
+    data = record.record()
+    for part in data["segments"]:
+        del part["steps_before"], part["samples_per_step"]
+    data["step_sizes"] = [{"steps_before": 0, "samples_before": 0, "samples": size} for size in sizes]
+    return {"data": data | {"removed": {}}, "step": 13, "samples": 104}
+
+
+def test_a_checkpoint_with_step_sizes_continues_and_is_refused_if_these_differ():
+    given = "x/a:3 x/b:2", "--mixture-stage 0.5:a=1"
+    settings = parse_args(words(f"--dataset {given[0]} --num-steps 100 {given[1]} --resume auto"))
+    assert recorded_data(settings, with_step_sizes(record(*given), 8)) == record(*given)
+    with pytest.raises(UserError, match="--resume auto: its steps of several sizes were recorded by an earlier"):
+        recorded_data(settings, with_step_sizes(record(*given), 8, 4))
 
 
 @pytest.mark.parametrize("dataset, shards", [("x/a:3 x/b:2", 1), ("x/a:1", 4)])
