@@ -28,6 +28,7 @@ class Opened:
 
     settings: flags.Settings
     corpora: list[data.Corpus]
+    sources: dict[str, Any] | None  # opened ones, if their sequences had to be counted for --num-epochs
     config: transformers.PretrainedConfig
     tokenizer: Any
     prompts: list[str | data.Conversation]  # to generate samples from
@@ -76,13 +77,20 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
         settings = dataclasses.replace(settings, batch_size=size)
     if manifest:
         settings = state.keep_global_batch(settings, manifest)
-    samples_per_epoch = 0
+    sources, samples_per_epoch = None, 0
     if settings.num_epochs:
-        samples_per_epoch = data.count_epoch(settings, corpora, tokenizer, config, manifest)
+        sources = data.open_sources(settings, corpora, tokenizer, config, manifest)
+        samples_per_epoch = sum(len(source.train) for source in sources.values())
     settings = resolving.resolve_steps(settings, manifest, samples_per_epoch)
     resolving.refuse_contradictions(settings, args)
     opened = Opened(
-        settings=settings, corpora=corpora, config=config, tokenizer=tokenizer, prompts=prompts, checkpoint=checkpoint
+        settings=settings,
+        corpora=corpora,
+        sources=sources,
+        config=config,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        checkpoint=checkpoint,
     )
     check_prompts(opened)
     return opened
@@ -184,7 +192,7 @@ def open_training(
     settings, config, tokenizer = opened.settings, opened.config, opened.tokenizer
     job.check_machine(settings, mesh, device)
     job.check_host_memory(models.offloaded_bytes(settings, config))
-    opened.dataset = data.load(settings, opened.corpora, tokenizer, config, opened.manifest)
+    opened.dataset = data.load(settings, opened.corpora, tokenizer, config, opened.manifest, sources=opened.sources)
     identity = state.describe_identity(settings, config, tokenizer, opened.dataset)
     return OpenedTraining(
         **vars(opened),

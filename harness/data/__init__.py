@@ -9,7 +9,7 @@ Each name of the list has a docstring in its file.
 
 from harness.data.chat import read_prompt
 from harness.data.corpora import Corpus, find, masks_documents, needs_tokenizer
-from harness.data.datasets import count_epoch, load, open_sequences, show_samples
+from harness.data.datasets import load, open_sequences, open_sources, show_samples
 from harness.data.eval_split import evaluates_own_data
 from harness.data.loader import Batches, eval_batches, mean_losses, training_batches
 from harness.data.mixture import DataRecord, SequenceOrder, describe_changes, read_record, renamed
@@ -31,7 +31,6 @@ __all__ = [
     "SyntheticDataset",
     "TrainingData",
     "are_chats",
-    "count_epoch",
     "create_collate_fn",
     "describe_changes",
     "end_tokens",
@@ -44,6 +43,7 @@ __all__ = [
     "mix",
     "needs_tokenizer",
     "open_sequences",
+    "open_sources",
     "read_prompt",
     "read_record",
     "renamed",

@@ -49,6 +49,7 @@ def load(
     config: "PretrainedConfig",
     manifest: dict | None = None,
     trained_on: list[dict[str, Any]] | None = None,
+    sources: dict[str, OpenedSource] | None = None,
 ) -> TrainingData:
     """Open the training and eval data of a run, with the header's lines about them; the eval data alone if nothing is
     trained and --eval-split is a dataset of its own. Every rank calls this.
@@ -58,6 +59,7 @@ def load(
             continues.
         trained_on: if nothing is trained, the known specs of the sources that the weights were trained on. Any other
             source without an eval split is evaluated in full.
+        sources: what `open_sources` returned, if it was called before.
     """
     eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_only), None)
     corpora = [corpus for corpus in corpora if not corpus.is_eval_only]
@@ -66,30 +68,16 @@ def load(
         return load_eval_dataset(settings, eval_corpus, reader, trained_on or [])
     per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
     before = recorded_data(settings, manifest)
-    num_shards = choose_num_shards(settings, corpora, before, per_step)
     if before and (settings.num_epochs or settings.eval_interval == "epoch"):
         refuse_other_sources(settings, corpora, before)
-    opened: dict[str, OpenedSource] = {}
-    if settings.dataset == "synthetic":
-        opened["synthetic"] = open_synthetic(settings, reader.vocab_size)
-    for corpus in corpora:
-        spec = before.sources.get(corpus.name) if before else None
-        if before and spec is None and not settings.num_steps:
-            known = ", ".join(before.sources)
-            raise base.UserError(
-                f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}"
-            )
-        if settings.streaming and not corpus.is_mapped:
-            opened[corpus.name] = open_stream(settings, corpus, reader, spec, num_shards, trained_on)
-        else:
-            opened[corpus.name] = open_cached(settings, corpus, reader, spec, trained_on)
+    opened = sources or open_sources(settings, corpora, tokenizer, config, manifest, trained_on)
     record = make_record(
         settings,
         {name: source.spec for name, source in opened.items()},
         source_weights(settings, opened),
         {name: tokens_per_sample(source.train, settings) for name, source in opened.items()},
         per_step,
-        num_shards,
+        choose_num_shards(settings, corpora, before, per_step),
         before,
         manifest["step"] if manifest else 0,
         manifest["samples"] if manifest else 0,
@@ -137,31 +125,34 @@ def make_reader(
     )
 
 
-def count_epoch(
+def open_sources(
     settings: flags.Settings,
     corpora: list[Corpus],
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
-    manifest: dict | None,
-) -> int:
-    """The samples of an epoch: the sequences of all sources that are trained on. Every rank calls this.
-
-    Args:
-        manifest: as `load` has it.
-    """
-    before, reader = recorded_data(settings, manifest), make_reader(settings, tokenizer, config)
-    sequences = 0
+    manifest: dict | None = None,
+    trained_on: list[dict[str, Any]] | None = None,
+) -> dict[str, OpenedSource]:
+    """Open the sources of a run, by name; arguments as `load` has them. Every rank calls this."""
+    reader, before = make_reader(settings, tokenizer, config), recorded_data(settings, manifest)
+    if settings.dataset == "synthetic":
+        return {"synthetic": open_synthetic(settings, reader.vocab_size)}
+    corpora = [corpus for corpus in corpora if not corpus.is_eval_only]
+    per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
+    num_shards = choose_num_shards(settings, corpora, before, per_step)
+    opened = {}
     for corpus in corpora:
-        if not corpus.is_eval_only:
-            spec = before.sources.get(corpus.name) if before else None
-            _, rule = choose_eval_split(settings, corpus, spec, HELD_OUT, evaluates_all=False)
-            tokens, line = reader.open_tokens(corpus, corpus.split, warn=False)
-            if line.startswith("tokenized"):  # `load` finds it in the cache then
-                job.print0("data      ", line)
-            if rule:
-                tokens, _ = divide(reader.with_doc_ends(tokens))
-            sequences += len(reader.pack(tokens, f"{corpus.source.dataset}, split {corpus.split!r}"))
-    return sequences
+        spec = before.sources.get(corpus.name) if before else None
+        if before and spec is None and not settings.num_steps:
+            known = ", ".join(before.sources)
+            raise base.UserError(
+                f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}"
+            )
+        if settings.streaming and not corpus.is_mapped:
+            opened[corpus.name] = open_stream(settings, corpus, reader, spec, num_shards, trained_on)
+        else:
+            opened[corpus.name] = open_cached(settings, corpus, reader, spec, trained_on)
+    return opened
 
 
 def refuse_other_sources(settings: flags.Flags, corpora: list[Corpus], before: DataRecord) -> None:
