@@ -13,7 +13,7 @@ import numpy as np
 from harness import base, flags
 from harness.data import files, own
 from harness.data.files import DataFile, Listing
-from harness.data.formats import find_format, is_token_file, read_records
+from harness.data.formats import find_format, is_token_file, read_records, report_read_errors
 from harness.data.schema import KINDS, LAYOUTS, MASKED_KINDS, BadRecord, Conversation, Field, describe_layouts, kind_of
 
 DEFAULT_EVAL_SPLIT = "validation"
@@ -263,10 +263,7 @@ def slice_rows(split_files: list[DataFile], bounds: list[str]) -> tuple[int, int
         return None
     rows = 0
     for file in split_files:
-        try:
-            with file.open() as raw:
-                rows += count(raw)
-        except (OSError, ValueError, NotImplementedError) as error:  # the last two are Arrow's
-            raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
+        with report_read_errors(file), file.open() as raw:
+            rows += count(raw)
     first, last = cut_documents(bounds, rows)
     return None if first is None or last is None else (first, last)

@@ -352,7 +352,7 @@ def choose_num_shards(settings: flags.Settings, corpora: list[Corpus], before: D
     streamed = [corpus for corpus in corpora if settings.streaming and not corpus.is_mapped]
     if not streamed:
         return 1
-    files_by_source = [corpus.listing.files_in_split(parse_split(corpus.split)[0]) for corpus in streamed]
+    files_by_source = [corpus.files for corpus in streamed]
     num_shards = settings.streams or math.ceil(max(map(len, files_by_source)) / per_step) * per_step
     return min(num_shards, *map(stream.max_shards, files_by_source))
 

@@ -155,6 +155,6 @@ def training_files(settings: flags.Flags) -> dict[str, tuple[str, str]]:
         except base.UserError:  # nor can it be read then
             found[source.dataset] = (source.name, settings.dataset_split or "train")
             continue
-        for file in corpus.listing.files_in_split(parse_split(corpus.split)[0]):
+        for file in corpus.files:
             found[file.version()[0]] = (source.name, corpus.split)
     return found

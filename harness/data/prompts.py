@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness import base, flags
 from harness.data.chat import ends_of_answers, render_user_message
-from harness.data.corpora import Corpus, parse_split
+from harness.data.corpora import Corpus
 from harness.data.files import DataFile
 from harness.data.formats import read_records
 from harness.data.mixture import DataRecord
@@ -57,8 +57,7 @@ def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreT
     """The first words of the first source, as a prompt for a sample, of conversations those of a user;
     empty if it has no text."""
     if corpora and corpora[0].is_chat:
-        files = corpora[0].listing.files_in_split(parse_split(corpora[0].split)[0])
-        return first_question(files[0], corpora[0].text_field)
+        return first_question(corpora[0].files[0], corpora[0].text_field)
     dataset = next(iter(sources.values()))
     if tokenizer is None or isinstance(dataset, Stream | SyntheticDataset):
         return ""
