@@ -12,7 +12,7 @@ from harness.data.corpora import Corpus, find, masks_documents, needs_tokenizer
 from harness.data.datasets import load, open_sequences, open_sources, show_samples
 from harness.data.eval_split import evaluates_own_data
 from harness.data.loader import Batches, eval_batches, mean_losses, training_batches
-from harness.data.mixture import DataRecord, SequenceOrder, describe_changes, read_record, renamed
+from harness.data.mixture import DataRecord, SequenceOrder, describe_changes, read_record
 from harness.data.packing import PackedDataset, SyntheticDataset, create_collate_fn
 from harness.data.prompts import are_chats, end_tokens, render_prompt
 from harness.data.reader import CorpusReader
@@ -46,7 +46,6 @@ __all__ = [
     "open_sources",
     "read_prompt",
     "read_record",
-    "renamed",
     "render_prompt",
     "show_samples",
     "training_batches",

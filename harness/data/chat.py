@@ -435,8 +435,8 @@ def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
             turns = "earlier turns of the assistant"
         for name, value in message.items():
             if name == "content" and isinstance(value, str) and value.strip():
-                beside = " beside a call" if calls_of(message) else ""
-                message[name] += mark(f"leaves out the content of the {role}{beside}; give one that writes it")
+                with_call = " beside a call" if calls_of(message) else ""
+                message[name] += mark(f"leaves out the content of the {role}{with_call}; give one that writes it")
             elif isinstance(value, str) and value.strip() and name not in NAMES_AND_WEIGHTS:
                 message[name] += mark(f"leaves out {name} of {turns}; {advice}", is_fault=False)
         for call in calls_of(message):

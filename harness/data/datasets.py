@@ -27,7 +27,7 @@ from harness.data.eval_split import (
     refuse_changed_source,
 )
 from harness.data.header import describe, describe_eval_data, describe_packing, describe_step
-from harness.data.mixture import DataRecord, SequenceOrder, make_record, read_record, renamed
+from harness.data.mixture import DataRecord, SequenceOrder, make_record, read_record
 from harness.data.packing import PackedDataset, PaddedDataset, SyntheticDataset
 from harness.data.prompts import first_words
 from harness.data.reader import CorpusReader
@@ -207,14 +207,15 @@ def recorded_data(settings: flags.Flags, manifest: dict | None) -> DataRecord | 
     an earlier version recorded in another way: mixtures of streams, and steps of several sizes."""
     if not manifest:
         return None
-    record, recorded = read_record(manifest), manifest["data"]
+    record = read_record(manifest, [source.name for source in settings.sources()])
+    recorded = manifest["data"]
     is_mixture = len({name for segment in record.segments for name in segment.weights}) > 1
     has_cursors = record.num_shards > 1 and is_mixture and "cursors" in recorded["segments"][0]
     if settings.num_steps and (has_cursors or len(recorded.get("step_sizes", ())) > 1):
         problem = "mixture of streams was" if has_cursors else "steps of several sizes were"
         problem = f"its {problem} recorded by an earlier version, in another way"
         raise base.UserError(f"--resume {settings.resume}: {problem}; start a new run from an --export of it")
-    return renamed(record, [source.name for source in settings.sources()])
+    return record
 
 
 def open_synthetic(settings: flags.Settings, vocab_size: int) -> OpenedSource:

@@ -1,4 +1,10 @@
-"""The eval split: the documents that a run does not train on, to evaluate on them."""
+"""The eval split: the documents that a run does not train on, to evaluate on them.
+
+If a corpus has no eval split, one of every 20 documents is an eval document. In the token cache and in token files it
+is chosen by its number, so no token is read for it: one rule by content would read all tokens of a token file at each
+start. In a stream it is chosen by a checksum of its content, as a part of a file does not tell the numbers of its
+documents. A checkpoint records which rule it was.
+"""
 
 import dataclasses
 import os

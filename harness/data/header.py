@@ -158,7 +158,7 @@ def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None
         if name not in data.sources:
             raise base.UserError(
                 f"--show-samples {step}: sample {sample:,} is of the source {name}, which was removed since; give it "
-                f"too, as in --dataset {name}=FILE:1 beside the others"
+                f"too, as in --dataset {name}=FILE:1 in addition to the others"
             )
         (sequence,), _ = reader.read(range(sample, sample + 1))
         tokens = sequence_tokens(sequence)

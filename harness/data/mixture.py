@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -240,8 +240,9 @@ class DataRecord:
         return range(first, first + latest.samples_per_step)
 
 
-def read_record(manifest: dict[str, Any]) -> DataRecord:
-    """The data record of a checkpoint's manifest."""
+def read_record(manifest: dict[str, Any], names: Sequence[str] = ()) -> DataRecord:
+    """The data record of a checkpoint's manifest. If the run has one source, as it had then, this has the name of now
+    (`names`): a file that was moved may be called differently."""
     record = manifest["data"]
     segments = []
     for segment in record["segments"]:
@@ -249,19 +250,18 @@ def read_record(manifest: dict[str, Any]) -> DataRecord:
         per_sample = {name: Fraction(tokens) for name, tokens in segment["per_sample"].items()}
         if "step_sizes" in record:  # an earlier version recorded the global batch here, and removed sources apart
             batch = record["step_sizes"][-1]["samples"]
-            segment |= {"steps_before": segment["first"] // batch, "samples_per_step": batch}
+            segment = segment | {"steps_before": segment["first"] // batch, "samples_per_step": batch}
         batch, steps = segment["samples_per_step"], segment["steps_before"]
         segments.append(Segment(segment["first"], weights, per_sample, steps, batch))
     sources = record.get("removed", {}) | record["sources"]
-    return DataRecord(sources, record["plain"], record["lanes"], record["asked"], segments)
+    found = DataRecord(sources, record["plain"], record["lanes"], record["asked"], segments)
+    if len(found.names) == len(names) == 1 and names[0] not in sources:
+        return renamed(found, found.names[0], names[0])
+    return found
 
 
-def renamed(record: DataRecord, names: Collection[str]) -> DataRecord:
-    """The record of a run whose sources have these `names` now: the only one may be called differently, as a file that
-    was moved is."""
-    if not len(record.names) == len(names) == 1 or not record.sources.keys().isdisjoint(names):
-        return record
-    (old,), (name,) = record.names, names
+def renamed(record: DataRecord, old: str, name: str) -> DataRecord:
+    """The record with another name of a source."""
 
     def rename(values: dict[str, Any]) -> dict[str, Any]:
         return {name if key == old else key: value for key, value in values.items()}
@@ -270,13 +270,9 @@ def renamed(record: DataRecord, names: Collection[str]) -> DataRecord:
         dataclasses.replace(segment, weights=rename(segment.weights), per_sample=rename(segment.per_sample))
         for segment in record.segments
     ]
-    return dataclasses.replace(
-        record,
-        sources=rename(record.sources),
-        plain=name if record.plain == old else record.plain,
-        asked=record.asked | {"weights": rename(record.asked["weights"])},
-        segments=segments,
-    )
+    asked = record.asked | {"weights": rename(record.asked["weights"])}
+    plain = name if record.plain == old else record.plain
+    return DataRecord(rename(record.sources), plain, record.num_shards, asked, segments)
 
 
 def make_record(
