@@ -17,9 +17,9 @@ from harness import base, flags, job
 from harness.data import stream, token_files
 from harness.data.corpora import Corpus, are_token_files, blame_eval_split, inspect_source, parse_split, refuse_unused
 from harness.data.eval_split import (
+    BY_CONTENT,
+    BY_NUMBER,
     EVERY,
-    HELD_OUT,
-    HELD_OUT_BY_CONTENT,
     EvalData,
     choose_eval_split,
     divide,
@@ -241,7 +241,7 @@ def open_cached(
         opened = reader.open_tokens(corpus, corpus.split)
         spec = find_trained_spec(trained_on, opened[0].beginning())
     evaluates_all = trained_on is not None and not spec
-    split, rule = choose_eval_split(settings, corpus, spec, HELD_OUT, evaluates_all)
+    split, rule = choose_eval_split(settings, corpus, spec, BY_NUMBER, evaluates_all)
     data_name = f"{corpus.source.dataset}, split {corpus.split!r}"
     tokens, line = opened or reader.open_tokens(corpus, corpus.split)
     beginning = tokens.beginning()
@@ -324,7 +324,7 @@ def open_stream(
     if trained_on:
         spec = find_trained_spec(trained_on, fingerprint["beginning"])
     evaluates_all = trained_on is not None and not spec
-    split, rule = choose_eval_split(settings, corpus, spec, HELD_OUT_BY_CONTENT, evaluates_all)
+    split, rule = choose_eval_split(settings, corpus, spec, BY_CONTENT, evaluates_all)
     eval_stream = open_split(split) if split else copy.copy(train)
     if rule:
         train.eval_only = False

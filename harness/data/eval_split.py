@@ -21,8 +21,8 @@ from harness.data.tokens import Tokens
 
 EVERY = 20  # one of so many documents is an eval document
 # How eval documents are chosen from a training split, as checkpoints record it.
-HELD_OUT = f"one of every {EVERY} documents of it"
-HELD_OUT_BY_CONTENT = f"{HELD_OUT}, by content"
+BY_NUMBER = f"one of every {EVERY} documents of it"
+BY_CONTENT = f"{BY_NUMBER}, by content"
 
 
 @dataclass
@@ -93,7 +93,7 @@ def choose_eval_split(
         problem = f"the run held out nothing of {corpus.source.dataset}, it trained on all of it"
         raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
     if was_divided and spec["held_out"] != rule:
-        advice = "add" if rule == HELD_OUT else "leave out"
+        advice = "add" if rule == BY_NUMBER else "leave out"
         problem = "the run chose its eval documents differently"
         raise base.UserError(f"--dataset {corpus.source.dataset}: {problem}; {advice} --streaming")
     if is_eval_only:

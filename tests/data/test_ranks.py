@@ -134,7 +134,7 @@ def finding_rank(*argv: str) -> None:
     for rank_with_it in (1, 0):
         found = rank_with_it == dist.get_rank()
         os.path.exists = lambda path, found=found: found if path == "held" else exists(path)
-        report_of_ranks(lambda: eval_split.choose_eval_split(settings, corpus, None, eval_split.HELD_OUT, False))
+        report_of_ranks(lambda: eval_split.choose_eval_split(settings, corpus, None, eval_split.BY_NUMBER, False))
 
 
 def rank_of_all(slices: str, tokens: str, *argv: str) -> None:
