@@ -312,19 +312,18 @@ def same_mixture(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """True if weights and stages of the command line are the same shares, as 5 and 3 are 0.625 and 0.375."""
 
     def shares(weights: dict[str, Any]) -> dict[str, Fraction | None]:
+        """The share of each source that has one; None if it is by size."""
         numbers = {name: None if weight is None else Fraction(weight) for name, weight in weights.items()}
         if len(numbers) == 1:
             return dict.fromkeys(numbers, Fraction(1))
         total = sum(number for number in numbers.values() if number)
-        return {name: number and number / total for name, number in numbers.items()}
+        return {name: number and number / total for name, number in numbers.items() if number != 0}
 
-    def stages(texts: list[str]) -> list[tuple]:
-        # a source that a stage does not name has no share in it
-        parsed = flags.parse_stages(tuple(texts))
-        return [(stage.begin, {n: share for n, share in shares(stage.weights).items() if share}) for stage in parsed]
+    def parts(asked: dict[str, Any]) -> list[tuple]:
+        stages = flags.parse_stages(tuple(asked["stages"]))
+        return [(0, shares(asked["weights"])), *((stage.begin, shares(stage.weights)) for stage in stages)]
 
-    same_weights = shares(one["weights"]) == shares(other["weights"])
-    return same_weights and stages(one["stages"]) == stages(other["stages"])
+    return parts(one) == parts(other)
 
 
 def describe_changes(before: DataRecord, now: DataRecord, samples: int) -> list[str]:

@@ -10,6 +10,7 @@ chunk before it are read again but not tokenized.
 
 import bisect
 import collections
+import copy
 import functools
 import hashlib
 import itertools
@@ -131,12 +132,14 @@ class Stream:
         first_batch = self.head(1).tokens
         if not len(first_batch):
             raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
+        tolerant = copy.copy(self)
+        tolerant.skip_bad = True  # a bad record is an error when training reads it
         # in the fingerprint because positions count chunks, which row groups change
         how = "streamed by row groups" if self.has_row_groups else "streamed"
         return {
             "corpus": hashlib.sha256(json.dumps(names).encode()).hexdigest()[:20],
             "dataset": f"{hashlib.sha256(first_batch.tobytes()).hexdigest()[:20]}, then {how}",
-            "beginning": checksum_of_beginning(self.head(BEGINNING_TOKENS).tokens),
+            "beginning": checksum_of_beginning(tolerant.head(BEGINNING_TOKENS).tokens),
         }
 
     def eval_sequences(self, count: int, batch_size: int) -> "EvalSequences":

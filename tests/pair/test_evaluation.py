@@ -14,7 +14,7 @@ from conftest import ROOT, STORIES, forked, metrics_of, python, slow_case, train
 
 from harness import data
 from harness.base import UserError
-from harness.data.eval_split import find_trained_spec
+from harness.data.eval_split import BY_NUMBER, find_trained_spec
 
 
 def write_documents(path, first: int = 0, count: int = 200) -> None:
@@ -238,6 +238,13 @@ def test_a_corpus_is_recognized_if_it_was_streamed_and_is_not_now_or_the_reverse
     assert "the run held out nothing" in refused(*streamed, "--dataset", copy)
     assert refused(*streamed, "--eval-split", copy).endswith("its tokens were trained on; give what was not")
     assert "leave out --streaming" in refused("--resume", runs / "held", "--dataset", copy, "--streaming")
+
+
+def test_documents_that_one_of_two_runs_trained_on_are_no_eval_documents_of_their_weights():
+    specs = [{"held_out": rule, "beginning": "0123"} for rule in (BY_NUMBER, None)]
+    for trained_on in (specs, specs[::-1]):
+        assert find_trained_spec(trained_on, "0123")["held_out"] is None
+    assert find_trained_spec(specs[:1], "0123") == specs[0] and find_trained_spec(specs, "4567") is None
 
 
 def test_weights_whose_data_an_earlier_version_recorded_are_not_evaluated_on_what_they_may_know():

@@ -35,19 +35,21 @@ READ_AHEAD = 2**22  # bytes per read of a full file
 def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
     """Yield the rows of the row groups whose first byte is within [start, end), so a group is never read in part. An
     empty file has no rows, as in other formats."""
-    import pyarrow.parquet
-
     if not stream.seek(0, io.SEEK_END):
         return
-    buffer_size = READ_AHEAD if end is None else BLOCK
-    parquet = pyarrow.parquet.ParquetFile(
-        io.BufferedReader(stream, buffer_size), buffer_size=buffer_size, pre_buffer=False
-    )
+    parquet = open_parquet(stream, READ_AHEAD if end is None else BLOCK)
     field, columns = choose_columns(parquet.schema_arrow, text_field)
     for group, first in enumerate(row_group_starts(parquet.metadata)):
         if start <= first and (end is None or first < end):
             for batch in parquet.iter_batches(BATCH_ROWS, [group], columns=columns, use_threads=end is None):
                 yield from read_batch(batch, field)
+
+
+def open_parquet(stream: io.RawIOBase, buffer_size: int = BLOCK) -> "pyarrow.parquet.ParquetFile":
+    import pyarrow.parquet
+
+    buffered = io.BufferedReader(stream, buffer_size)
+    return pyarrow.parquet.ParquetFile(buffered, buffer_size=buffer_size, pre_buffer=False)
 
 
 def row_group_parts(file: "DataFile") -> list[tuple[int, int]]:
@@ -57,12 +59,10 @@ def row_group_parts(file: "DataFile") -> list[tuple[int, int]]:
     or a later one gives the rows of these groups. An empty file has no part. Only the footer is read, but through a
     store it is a request: list the parts on one rank. A UserError if the file cannot be read.
     """
-    import pyarrow.parquet
-
     if not file.size:
         return []
     with report_read_errors(file), file.open() as stream:
-        metadata = pyarrow.parquet.ParquetFile(io.BufferedReader(stream, BLOCK)).metadata
+        metadata = open_parquet(stream).metadata
     starts = sorted({0, *row_group_starts(metadata)[1:]})
     return list(itertools.pairwise([*starts, file.size]))
 
@@ -95,11 +95,7 @@ def is_text_or_ids(schema: "pyarrow.Schema", name: str) -> bool:
 
 def count(stream: io.RawIOBase) -> int:
     """Return the number of rows of a file, from its footer."""
-    import pyarrow.parquet
-
-    if not stream.seek(0, io.SEEK_END):
-        return 0
-    return pyarrow.parquet.ParquetFile(io.BufferedReader(stream, BLOCK)).metadata.num_rows
+    return open_parquet(stream).metadata.num_rows if stream.seek(0, io.SEEK_END) else 0
 
 
 def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
