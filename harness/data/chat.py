@@ -125,18 +125,24 @@ class ChatFormat(TextFormat):
     def describe_end(self) -> str:
         """Describe a missing or split end of turn, from which a model would not learn to stop; "" if it is one
         token."""
-        question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-        try:
-            text, spans = self.render(Conversation([question, answer]))
-        except Exception:  # as in `check`
-            return ""
-        end = text[spans[-1][0] : spans[-1][1]].rpartition("b")[2].strip() if spans else ""
-        if spans and text[: spans[-1][1]].endswith("b"):
+        end = self.end_of_answer()
+        if end == "":
             return "; the template writes no end of turn, so a model does not learn to stop"
+        end = (end or "").strip()
         pieces = next(iter(encode_texts(self.tokenizer, [end])))
         if len(pieces) > 1:
             return f"; their end, {end}, is {len(pieces)} tokens of this tokenizer, so a model hardly learns to stop"
         return ""
+
+    def end_of_answer(self) -> str | None:
+        """Return what the template writes after an answer, as far as it is trained on; None if it writes no answer."""
+        answer = "Zq"  # not part of a special token
+        messages = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}]
+        try:
+            text, spans = self.render(Conversation(messages))
+        except Exception:  # as in `check`
+            return None
+        return text[: spans[-1][1]].rpartition(answer)[2] if spans else None
 
     def check(self, dataset: str) -> None:
         """Raise a UserError if no conversation could be rendered or masked."""
@@ -189,7 +195,7 @@ class ChatFormat(TextFormat):
         """Render a conversation as `apply_chat_template` does and find what is trained on; `counts` gets warnings."""
         if not self.has_template:
             return self.end_to_end(conversation)
-        template = with_fixed_date(self.tokenizer.get_chat_template(self.template, conversation.tools))
+        template = self.template_for(conversation)
         marks = self.loss != "all"
         text, spans = self.render_messages(conversation, template, len(conversation.messages), mark=marks)
         self.check_text(conversation, template, text, Counter() if counts is None else counts)
@@ -204,6 +210,10 @@ class ChatFormat(TextFormat):
                 start = self.prefix_length(conversation, template, text, conversation.first_trained, prompt=True)
             spans = [(max(first, start), last) for first, last in spans if last > start]
         return Rendered(text, spans)
+
+    def template_for(self, conversation: Conversation) -> str:
+        """Return the template that renders a conversation: a tokenizer may have another one for tools."""
+        return with_fixed_date(self.tokenizer.get_chat_template(self.template, conversation.tools))
 
     def render_messages(
         self, conversation: Conversation, template: str, count: int, prompt: bool = False, mark: bool = False
@@ -562,31 +572,20 @@ def render_user_message(
     """Render a user's message, or a conversation, with the generation prompt."""
     if isinstance(prompt, str):
         prompt = Conversation([{"role": "user", "content": prompt}])
-    tools: Any = prompt.tools  # as in `render_messages`
-    template = with_fixed_date(tokenizer.get_chat_template(template, tools))
+    chat = ChatFormat(tokenizer, len(tokenizer), template, "all")
     try:
-        text = tokenizer.apply_chat_template(
-            prompt.messages, tools, chat_template=template, add_generation_prompt=True, tokenize=False
-        )
+        return chat.render_messages(prompt, chat.template_for(prompt), len(prompt.messages), prompt=True).text
     except Exception as error:  # a template may raise anything
         raise base.UserError(f"--sample-prompt: the chat template fails, {base.first_line(error)}") from error
-    assert isinstance(text, str)  # not tokenized
-    return text
 
 
 def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None = None) -> list[int]:
     """Return the id of the special token that a chat template, by default the tokenizer's, writes after an answer; []
     if it writes none."""
-    answer = "Zq"  # not part of a special token
-    messages = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}]
-    try:
-        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-    except Exception:  # no template, or one that refuses these messages
-        text = ""
-    assert isinstance(text, str)  # not tokenized
-    end = tokenizer(text.rpartition(answer)[2].lstrip(), add_special_tokens=False)["input_ids"]
-    if end and (token := tokenizer.added_tokens_decoder.get(end[0])) and token.special:
-        return end[:1]
+    end = ChatFormat(tokenizer, len(tokenizer), template, "all").end_of_answer() or ""
+    ids = tokenizer(end.lstrip(), add_special_tokens=False)["input_ids"]
+    if ids and (token := tokenizer.added_tokens_decoder.get(ids[0])) and token.special:
+        return ids[:1]
     return []
 
 
