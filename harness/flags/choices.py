@@ -23,7 +23,7 @@ class Dataset(NamedTuple):
 
 
 OPTIMIZERS = {
-    "adamw": Optimizer("torch's fused AdamW"),
+    "adamw": Optimizer("AdamW"),
     "adamw-bf16": Optimizer("AdamW with moments in bf16", max_beta=0.98),
     "adamw8bit": Optimizer("torchao's AdamW with 8-bit states"),
     "muon": Optimizer("Muon, orthogonal updates of the matrices in decoder layers, with AdamW for all else"),

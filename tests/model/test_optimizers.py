@@ -16,7 +16,7 @@ from harness.base.errors import UserError
 from harness.flags import OPTIMIZERS
 from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer, local, memory_saving_optimizers
 from harness.model.optimizers import adamw8bit
-from harness.model.optimizers.adamw import AdamW, update
+from harness.model.optimizers.adamw import AdamW, groups_of_equal_size, update
 
 
 @pytest.fixture
@@ -68,11 +68,17 @@ def test_a_parameter_without_gradient_is_left_as_it_is(built, name):
         assert not torch.equal(now, then)
 
 
-@pytest.mark.parametrize("by", ["torch's kernel", "its own update", "its compiled update"])
+@pytest.mark.parametrize(
+    "by", ["torch's kernel", "its own update", "its compiled update", "its compiled update for large tensors"]
+)
 def test_steps_are_those_of_torchs_adamw_over_dtensors(built, by):
     (model, optimizer), (other, _) = built(), built()
     if by != "torch's kernel":
         optimizer.update = torch.compile(update, backend="aot_eager") if "compiled" in by else update
+    if "large" in by:
+        sizes = {parameter.numel() for parameter in model.parameters()}
+        optimizer.min_numel = 4096
+        assert min(sizes) < optimizer.min_numel < max(sizes)
     groups = [{**group, "params": []} for group in optimizer.param_groups]
     names = {parameter: name for name, parameter in model.named_parameters()}
     theirs = dict(other.named_parameters())
@@ -93,6 +99,13 @@ def test_steps_are_those_of_torchs_adamw_over_dtensors(built, by):
         torch.testing.assert_close(parameter, theirs[name], rtol=1e-6, atol=1e-6, msg=name)
         for key, state in torchs.state[theirs[name]].items():
             torch.testing.assert_close(optimizer.state[parameter][key], state, msg=f"{name}.{key}")
+
+
+def test_no_more_than_two_lengths_of_list_are_compiled():
+    tensors = [(torch.zeros(size), torch.zeros(())) for size in [3] * 9 + [5] * 4 + [0] * 4 + [7]]
+    lists = list(groups_of_equal_size(tensors))
+    assert sorted([len(equal) for equal in lists]) == [1, 1, 4, 4, 4]
+    assert all(len({row[0].shape for row in equal}) == 1 for equal in lists)
 
 
 def test_moments_in_bf16_are_rounded_after_the_update_has_used_them(built):

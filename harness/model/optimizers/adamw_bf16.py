@@ -1,16 +1,6 @@
-"""AdamW with moments in bf16. torch's kernel does not take moments of another dtype than the parameters', so the update
-is Python, compiled with --compile."""
+"""AdamW with moments in bf16. A row of --optimizer; the update is adamw.py's."""
 
-import torch
-
-from harness import flags
 from harness.model.optimization import OptimizerKind
-from harness.model.optimizers.adamw import AdamW, update
+from harness.model.optimizers.adamw import build_with_moments_in_bf16
 
-
-def build(groups: list[dict], settings: flags.Settings) -> AdamW:
-    one = torch.compile(update) if settings.compile else update
-    return AdamW(groups, torch.bfloat16, one, lr=settings.lr, betas=settings.betas)
-
-
-OPTIMIZER = OptimizerKind(build)
+OPTIMIZER = OptimizerKind(build_with_moments_in_bf16)
