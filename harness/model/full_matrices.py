@@ -89,14 +89,13 @@ class Ranks:
         rows = len(shard_rows(length, 0, self.shards))
         return torch.empty(self.shards, batch.slots, rows, columns, dtype=dtype, device=self.device)
 
-    def gather(self, batch: Batch, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """Start to send this rank's gradient rows to their owners; `join` makes full gradients of received rows."""
+    def gather(self, batch: Batch, dtype: torch.dtype, load: "Load") -> Callable[[], torch.Tensor]:
+        """Start to send this rank's rows to the weights' owners; `join` makes full gradients of received rows."""
         sent, rows = self.empty(batch, dtype), len(self.rows(batch.weight))
-        slots = self.owned_slots(batch, self.replica)
-        if slots:
-            targets = [sent[shard, slot, :rows] for shard, slot, _ in slots]
-            # private: no public name copies many tensors at once, from other dtypes and devices too
-            torch._foreach_copy_(targets, [local(weight.parameter.grad) for _, _, weight in slots])
+        for replica in range(self.replicas):
+            slots = self.owned_slots(batch, replica)
+            targets = [sent[shard, slot, :rows] for shard, slot, _ in slots] if replica == self.replica else None
+            load([(weight, slice(None)) for *_, weight in slots], targets)
         return self.exchange(sent)
 
     def join(self, batch: Batch, received: torch.Tensor) -> torch.Tensor:
@@ -106,6 +105,8 @@ class Ranks:
 
     def give_back(self, batch: Batch, full: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to send results, shaped as by `join`, back to the ranks that have their rows."""
+        if self.shards == 1 and len(full) == batch.slots:
+            return lambda: full[None]
         sent = self.empty(batch, full.dtype)
         for shard, shard_buffer in enumerate(sent):
             rows = shard_rows(batch.weight.shape[0], shard, self.shards)
@@ -138,16 +139,23 @@ class Ranks:
         return weights, updates
 
 
+# Writes what is computed on, made of this rank's gradients of some rows of weights, to targets of the same shapes, in
+# another dtype or on another device. It is called once a step for each row that this rank has; weights that another
+# replica owns have no targets.
+Load = Callable[[list[tuple[MatrixWeight, slice]], list[torch.Tensor] | None], None]
+
+
 @dataclasses.dataclass(frozen=True)
 class FullUpdate:
     """An update of weights that is computed from full matrices, each on one rank.
 
-    `compute` turns gradients, matrices (count, rows, columns) in `dtype`, into updates, on the rank that owns them.
-    `add(matrices, updates, size)` adds updates to this rank's rows of matrices of one size, (outputs, inputs).
+    `compute` turns what `load` wrote, matrices (count, rows, columns) in `dtype`, into updates, on the rank that owns
+    them. `add(matrices, updates, size)` adds updates to this rank's rows of matrices of one size, (outputs, inputs).
     """
 
     ranks: Ranks
     dtype: torch.dtype
+    load: Load
     compute: Callable[[torch.Tensor], torch.Tensor]
     add: Callable[[list[torch.Tensor], list[torch.Tensor], tuple[int, int]], None]
 
@@ -163,7 +171,7 @@ class FullUpdate:
     def update_batch(self, batch: Batch) -> Iterator[None]:
         """Update the weights of a batch; at each yield a collective is running, and another batch may continue."""
         ranks = self.ranks
-        wait = ranks.gather(batch, self.dtype)
+        wait = ranks.gather(batch, self.dtype, self.load)
         yield
         full = ranks.join(batch, wait())
         self.compute_in_place(batch.weight, full)
@@ -184,9 +192,11 @@ class FullUpdate:
     def update_experts(self, weight: MatrixWeight, experts: range) -> Iterator[None]:
         ranks = self.ranks
         share = -(-len(experts) // ranks.replicas)
-        own = local(weight.parameter.grad)[experts.start : experts.stop][ranks.replica * share :][:share]
         full = torch.zeros(share, *weight.shape[1:], dtype=self.dtype, device=ranks.device)
-        full[: len(own)] = own
+        for replica in range(ranks.replicas):
+            owned = experts[replica * share :][:share]
+            targets = [full[: len(owned)]] if replica == ranks.replica else None
+            self.load([(weight, slice(owned.start, owned.stop))], targets)
         self.compute_in_place(weight, full)
         wait = ranks.share(full)
         yield

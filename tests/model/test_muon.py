@@ -6,6 +6,7 @@ import types
 import muonranks
 import pytest
 import torch
+import torch._dynamo
 from conftest import forked, losses_of, words
 from multirank import resolved
 from muonranks import case
@@ -14,6 +15,7 @@ from torch.optim import _muon as torchs
 import train_fsdp
 from harness.model import newton_schulz
 from harness.model.optimization import build_optimizer
+from harness.model.optimizers import muon
 from harness.report.header import describe_setup
 from harness.state import TrainState
 
@@ -38,6 +40,40 @@ def test_a_stack_in_bf16_is_torchs_iteration_but_for_the_rounding_of_sums(monkey
         whole = torchs._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7)
         assert result.dtype == whole.dtype == torch.bfloat16
         assert (result.float() - whole.float()).norm() <= 0.01 * whole.float().norm()
+
+
+def wide_matrices(rows: int, columns: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator)
+
+    left, right = torch.linalg.qr(random(rows, rows))[0], torch.linalg.qr(random(columns, rows))[0]
+    spectra = {f"condition 1e{power}": torch.logspace(0, -power, rows) for power in (2, 4, 6)}
+    spectra["power law"] = 1 / torch.arange(1, rows + 1)
+    spectra["one large singular value"] = torch.tensor([1.0] + [1e-3] * (rows - 1))
+    noise = 1e-3 * random(rows, columns)
+    return {
+        "random": random(rows, columns),
+        "of rank 8": random(rows, 8) @ random(8, columns),
+        "of a quarter of the rank, and noise": random(rows, rows // 4) @ random(rows // 4, columns) / rows**0.5 + noise,
+        "equal rows": random(1, columns).expand(rows, columns),
+        "a large mean": random(rows, columns) + 5 * random(1, columns),
+    } | {name: left @ torch.diag(values) @ right.T for name, values in spectra.items()}
+
+
+@pytest.mark.parametrize("size", [(64, 128), (48, 200), (640, 128)], ids=str)
+def test_wide_and_tall_matrices_are_as_near_to_the_exact_iteration_as_torchs(size):
+    """The singular values, and the result as a whole. The exact iteration is that of fp64."""
+    matrices = wide_matrices(min(size), max(size))
+    for name, matrix in matrices.items():
+        matrix = matrix if size[0] < size[1] else matrix.T
+        exact = muonranks.zeropower(matrix.bfloat16().double(), COEFFICIENTS, 5, 1e-7)
+        torchs_result = torchs._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7)
+        own, theirs = newton_schulz.orthogonalize(matrix[None])[0].double(), torchs_result.double()
+        assert (own - exact).norm() <= 1.1 * (theirs - exact).norm(), name
+        errors = [(torch.linalg.svdvals(x) - torch.linalg.svdvals(exact)).abs().max() for x in (own, theirs)]
+        assert errors[0] <= max(errors[1], 0.015), name
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -141,3 +177,23 @@ def test_the_header_says_how_many_of_each_and_which(built):
     header = " ".join(describe_setup(settings, TrainState(model, optimizer), mesh, data, "", None, "").split())
     assert "muon on 14 matrices (o_proj, qkv_proj, gate_up_proj, down_proj)" in header
     assert "adamw on 7 other parameters (embed_tokens," in header
+
+
+def test_compiled_updates_are_the_eager_ones(built):
+    (model, optimizer, _), (other, eager, _) = built("--optimizer", "muon"), built("--optimizer", "muon")
+    torch._dynamo.reset()
+    for name in ("move_momenta", "add_updates"):
+        setattr(optimizer, name, torch.compile(getattr(muon, name), backend="aot_eager"))
+    for step in range(3):
+        for of in (optimizer, eager):
+            of.grad_scale, of.skip = torch.tensor(2.0), torch.tensor(float(step == 1))
+            for group in of.param_groups:
+                group["lr"] = 1e-3 / (step + 1)
+            of.step()
+        torch.manual_seed(step)
+        for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.grad = torch.randn_like(parameter)
+            same.grad = parameter.grad.clone()
+    for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter, same)
+        torch.testing.assert_close(dict(optimizer.state[parameter]), dict(eager.state[same]))

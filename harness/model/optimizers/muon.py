@@ -12,9 +12,9 @@ from torch import nn
 from harness import flags
 from harness.model import newton_schulz
 from harness.model.full_matrices import FullUpdate, Ranks
-from harness.model.matrices import matrix_weights
+from harness.model.matrices import MatrixWeight, matrix_weights
 from harness.model.optimization import OptimizerKind, decay_matrices, local
-from harness.model.optimizers.adamw import AdamW
+from harness.model.optimizers.adamw import AdamW, compiled_update, compiles_updates, groups_of_equal_size
 
 MOMENTUM = 0.95
 
@@ -24,7 +24,10 @@ class Muon(AdamW):
 
     def __init__(self, groups: list[dict], settings: flags.Settings):
         self.ranks: Ranks | None = None  # set in the first step
-        super().__init__(groups, lr=settings.lr, betas=settings.betas)
+        self.move_momenta, self.add_updates = move_momenta, add_updates
+        if compiles_updates(groups, settings):
+            self.move_momenta, self.add_updates = torch.compile(move_momenta), torch.compile(add_updates)
+        super().__init__(groups, lr=settings.lr, betas=settings.betas, **compiled_update(groups, settings))
 
     def add_states(self, group: dict) -> None:
         if "matrices" not in group:
@@ -42,39 +45,54 @@ class Muon(AdamW):
             return
         if self.ranks is None:
             self.ranks = Ranks(group["params"][0].device_mesh)
-        self.move_momenta(group, [weight.parameter for weight in weights])
+        rate = torch.tensor(group["lr"])  # a number would be compiled again in each step
+        shrinks_to = torch.tensor(1 - group["lr"] * group["weight_decay"])
 
         def add(matrices: list[torch.Tensor], updates: list[torch.Tensor], size: tuple[int, int]) -> None:
-            # private: one kernel for all
-            torch._foreach_add_(matrices, updates, alpha=-group["lr"] * update_scale(size))
+            scaled = rate * update_scale(size)
+            for equal in groups_of_equal_size(map(flat, matrices, updates)):
+                self.add_updates(equal, scaled, shrinks_to, self.skip)
 
-        FullUpdate(self.ranks, newton_schulz.DTYPE, self.orthogonalize, add).run(weights)
+        FullUpdate(self.ranks, newton_schulz.DTYPE, self.load, newton_schulz.orthogonalize, add).run(weights)
 
-    def move_momenta(self, group: dict, parameters: list) -> None:
-        """Move the momenta towards the gradients, overwrite the gradients with Nesterov's (which saves memory of their
-        size), and decay the weights. If `skip` is 1 each momentum replaces its gradient: it does not move, and all that
-        is computed from it is finite."""
-        shrinks_to = 1 - group["lr"] * group["weight_decay"]
-        if self.skip is not None:
-            shrinks_to = torch.where(self.skip > 0, 1.0, shrinks_to)
-        gradients = [local(parameter.grad) for parameter in parameters]
-        if self.grad_scale is not None:
-            # private: one kernel for all
-            torch._foreach_div_(gradients, self.grad_scale)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            momentum = local(self.state[parameter]["momentum"])
-            exact = gradient.float()  # the gradient itself if it is in fp32
-            if self.skip is not None:
-                torch.where(self.skip > 0, momentum, exact, out=exact)
-            momentum.lerp_(exact, 1 - MOMENTUM)
-            gradient.copy_(exact.lerp_(momentum, MOMENTUM))
-        # private: one kernel for all
-        torch._foreach_mul_([local(parameter) for parameter in parameters], shrinks_to)
+    def load(self, rows: list[tuple[MatrixWeight, slice]], targets: list[torch.Tensor] | None) -> None:
+        """Move the momenta of some rows of weights towards the gradients; write Nesterov's to `targets`."""
+        gradients = [local(weight.parameter.grad)[index] for weight, index in rows]
+        momenta = [local(self.state[weight.parameter]["momentum"])[index] for weight, index in rows]
+        # without a target, or with one on another device, Nesterov's overwrites the gradient
+        is_direct = bool(targets) and targets[0].device == gradients[0].device
+        for equal in groups_of_equal_size(map(flat, gradients, momenta, targets if is_direct else gradients)):
+            self.move_momenta(equal, self.grad_scale, self.skip)
+        if targets and not is_direct:
+            # private: no public name copies many tensors at once
+            torch._foreach_copy_(targets, gradients)
 
-    def orthogonalize(self, matrices: torch.Tensor) -> torch.Tensor:
-        """The updates of matrices (count, rows, columns); zeros if the step is skipped."""
-        updates = newton_schulz.orthogonalize(matrices)
-        return updates if self.skip is None else updates.masked_fill_(self.skip > 0, 0)
+
+def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views of one dimension, for which fewer variants are compiled, unless one of them would be a copy."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return tuple(tensor.view(-1) for tensor in tensors)
+    return tensors
+
+
+def move_momenta(tensors: list[tuple], scale: torch.Tensor | None, skip: torch.Tensor | None) -> None:
+    """Move the momenta of (gradient, momentum, target)s towards the gradients and write Nesterov's gradients to the
+    targets. If `skip` is 1 each momentum replaces its gradient: it does not move, and all that is computed from it is
+    finite. Compiled, this reads 8 bytes for each element and writes 4 and the target's."""
+    for gradient, momentum, target in tensors:
+        exact = gradient.float() if scale is None else gradient.float() / scale
+        if skip is not None:
+            exact = torch.where(skip > 0, momentum, exact)
+        momentum.lerp_(exact, 1 - MOMENTUM)
+        target.copy_(torch.lerp(exact, momentum, MOMENTUM))
+
+
+def add_updates(tensors: list[tuple], rate: torch.Tensor, shrinks_to: torch.Tensor, skip: torch.Tensor | None) -> None:
+    """Decay the weights of (weight, orthogonal update)s and subtract the updates, unless `skip` is 1. Compiled, this
+    reads and writes each weight once."""
+    for weight, orthogonal in tensors:
+        new = weight.float() * shrinks_to - rate * orthogonal.float()
+        weight.copy_(new if skip is None else torch.where(skip > 0, weight.float(), new))
 
 
 def update_scale(size: tuple[int, int]) -> float:
