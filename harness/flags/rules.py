@@ -28,7 +28,7 @@ from harness.flags.settings import (
 from harness.flags.sources import mixture_problem, splits_overlap
 
 COMPARES = ("compare", "output_dir")
-FLASH = ("flash", "flash_attention_2")
+FLASH = ("flash", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
 def contradiction(args: Flags) -> str:

@@ -39,7 +39,9 @@ PROFILED_STEPS = 3
 LENGTHS = ("num_steps", "num_tokens", "num_epochs")  # a run has one of them
 Precision = Literal["bf16", "fp8", "fp32", "bf16-pure"]
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
-Attention = Literal["sdpa", "flash", "cudnn", "flash_attention_2", "flex_attention", "eager"]
+Attention = Literal[
+    "sdpa", "flash", "cudnn", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "eager"
+]
 
 
 def listed(names: Sequence[str]) -> str:

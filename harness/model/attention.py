@@ -1,17 +1,22 @@
 """Attention: the choice of a kernel, and its line in the header."""
 
 import contextlib
-from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+import transformers
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, modeling_flash_attention_utils
 from transformers.integrations import sdpa_attention
 
 from harness import base, flags, job
 from harness.model import patches
 
 ONE_KERNEL = ("flash", "cudnn")  # values of --attention that are sdpa restricted to one of its kernels
+FLASH_PACKAGES = {  # values that are packages of their own, as pip names them
+    "flash_attention_2": ("flash-attn", transformers.utils.is_flash_attn_2_available),
+    "flash_attention_3": ("flash-attn-3", transformers.utils.is_flash_attn_3_available),
+    "flash_attention_4": ("flash-attn-4", transformers.utils.is_flash_attn_4_available),
+}
 
 
 def cudnn_may_give_nan(config: PretrainedConfig, sequence_length: int, document_mask: bool) -> bool:
@@ -49,8 +54,8 @@ def choose_attention(
             f"on a Hopper its gradients may be NaN with a mask at {sequence_length} tokens, which is 64 modulo 128"
         )
         raise base.UserError(f"--attention cudnn: {problem}; use sdpa, or --sequence-length {sequence_length + 64}")
-    if attention == "flash_attention_2" and not (find_spec("flash_attn") and cuda):
-        raise base.UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
+    if attention in FLASH_PACKAGES:
+        check_flash_package(attention, config)
     if attention == "flex_attention" and not cuda:
         raise base.UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
     for kernel in ("flash", "mem_efficient", "cudnn", "math"):
@@ -66,6 +71,43 @@ def choose_attention(
     if document_mask and cuda and family._supports_flex_attn:
         return "flex_attention"  # skips masked blocks; the others compute them, and not by their fastest kernel
     return "sdpa" if family._supports_sdpa else "eager"  # private: no public name for what a family supports
+
+
+def check_flash_package(attention: str, config: PretrainedConfig) -> None:
+    """Check that a package of FlashAttention is installed and that transformers gives this model to it. For others it
+    would fetch a kernel from the hub and run that.
+
+    Raises:
+        UserError: one of these is not so.
+    """
+    package, is_available = FLASH_PACKAGES[attention]
+    if not (torch.cuda.is_available() and is_available()):
+        raise base.UserError(f"--attention {attention}: needs a GPU and the package {package}; use sdpa")
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    # private: no public name for what a family supports; a list of kernels is that of attention with sinks
+    kernels = getattr(family, "_compatible_flash_implementations", None)
+    if not family._supports_flash_attn or (kernels is not None and attention not in kernels):
+        raise base.UserError(
+            f"--attention {attention}: transformers does not support it for {config.model_type}; use auto"
+        )
+
+
+def try_flash_package(attention: str, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Run a package of FlashAttention forward and backward on tensors (1, tokens, heads, head_dim).
+
+    Raises:
+        UserError: it does not take them, for example because of the head dimension or the GPU.
+    """
+    try:
+        # private: transformers has no public function of tensors alone
+        result = modeling_flash_attention_utils._flash_attention_forward(
+            query, key, key, None, query.shape[1], is_causal=True, implementation=attention
+        )
+        result.sum().backward()
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        problem = f"does not take heads of {query.shape[-1]} on this GPU ({reason})"
+        raise base.UserError(f"--attention {attention}: {problem}; use sdpa") from error
 
 
 def any_attention_kernel() -> contextlib.AbstractContextManager:
@@ -86,7 +128,7 @@ def describe_attention(settings: flags.Settings, config: PretrainedConfig, devic
     attention = config._attn_implementation  # private: the public name is an argument of `from_config` only
     if attention == "eager" and config.model_type in flags.model_types():
         return "the model's own attention"
-    if attention != "sdpa":
+    if attention != "sdpa" and attention not in FLASH_PACKAGES:
         return f"{attention} attention"
     try:
         text = config.get_text_config()
@@ -94,11 +136,14 @@ def describe_attention(settings: flags.Settings, config: PretrainedConfig, devic
         sizes = heads, getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     except Exception:  # some configs lack these fields, others have one for each layer
-        return "sdpa attention"
+        return f"{attention} attention"
     length = settings.sequence_length
     dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
     # one row: torch's choice does not depend on the batch size
     query, key = (torch.empty(1, length, n, head_dim, dtype=dtype, device=device, requires_grad=True) for n in sizes)
+    if attention in FLASH_PACKAGES:
+        try_flash_package(attention, query, key)
+        return f"{attention} attention"
     query, key = query.transpose(1, 2), key.transpose(1, 2)
     mask = None
     if settings.document_mask:  # torch reads only its shape and the stride of its last dimension

@@ -19,6 +19,7 @@ from harness import base
 from harness import model as models
 from harness.base.errors import UserError
 from harness.flags import PRESETS
+from harness.model import attention as attention_module
 from harness.model import tokenizer as tokenizer_module
 from harness.model.attention import choose_attention, describe_attention
 from harness.model.configs import load_config
@@ -210,6 +211,58 @@ def test_a_gpu_that_has_no_cudnn_although_torch_prefers_it_is_warned_of(
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: choice)
     assert describe_attention(settings, config, "meta").startswith(f"sdpa attention ({kernel.lower()}")
     assert ("warning: --attention auto: torch takes flash attention" in capfd.readouterr().err) == warns
+
+
+@pytest.mark.parametrize("attention", attention_module.FLASH_PACKAGES)
+def test_a_flash_attention_that_is_not_installed_is_refused_by_its_package(attention):
+    package, _ = attention_module.FLASH_PACKAGES[attention]
+    with pytest.raises(UserError, match=f"--attention {attention}: needs a GPU and the package {package}; use sdpa"):
+        choose(parse(["--model", "demo", "--precision", "bf16", "--attention", attention]), load_config("demo"))
+
+
+@pytest.fixture
+def flash_installed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for name, (package, _) in attention_module.FLASH_PACKAGES.items():
+        monkeypatch.setitem(attention_module.FLASH_PACKAGES, name, (package, lambda: True))
+
+
+@pytest.mark.parametrize("model, taken", [("llama", "234"), ("gpt_oss", "4"), ("mpt", "")])
+def test_a_flash_attention_that_transformers_does_not_give_a_family_is_refused(flash_installed, model, taken):
+    """gpt_oss has attention sinks: transformers would fetch a kernel that knows them from the hub."""
+    for version in "234":
+        attention = f"flash_attention_{version}"
+        settings = parse(words(f"--model demo --precision bf16 --attention {attention} --sequence-length 64"))
+        if version in taken:
+            assert choose(settings, AutoConfig.for_model(model)) == attention
+        else:
+            with pytest.raises(UserError, match=f"--attention {attention}: transformers does not support .* {model};"):
+                choose(settings, AutoConfig.for_model(model))
+
+
+def test_heads_that_a_flash_attention_does_not_take_are_refused_in_one_line(monkeypatch):
+    config = load_config("demo")
+    config._attn_implementation = "flash_attention_4"
+    settings = parse(words("--model demo --precision bf16 --attention flash_attention_4 --sequence-length 64"))
+    tried = []
+
+    def attend(query, key, value, mask, length, is_causal, implementation):
+        tried.append((tuple(query.shape), tuple(key.shape), query.dtype, is_causal, implementation))
+        assert query.requires_grad and len(tried) == 1, "head_dim 24 is not supported.\nsecond line"
+        return query * 1
+
+    monkeypatch.setattr(attention_module.modeling_flash_attention_utils, "_flash_attention_forward", attend)
+    assert describe_attention(settings, config, "cpu") == "flash_attention_4 attention"
+    length, heads = settings.sequence_length, config.num_attention_heads
+    head_dim = config.hidden_size // heads
+    query, key = (1, length, heads, head_dim), (1, length, config.num_key_value_heads, head_dim)
+    assert tried == [(query, key, torch.bfloat16, True, "flash_attention_4")]
+    said = (
+        rf"--attention flash_attention_4: does not take heads of {head_dim} on this GPU \(head_dim 24 .*\.\); use sdpa$"
+    )
+    with pytest.raises(UserError, match=said):
+        describe_attention(settings, config, "cpu")
 
 
 def test_fp32_on_a_gpu_repeats_shared_keys_as_no_fused_kernel_takes_them():

@@ -82,6 +82,8 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--attention flash --precision fp32": "--attention flash: does not support fp32; use sdpa",
     "--document-mask --dataset synthetic": "",
     "--document-mask --attention flash_attention_2": "",
+    "--document-mask --attention flash_attention_4": "",
+    "--attention flash_attention_3 --precision fp32": "--attention flash_attention_3: does not support fp32; use sdpa",
     "--streaming --dataset synthetic": "",
     "--streaming --packing best-fit": "--packing best-fit: needs the lengths",
     "--streaming --packing none": "--packing none: needs the lengths",
