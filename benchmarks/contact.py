@@ -1,13 +1,13 @@
-"""Runs everything that needs a GPU, most important first, in as many calls as it takes.
+"""Runs on a GPU what was not measured yet, most important first, in as many calls as it takes.
 
     python benchmarks/contact.py --out contact --minutes 9.5            starts, or continues after the last call
     python benchmarks/contact.py --out contact --only 'tests,runs/*'    some steps
     python benchmarks/contact.py --rehearse --only 'tests,runs/*'       the same path with tiny models on the CPU
 
-Each step is a process: versions, the GPU tests, other programs (bench.py), RUNS, every optimizer against its losses on
-the CPU, ten kills; on several GPUs also parity of stages, HSDP and offload, and scaling. contact.json has the state of
-each step, contact.log its output, OUT the JSON files of bench.py. A later call runs what is not done, last the steps
-that ran out of time; to continue on another machine, copy the folder.
+Each step is a process: versions, the GPU tests, RUNS, other programs, an optimizer against its losses on the CPU, ten
+kills; on several GPUs also parity of stages, HSDP and offload, and runs of all of them. contact.json has the state of
+each step, contact.log its output. A later call runs what is not done, last the steps that ran out of time; to continue
+on another machine, copy the folder.
 """
 
 import argparse
@@ -27,14 +27,13 @@ import bench
 import psutil
 
 ROOT = bench.ROOT
-OPTIMIZERS = [path.stem.replace("_", "-") for path in sorted((ROOT / "harness/model/optimizers").glob("[a-z]*.py"))]
 STATE, LOG = "contact.json", "contact.log"
 
 
 class Step(NamedTuple):
     name: str
     minutes: float  # a step starts only if this much time is left; it may take all of it
-    words: list[str]  # arguments of Python; OUT is the folder, MINUTES the time left
+    words: list[str]  # arguments of Python; OUT is the folder
     run: str = ""  # name of the run of train_fsdp.py whose metrics it reports
 
 
@@ -42,25 +41,32 @@ class Step(NamedTuple):
 ACCUMULATED = "--batch-size 2 --gradient-accumulation-steps 4 --zero-stage 1 --num-steps 10"
 RUNS = {
     "bf16": "",
-    "bf16-compiled-adamw": "",
-    "full": "--activation-checkpointing full",
-    "full-offload": "--activation-checkpointing full --cpu-offload --num-steps 10",
-    "16k": "--sequence-length 16384",
+    "bf16-torchs-adamw": "",
+    "bf16-fsdp2-copies": "",
+    "bf16-accumulated": ACCUMULATED,
+    "flash-attention-4": "--attention flash_attention_4",
+    "flash-attention-3": "--attention flash_attention_3",
+    "muon": "--optimizer muon --profile",
+    "fp8": "--precision fp8 --profile",
+    "fp8-accumulated": f"--precision fp8 {ACCUMULATED}",
+    "fp8-rowwise": "--precision fp8 --fp8-recipe rowwise",
+    "adamw-bf16": "--optimizer adamw-bf16",
+    "8b-base": "--model llama3.1-8b --precision bf16-pure --num-steps 1 --sequence-length 512 --export OUT/8b",
+    "8b-lora": "--model OUT/8b --init pretrained --lora-rank 16 --activation-checkpointing selective --num-steps 12",
+    "save": "--num-steps 16 --checkpoint-interval 8 --keep-checkpoints 1",  # in the background with torch 2.13
     "65k": "--sequence-length 65536 --activation-checkpointing full --num-steps 10",
     "1b-short": "--model llama3.2-1b --sequence-length 2048",  # the host bounds a step
-    "fp8": "--precision fp8 --profile",
-    "fp8-rowwise": "--precision fp8 --fp8-recipe rowwise",
-    "fp8-accumulated": f"--precision fp8 {ACCUMULATED}",
-    "bf16-accumulated": ACCUMULATED,
-    "bf16-fsdp2-copies": "",
-    "muon": "--optimizer muon --profile",
-    "selective": "--activation-checkpointing selective",
-    "32k": "--sequence-length 32768 --activation-checkpointing selective --num-steps 12",
-    "8b-selective": "--model llama3.1-8b --precision bf16-pure --sequence-length 4096 --batch-size 4 "
-    "--activation-checkpointing selective --num-steps 12 --profile",
+    "full-offload": "--activation-checkpointing full --cpu-offload --num-steps 10",
+    "16k": "--sequence-length 16384",
     "documents": "--document-mask --dataset demo --tokenizer assets/demo --cache-dir OUT/cache --eval-interval 0",
 }
-PROGRAMS = {"bf16-compiled-adamw": "benchmarks/compiled_adamw.py", "bf16-fsdp2-copies": "benchmarks/without_aliases.py"}
+VARIANTS = {"bf16-torchs-adamw": "torchs-adamw", "bf16-fsdp2-copies": "fsdp2-copies"}
+SEVERAL_GPUS = {  # NCCL's share of a step is in the profile
+    "stage-2": "--zero-stage 2 --profile",
+    "stage-3": "--zero-stage 3 --profile",
+    "hsdp": "--dp-replicate-size 2",
+}
+TRAINER = "--no-liger --num-steps 12 --perf-warmup-steps 4"
 
 
 def steps(gpus: int, rehearse: bool) -> list[Step]:
@@ -74,37 +80,36 @@ def steps(gpus: int, rehearse: bool) -> list[Step]:
         found += [Step(f"parity/stage-{stage}", 1, [*parity, "--zero-stage", str(stage)]) for stage in range(4)]
         found += [Step("parity/hsdp", 1, [*parity, "--dp-replicate-size", str(gpus)])]
         found += [Step("parity/offload", 1, [*parity, "--cpu-offload"])]
-    found.append(bench_step("compare", gpus, rehearse))
+        found += [run_step(name, flags, rehearse, gpus) for name, flags in SEVERAL_GPUS.items()]
     found += [run_step(name, flags, rehearse) for name, flags in RUNS.items()]
-    for name in OPTIMIZERS:
+    small = ["--model", "demo", "--sequence-length", "64", "--no-compile"] if rehearse else []
+    for peer, flags in (("accelerate_fsdp2", TRAINER.removeprefix("--no-liger ")), ("hf_trainer", TRAINER)):
+        found.append(Step(f"peers/{peer}", 1.5, [f"benchmarks/peers/{peer}.py", *flags.split(), *small]))
+    for name in ("muon", "adamw8bit"):
         found.append(Step(f"optimizers/{name}", 1, ["benchmarks/beside_cpu.py", "--", "--optimizer", name]))
-    return [*found, Step("kills", 3, kills), bench_step("gpu", gpus, rehearse)]
+    return [*found, Step("kills", 3, kills)]
 
 
-def run_step(name: str, flags: str, rehearse: bool) -> Step:
+def run_step(name: str, flags: str, rehearse: bool, ranks: int = 1) -> Step:
     shape = "--model smollm3-3b --sequence-length 8192 --dataset synthetic --num-steps 20 --log-interval 4"
     fixed = "--perf-warmup-steps 4 --no-own-plan --no-final-checkpoint --output-dir OUT/runs"
-    words = [PROGRAMS.get(name, "train_fsdp.py"), *shape.split(), *fixed.split(), *flags.split(), "--run-name", name]
+    program = ["benchmarks/variants.py", VARIANTS[name]] if name in VARIANTS else ["train_fsdp.py"]
+    if ranks > 1:
+        program = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *program]
+    words = [*program, *shape.split(), *fixed.split(), *flags.split(), "--run-name", name]
     if rehearse:  # a flag that is given twice has its last value
-        small = "--model demo --sequence-length 64 --num-steps 8 --no-compile --log-interval 2"
+        small = "--sequence-length 64 --num-steps 8 --no-compile --log-interval 2"
+        if "OUT/8b" not in flags.replace("--export OUT/8b", ""):
+            small += " --model demo"
         words += small.split()
         if "fp8" in flags:
             words.append("--fp8-emulate")
     return Step(f"runs/{name}", 0.9, words, name)
 
 
-def bench_step(suite: str, gpus: int, rehearse: bool) -> Step:
-    words = ["benchmarks/bench.py", suite, "--missing", "--repeats", "1", "--gpus", str(gpus)]
-    words += ["--out", "OUT", "--minutes", "MINUTES"]
-    return Step(f"bench/{suite}", 1.5, [*words, "--rehearse"] if rehearse else words)
-
-
 def perform(step: Step, out: pathlib.Path, seconds: float, rehearse: bool) -> tuple[str, str]:
     """Run a step for at most `seconds`. Returns (done, failed or timed out; its metrics or last line)."""
-    values = {"OUT": str(out), "MINUTES": f"{seconds / 60 - 0.1:.2f}"}
-    words = [sys.executable, *step.words]
-    for name, value in values.items():
-        words = [word.replace(name, value) for word in words]
+    words = [sys.executable, *(word.replace("OUT", str(out)) for word in step.words)]
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
     if rehearse:
         env |= {"CUDA_VISIBLE_DEVICES": "", "REHEARSE_GPU_TESTS": "1"}

@@ -36,9 +36,11 @@ from filelock import FileLock
 # What loads torch is imported where it is used: with -n one process has this file and runs no test.
 from harness.base import UserError
 from harness.flags import Args, parse_args
-from harness.job import start_processes
+from harness.job import set_allocator, start_processes
 from harness.job.signals import StopRequest
 
+if "gpu" in sys.argv:
+    set_allocator()  # as the script does: memory is compared with plans
 # Imports of a rank take longer than what most tests do in it: ranks are forked from a process that has them.
 multiprocessing.set_forkserver_preload(
     ["torchao", "transformers.optimization", "transformers.models.smollm3.modeling_smollm3", "train_fsdp"]

@@ -18,7 +18,7 @@ from harness.job.heartbeats import PROGRESS, end_save_stage, enter_phase
 from harness.job.preflight import check_disk, check_host_memory, check_machine
 from harness.job.schedule import Actions, count_steps, due
 from harness.job.signals import Stopped, StopRequest, ignore_signals
-from harness.job.startup import begin
+from harness.job.startup import begin, set_allocator
 from harness.job.terminal import (
     columns,
     command,
@@ -63,6 +63,7 @@ __all__ = [
     "print_error",
     "progress",
     "replace_file",
+    "set_allocator",
     "set_group_timeouts",
     "start_processes",
     "step_bar",

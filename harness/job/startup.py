@@ -39,10 +39,16 @@ def begin(settings: flags.Args) -> None:
     host.set_threads(settings)
     if not sys.warnoptions:  # `python -W default` shows all warnings
         silence_libraries()
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name before torch 2.9; the new one would override it
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    set_allocator()
     os.environ.setdefault("WANDB_SILENT", "true")
     gc.disable()  # until `World`: during imports, collection finds nothing and takes a fifth of the time
+
+
+def set_allocator() -> None:
+    """Let torch, when it is imported, allocate GPU memory in segments that grow; others leave gaps between tensors of
+    different sizes."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name before torch 2.9; the new one would override it
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def check_launcher_env(settings: flags.Args) -> None:

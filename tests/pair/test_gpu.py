@@ -32,6 +32,7 @@ from harness import model as models
 from harness.base import GIB, wait_for_device
 from harness.flags import PRESETS
 from harness.model.attention import describe_attention
+from harness.model.optimizers import adamw
 from harness.state.store import Checkpoints
 from harness.state.train_state import TrainState
 
@@ -149,6 +150,25 @@ def test_float8_learns_what_bf16_learns(build):
         losses[flags[1]] = [step()[0].item() for _ in range(8)]
     assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.01)
     assert losses["fp8"] != losses["bf16"]
+
+
+def test_the_compiled_adamw_updates_as_torchs_kernel_does(build):
+    _, model, compiled, _ = build("--compile")
+    _, other, kernel, _ = build("--no-compile")
+    if not CUDA:
+        compiled.update, compiled.min_numel = torch.compile(adamw.update), 4096
+    assert compiled.update and not kernel.update
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    assert min(sizes) < compiled.min_numel < max(sizes)
+    for step in range(3):
+        for parameters, optimizer in ((model.parameters(), compiled), (other.parameters(), kernel)):
+            torch.manual_seed(step)
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            models.clip_grad_norm(optimizer, 1.0)
+            optimizer.step()
+    for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter, same, rtol=1e-6, atol=1e-6)
 
 
 def test_an_offloaded_run_is_the_same_run(build):

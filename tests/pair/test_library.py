@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, start
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -89,3 +89,18 @@ def test_the_loss_of_every_family_is_that_of_the_tokens_that_follow_or_the_docst
         (exact if torch.allclose(loss, expected, rtol=1e-5) else others).add(name)
     assert others == named
     assert len(exact) > 100
+
+
+FROM_PYTHON = """
+import os, sys
+from harness import before_torch
+args = before_torch.begin(["--model", "demo"])
+assert "torch" not in sys.modules
+import train_fsdp
+print(args.model, os.environ["PYTORCH_ALLOC_CONF"])
+"""
+
+
+def test_a_run_from_python_begins_as_the_script_does():
+    done = start([sys.executable, "-c", FROM_PYTHON], PYTHONPATH=str(ROOT))
+    assert done.stdout.splitlines()[-1] == "demo expandable_segments:True", done.stderr
