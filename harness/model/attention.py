@@ -100,10 +100,8 @@ def try_flash_package(attention: str, query: torch.Tensor, key: torch.Tensor) ->
     """
     try:
         # private: transformers has no public function of tensors alone
-        result = modeling_flash_attention_utils._flash_attention_forward(
-            query, key, key, None, query.shape[1], is_causal=True, implementation=attention
-        )
-        result.sum().backward()
+        attend = modeling_flash_attention_utils._flash_attention_forward
+        attend(query, key, key, None, query.shape[1], is_causal=True, implementation=attention).sum().backward()
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         problem = f"does not take heads of {query.shape[-1]} on this GPU ({reason})"
