@@ -57,9 +57,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harness.flags import PRESETS
-from harness.model import newton_schulz
-from harness.model.float8 import float8_filter
-from harness.model.matrices import matrix_weights
 from harness.model.optimizers import adamw, muon
 
 ELEMENT_BYTES = {"*fp32": 4, "*bf16": 2}
@@ -156,13 +153,13 @@ def print_step(model) -> None:
     calls = sum(1 for _ in adamw.groups_of_equal_size(rows))
     total = sum(1 for _ in model.parameters())
     print(f"adamw            {calls} compiled calls for {len(rows)} of {total} tensors; torch's kernel has the others")
-    for name, ratio in (("on the matrices", float("inf")), ("on Gram matrices", newton_schulz.GRAM_RATIO)):
-        newton_schulz.GRAM_RATIO = ratio
-        newton_schulz.product_dtype = lambda x: x.dtype
+    for name, ratio in (("on the matrices", float("inf")), ("on Gram matrices", muon.newton_schulz.GRAM_RATIO)):
+        muon.newton_schulz.GRAM_RATIO = ratio
+        muon.newton_schulz.product_dtype = lambda x: x.dtype
         with FlopCounterMode(display=False) as counter:
-            for weight in matrix_weights(model).values():
+            for weight in muon.matrix_weights(model).values():
                 for matrix in weight.split(weight.parameter.detach()):
-                    newton_schulz.orthogonalize(matrix[None])
+                    muon.newton_schulz.orthogonalize(matrix[None])
         print(f"muon             {counter.get_total_flops() / 1e12:.1f} TFLOP, iterating {name} where it may")
 
 
@@ -184,10 +181,11 @@ def print_layer(config, recipe: str | None, length: int) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         layer = layer_type(config, 0)
         if recipe:
-            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+            from torchao.float8 import Float8LinearConfig, _auto_filter_for_recipe, convert_to_float8_training
 
+            takes = _auto_filter_for_recipe(recipe, filter_fqns=[])  # as harness/model/float8.py
             own = Float8LinearConfig.from_recipe_name(recipe)
-            convert_to_float8_training(layer, config=own, module_filter_fn=float8_filter(recipe, False))
+            convert_to_float8_training(layer, config=own, module_filter_fn=takes)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         hidden = torch.randn(1, length, config.hidden_size, requires_grad=True)
         rotary = [torch.randn(1, length, head_dim) for _ in range(2)]
