@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 
 from harness import base, flags, job
-from harness.data.tokenize import cache_folder
+from harness.data.cache import cache_folder
 
 MAX_RECORDS = 10_000_000  # without a limit; more are taken for an endless function
 COMPARED = 100  # first records, which a second call has to give again

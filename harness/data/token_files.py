@@ -26,6 +26,7 @@ class TokenFile:
     tokenizer: str | None = None  # the name of the one that made it, if the format has it
     is_checked: bool = False  # whether each id is known to be below the vocabulary's size
     trained: np.ndarray | None = None  # the mask, if there is one, uint8: 1 for each token that is trained on
+    cache_key: str = ""  # tells the content of a token cache from others; empty for a token file and for an array
     reopen: Callable[[], "TokenFile"] | None = None  # opens the same file again; None for an array
 
     def __reduce__(self) -> Any:

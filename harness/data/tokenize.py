@@ -1,15 +1,12 @@
 """Tokenize: documents as token ids, for a stream and for the token cache, in which a corpus is tokenized once, on all
 cores, and mapped afterwards. Next to the tokens of a cache are the ends of its documents and, for conversations and
-labels, the mask of what is trained on; a record, written last, has their sizes."""
+labels, the mask of what is trained on."""
 
 import functools
-import hashlib
 import itertools
 import json
 import os
 import pathlib
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from harness import base, job
+from harness.data.cache import make_once
 from harness.data.schema import LabelledIds
 from harness.data.token_files import TokenFile, map_numbers
 
@@ -156,82 +154,49 @@ def own_tokens_around(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], 
 # The token cache
 
 
-def cache_folder(cache_dir: str | os.PathLike | None) -> pathlib.Path:
-    if cache_dir is not None:
-        return pathlib.Path(cache_dir).expanduser()
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "train_fsdp"
-
-
 def tokenize_once(
     identity: list,
     tokenize: Callable[[Counter], Iterator[Encoded]],
     cache_dir: str | os.PathLike | None,
     skip_bad: bool,
 ) -> tuple[pathlib.Path, dict]:
-    """Tokenize a corpus, unless a complete cache of it exists; return (the file of its tokens, counts).
+    """Tokenize a corpus, unless a complete cache of it exists; return (the path of its files without suffix, counts).
 
     `identity` is the key of the cache: all that decides what `tokenize` yields, which counts into its argument. Counts
     have `seconds` only if the corpus was tokenized now. A UserError if the folder cannot be written.
     """
-    from filelock import FileLock
 
-    name = hashlib.sha256(json.dumps([VERSION, *identity]).encode()).hexdigest()[:20]
-    path = cache_folder(cache_dir) / f"tokens-{name}.bin"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):  # against runs that start together, and nodes with a shared disk
-            counts = counts_of(path)
-            if counts is not None and (skip_bad or not counts.get("bad records")):
-                return path, counts
-            start, counts = time.perf_counter(), Counter()
-            for leftover in path.parent.glob(f"{path.name}?*/"):  # of killed runs: the lock was free
-                shutil.rmtree(leftover)
-            write_cache(with_progress(tokenize(counts), counts), path, counts)
-            return path, dict(counts, seconds=time.perf_counter() - start)
-    except OSError as error:
-        raise base.UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
+    def make(folder: pathlib.Path) -> dict:
+        counts: Counter = Counter()
+        write_tokens(with_progress(tokenize(counts), counts), folder)
+        return counts
+
+    def is_wanted(counts: dict) -> bool:
+        return skip_bad or not counts.get("bad records")
+
+    return make_once("tokens", [VERSION, *identity], make, cache_dir, is_wanted)
 
 
-def write_cache(batches: Iterator[Encoded], path: pathlib.Path, counts: Counter) -> None:
-    """Write the tokens of documents end to end to `path`, their ends and their loss mask to files next to it."""
+def write_tokens(batches: Iterator[Encoded], folder: pathlib.Path) -> None:
+    """Write the tokens of documents end to end to files in a folder, with their ends and their loss mask."""
     total = 0
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
-        names = ["bin", "ends", "mask"]
-        with (
-            open(f"{folder}/bin", "wb") as tokens,
-            open(f"{folder}/ends", "wb") as ends,
-            open(f"{folder}/mask", "wb") as mask,
-        ):
-            for encoded in batches:
-                tokens.write(encoded.tokens.data)
-                ends.write((total + np.cumsum(encoded.lengths)).data)
-                if encoded.trained is not None:
-                    mask.write(encoded.trained.data)
-                total += len(encoded.tokens)
-        record = {"counts": counts, "bytes": {name: os.path.getsize(f"{folder}/{name}") for name in names}}
-        pathlib.Path(folder, "json").write_text(json.dumps(record))
-        if total:
-            for name in [*names, "json"]:  # the record last: if it exists, all files do
-                os.replace(f"{folder}/{name}", path.with_suffix(f".{name}"))
-
-
-def counts_of(path: pathlib.Path) -> dict | None:
-    """Return the counts of a cache; None if it is incomplete by the sizes of its files."""
-    try:
-        record = json.loads(path.with_suffix(".json").read_text())
-        sizes = {name: path.with_suffix(f".{name}").stat().st_size for name in record["bytes"]}
-        return record["counts"] if sizes == record["bytes"] else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+    with open(folder / "bin", "wb") as tokens, open(folder / "ends", "wb") as ends, open(folder / "mask", "wb") as mask:
+        for encoded in batches:
+            tokens.write(encoded.tokens.data)
+            ends.write((total + np.cumsum(encoded.lengths)).data)
+            if encoded.trained is not None:
+                mask.write(encoded.trained.data)
+            total += len(encoded.tokens)
 
 
 def open_cache(path: pathlib.Path, vocab_size: int) -> TokenFile:
-    """Map the tokens of a cache."""
+    """Map the tokens of a cache, whose files have this path without suffix."""
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     mask = path.with_suffix(".mask")
     return TokenFile(
-        tokens=np.memmap(path, dtype, "r").view(np.ndarray),
+        tokens=np.memmap(path.with_suffix(".bin"), dtype, "r").view(np.ndarray),
         is_checked=True,
+        cache_key=path.name,
         find_ends=functools.partial(map_numbers, str(path.with_suffix(".ends")), np.int64),
         trained=np.memmap(mask, np.uint8, "r").view(np.ndarray) if mask.stat().st_size else None,
         reopen=functools.partial(open_cache, path, vocab_size),
