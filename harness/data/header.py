@@ -121,7 +121,7 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader,
         word, document = ("chat", "conversation") if corpus.is_chat else ("labels", "row")
         if isinstance(train, PaddedDataset) and (warning := warn_of_cuts(train, document)):
             job.warn(warning)
-        documents = base.counted(len(train.tokens.doc_ends), document)
+        documents = base.counted(train.num_documents(), document)
         lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
     if train.has_mask and with_example:
         examples = base.broadcast_from_rank_0(lambda: find_examples(corpus, reader))
@@ -131,11 +131,11 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader,
 
 def warn_of_cuts(train: PaddedDataset, document: str) -> str:
     """A warning if more documents than MAX_CUT_SHARE are longer than a sequence; else ""."""
-    lengths, cut = np.diff(train.tokens.doc_ends, prepend=0), train.count_cut()
-    if cut <= MAX_CUT_SHARE * len(lengths):
+    cut, documents, longest = train.counts["cut"], train.num_documents(), train.counts["longest"]
+    if cut <= MAX_CUT_SHARE * documents:
         return ""
-    problem = f"{cut:,} of {base.counted(len(lengths), document)} are longer and are cut into pieces"
-    return f"--sequence-length {train.seq_len}: {problem}; give a longer one (the longest has {lengths.max():,} tokens)"
+    problem = f"{cut:,} of {base.counted(documents, document)} are longer and are cut into pieces"
+    return f"--sequence-length {train.seq_len}: {problem}; give a longer one (the longest has {longest:,} tokens)"
 
 
 def find_examples(corpus: Corpus, reader: CorpusReader) -> str:

@@ -2,8 +2,12 @@
 random ones; and batches of them."""
 
 import functools
+import hashlib
+import os
+import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +15,12 @@ from torch.utils.data import Dataset
 
 from harness import base
 from harness.base import IGNORE_INDEX
-from harness.data.token_files import TokenFile
+from harness.data.cache import make_once
+from harness.data.token_files import TokenFile, map_numbers
 from harness.data.tokens import Tokens
+
+VERSION = 1  # of a packing's files; another version is not read
+MASK_PART = 2**22  # tokens whose mask is read at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +129,10 @@ class PackedDataset(Dataset):
         """Inputs of all sequences that are not padding."""
         return len(self) * self.seq_len
 
+    def num_documents(self) -> int:
+        """Documents of all tokens."""
+        return len(self.tokens.doc_ends)
+
     def starts_in(self, index: int) -> list[int]:
         """The positions at which documents begin among the inputs of a sequence, 0 first."""
         return self.tokens.starts_between(*self.input_range(index)).tolist()
@@ -157,42 +169,40 @@ class PaddedDataset(PackedDataset):
     and counts as no token. A document longer than a sequence is cut into pieces, see `cut_long`.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, packing: str, padding: int, seed: int, document_mask: bool):
-        """`packing` is best-fit, or none for one document, or a piece of one, in each sequence; `padding` is a token
-        id; without `document_mask` the documents of a sequence see those before them."""
+    def __init__(
+        self, tokens: Tokens, seq_len: int, path: pathlib.Path, counts: dict, padding: int, document_mask: bool
+    ):
+        """`path` and `counts` are from `pack_once`; `padding` is a token id; without `document_mask` the documents of a
+        sequence see those before them."""
         super().__init__(tokens, seq_len, document_mask)
-        self.is_uniform, self.packing, self.padding = False, packing, padding
-        self.starts, self.lengths = cut_long(tokens.doc_ends, seq_len)  # of each piece, in tokens
-        if packing == "none":
-            # sequence i has the pieces items[begins[i] : begins[i + 1]]
-            self.items, self.begins = np.arange(len(self.lengths)), np.arange(len(self.lengths) + 1)
-        else:
-            self.items, self.begins = best_fit(self.lengths, seq_len + 1, seed)
-        trained = self.lengths - 1
-        if tokens.has_mask:
-            mask = np.append(tokens.trained(0, len(tokens)), np.uint8(0))
-            borders = np.stack([self.starts + 1, self.starts + self.lengths], axis=1).ravel()
-            trained = np.add.reduceat(mask, borders, dtype=np.int64)[::2]
-            trained[self.lengths == 1] = 0  # for an empty range reduceat returns the item at its start
-        trained_counts = self.sums(trained)
-        is_trained, sizes = trained_counts > 0, np.diff(self.begins)
-        self.items = self.items[np.repeat(is_trained, sizes)]
-        self.begins = np.concatenate([[0], np.cumsum(sizes[is_trained])])
-        self.trained_counts, self.left_out = trained_counts[is_trained], int((~is_trained).sum())
-        self.real = np.minimum(self.sums(self.lengths), seq_len)
+        self.is_uniform, self.path, self.counts, self.padding = False, path, counts, padding
+        self.left_out = counts["left out"]
 
-    def sums(self, piece_values: np.ndarray) -> np.ndarray:
-        """The sum of a number of each piece over each sequence."""
-        if not len(self.items):
-            return np.zeros(0, np.int64)
-        return np.add.reduceat(piece_values[self.items], self.begins[:-1], dtype=np.int64)
+    def __reduce__(self) -> Any:
+        """Pickled without what is mapped: a data worker that is not forked maps it too, and gets no copy."""
+        return PaddedDataset, (self.tokens, self.seq_len, self.path, self.counts, self.padding, self.document_mask)
 
-    def sequence_pieces(self, index: int) -> np.ndarray:
-        """The numbers of the pieces in a sequence."""
-        return self.items[self.begins[index] : self.begins[index + 1]]
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """The first token of each piece, sequence after sequence."""
+        return map_numbers(str(self.path.with_suffix(".starts")), np.int64)
+
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens in each piece."""
+        return map_numbers(str(self.path.with_suffix(".lengths")), np.int32)
+
+    @functools.cached_property
+    def begins(self) -> np.ndarray:
+        """The index of each sequence's first piece, and the number of pieces."""
+        return map_numbers(str(self.path.with_suffix(".begins")), np.int64)
+
+    def sequence_pieces(self, index: int) -> slice:
+        """The pieces of a sequence."""
+        return slice(int(self.begins[index]), int(self.begins[index + 1]))
 
     def __len__(self) -> int:
-        return len(self.begins) - 1
+        return self.counts["sequences"]
 
     def __getitem__(self, index: int) -> PackedSequence:
         """The documents of a bin, the longest first."""
@@ -200,8 +210,8 @@ class PaddedDataset(PackedDataset):
             raise IndexError(index)
         tokens = np.full(self.seq_len + 1, self.padding, self.tokens.dtype)
         trained, starts, filled = np.zeros(self.seq_len + 1, bool), [], 0
-        for piece in self.sequence_pieces(index):
-            start, length = int(self.starts[piece]), int(self.lengths[piece])
+        pieces = self.sequence_pieces(index)
+        for start, length in zip(self.starts[pieces].tolist(), self.lengths[pieces].tolist(), strict=True):
             tokens[filled : filled + length] = self.tokens[start : start + length]
             trained[filled + 1 : filled + length] = True
             if self.has_mask:
@@ -213,10 +223,16 @@ class PaddedDataset(PackedDataset):
         return PackedSequence(tokens, trained[1:], begins if self.document_mask else None, min(filled, self.seq_len))
 
     def real_tokens(self, index: int) -> int:
-        return int(self.real[index])
+        return min(int(self.lengths[self.sequence_pieces(index)].sum()), self.seq_len)
+
+    def total_trained(self) -> int:
+        return self.counts["trained"]
 
     def total_tokens(self) -> int:
-        return int(self.real.sum())
+        return self.counts["tokens"]
+
+    def num_documents(self) -> int:
+        return self.counts["documents"]
 
     def starts_in(self, index: int) -> list[int]:
         lengths = self.lengths[self.sequence_pieces(index)]
@@ -224,11 +240,80 @@ class PaddedDataset(PackedDataset):
 
     def describe(self) -> str:
         """The packing in words."""
-        documents, sequences = base.counted(len(self.tokens.doc_ends), "document"), base.counted(len(self), "sequence")
-        cut = self.count_cut()
+        documents, sequences = base.counted(self.num_documents(), "document"), base.counted(len(self), "sequence")
+        cut = self.counts["cut"]
         longer = f", {cut:,} longer than a sequence cut" if cut else ""
         padding = 1 - self.total_tokens() / (len(self) * self.seq_len)
-        return f"{self.packing}, {documents} in {sequences}{longer}, padding {100 * padding:.1f} %"
+        return f"{self.counts['packing']}, {documents} in {sequences}{longer}, padding {100 * padding:.1f} %"
+
+
+def pack_once(
+    tokens: Tokens, seq_len: int, packing: str, seed: int, cache_dir: str | os.PathLike | None
+) -> tuple[pathlib.Path, dict]:
+    """Pack documents, unless the cache has it; return (the path of its files without suffix, counts). One process of a
+    node calls this for all."""
+
+    def make(folder: pathlib.Path) -> dict:
+        arrays, counts = pack_documents(tokens, seq_len, packing, seed)
+        for name, array in arrays.items():
+            array.tofile(folder / name)
+        return counts
+
+    # of files without a key nothing but the document boundaries decides: they have no mask
+    keys = [file.cache_key for file in tokens.files]
+    digests = [hashlib.sha256(array.data).hexdigest() for array in (tokens.starts, tokens.stops, tokens.doc_ends)]
+    return make_once("packing", [VERSION, keys, digests, seq_len, packing, seed], make, cache_dir)
+
+
+def pack_documents(
+    tokens: Tokens, seq_len: int, packing: str, seed: int
+) -> tuple[dict[str, np.ndarray], dict[str, int | str]]:
+    """(arrays of a `PaddedDataset` by name, counts). `packing` is best-fit, or none for one document, or a piece of
+    one, in each sequence. Sequences without a label that is trained on are left out."""
+    starts, lengths = cut_long(tokens.doc_ends, seq_len)
+    if packing == "none":
+        # sequence i has the pieces items[begins[i] : begins[i + 1]]
+        items, begins = np.arange(len(lengths)), np.arange(len(lengths) + 1)
+    else:
+        items, begins = best_fit(lengths, seq_len + 1, seed)
+
+    def sums(piece_values: np.ndarray) -> np.ndarray:
+        """The sum of a number of each piece over each sequence."""
+        return np.add.reduceat(piece_values[items], begins[:-1], dtype=np.int64) if len(items) else np.zeros(0, int)
+
+    trained = sums(count_trained(tokens, starts, lengths))
+    is_trained, sizes = trained > 0, np.diff(begins)
+    doc_lengths = np.diff(tokens.doc_ends, prepend=0)
+    counts: dict[str, int | str] = {
+        "packing": packing,
+        "documents": len(doc_lengths),
+        "longest": int(doc_lengths.max(initial=0)),
+        "cut": int((doc_lengths > seq_len + 1).sum()),
+        "sequences": int(is_trained.sum()),
+        "left out": int((~is_trained).sum()),
+        "trained": int(trained.sum()),
+        "tokens": int(np.minimum(sums(lengths), seq_len)[is_trained].sum()),
+    }
+    items = items[np.repeat(is_trained, sizes)]
+    begins = np.concatenate([[0], np.cumsum(sizes[is_trained])])
+    return {"starts": starts[items], "lengths": lengths[items], "begins": begins}, counts
+
+
+def count_trained(tokens: Tokens, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Labels that count in each piece, whose order is that of the tokens. The mask is read in parts."""
+    if not tokens.has_mask:
+        return lengths - 1
+    trained, first = np.zeros(len(lengths), np.int64), 0
+    parts = range(MASK_PART, len(tokens) + MASK_PART, MASK_PART)
+    for last in np.searchsorted(starts, parts).tolist():  # the pieces that begin in this part
+        if first < last:
+            begin, end = int(starts[first]), int(starts[last - 1] + lengths[last - 1])
+            mask = np.append(tokens.trained(begin, end), np.uint8(0))
+            borders = np.stack([starts[first:last] + 1, starts[first:last] + lengths[first:last]], axis=1).ravel()
+            trained[first:last] = np.add.reduceat(mask, borders - begin, dtype=np.int64)[::2]
+            first = last
+    trained[lengths == 1] = 0  # for an empty range reduceat returns the item at its start
+    return trained
 
 
 def cut_long(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -253,26 +338,36 @@ def best_fit(lengths: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.
     generator = np.random.Generator(np.random.PCG64(seed))
     items = generator.permutation(len(lengths)).astype(np.int32)
     items = items[np.argsort(-lengths[items].astype(np.int64), kind="stable")]
+    items_by_length = np.bincount(lengths, minlength=size + 1)
     bins_with_room: list[list[int]] = [[] for _ in range(size + 1)]
     rooms = 0  # bit r is set where a bin has room for r more
-    chosen: list[int] = []  # the bin of each item
-    bins = 0
-    for length in lengths[items].tolist():
-        enough = rooms >> length
-        if enough:
+    chosen = np.empty(len(lengths), np.int32)  # the bin of each item
+    bins = placed = 0
+    for length in np.flatnonzero(items_by_length)[::-1].tolist():
+        left = int(items_by_length[length])
+        while left:  # items of one length fill bin after bin: a bin that took one has the least room
+            if not rooms >> length:
+                new = -(-left // (size // length))
+                bins_with_room[size] = list(range(bins + new - 1, bins - 1, -1))
+                rooms |= 1 << size
+                bins += new
+            enough = rooms >> length
             room = length + (enough & -enough).bit_length() - 1
-            with_room = bins_with_room[room]
-            bin_number = with_room.pop()
+            with_room, per_bin = bins_with_room[room], room // length
+            filled = min(len(with_room), -(-left // per_bin))
+            taken = with_room[-filled:][::-1]
+            del with_room[-filled:]
             if not with_room:
                 rooms ^= 1 << room
-        else:
-            room, bin_number = size, bins
-            bins += 1
-        chosen.append(bin_number)
-        if room > length:
-            bins_with_room[room - length].append(bin_number)
-            rooms |= 1 << (room - length)
-    item_bins = generator.permutation(bins).astype(np.int32)[np.array(chosen, np.int32)]
+            count = min(left, filled * per_bin)
+            chosen[placed : placed + count] = np.repeat(taken, per_bin)[:count]
+            placed, left = placed + count, left - count
+            in_last = count - (filled - 1) * per_bin
+            for some_bins, rest in ((taken[:-1], room - per_bin * length), (taken[-1:], room - in_last * length)):
+                if some_bins and rest:
+                    bins_with_room[rest].extend(some_bins)
+                    rooms |= 1 << rest
+    item_bins = generator.permutation(bins).astype(np.int32)[chosen]
     begins = np.concatenate([[0], np.cumsum(np.bincount(item_bins, minlength=bins))])
     return items[np.argsort(item_bins, kind="stable")], begins
 

@@ -2,21 +2,27 @@
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import os
+import pathlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from harness import base, job
 from harness.data import formats, token_files
+from harness.data.cache import make_once
 from harness.data.chat import ChatFormat, nothing_trained
 from harness.data.corpora import Corpus, are_token_files, cut_positions, parse_split, slice_rows
 from harness.data.files import DataFile
 from harness.data.formats import read_records
-from harness.data.packing import PackedDataset, PaddedDataset
+from harness.data.packing import PackedDataset, PaddedDataset, pack_once
 from harness.data.schema import read_documents
+from harness.data.token_files import map_numbers
 from harness.data.tokenize import RowFormat, TextFormat, describe_cache, open_cache, take, tokenize_once, warnings_in
 from harness.data.tokens import Tokens
 
@@ -113,12 +119,21 @@ class CorpusReader:
 
     def with_doc_ends(self, tokens: Tokens) -> Tokens:
         """The tokens with their document boundaries. If the files do not have these, one process of a node reads all
-        tokens for it. A UserError if nothing says where documents end."""
+        tokens for them, and the others map what it found. A UserError if nothing says where documents end."""
         if tokens.has_doc_ends:
             return tokens
         self.check_doc_ends(tokens)
-        found = base.broadcast_from_node_main(lambda: tokens.file_doc_ends, self.is_main)
-        return dataclasses.replace(tokens, known_doc_ends=found)
+
+        def write(folder: pathlib.Path) -> dict:
+            tokens.file_doc_ends.tofile(folder / "ends")
+            return {}
+
+        def keep_doc_ends() -> pathlib.Path:
+            digest = hashlib.sha256(tokens.file_doc_ends.data).hexdigest()
+            return make_once("ends", [digest], write, self.cache_dir)[0]
+
+        path = base.broadcast_from_node_main(keep_doc_ends, self.is_main)
+        return dataclasses.replace(tokens, known_doc_ends=map_numbers(str(path.with_suffix(".ends")), np.int64))
 
     def check_doc_ends(self, tokens: Tokens) -> None:
         """Raise a UserError if neither the files nor an end-of-text token say where documents end."""
@@ -138,7 +153,11 @@ class CorpusReader:
             tokenizer = self.tokenizer
             ids = [getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0]
             padding = next(token for token in ids if token is not None)
-            packed = PaddedDataset(self.with_doc_ends(tokens), self.seq_len, packing, padding, self.seed, mask)
+            tokens = self.with_doc_ends(tokens)
+            path, counts = base.broadcast_from_node_main(
+                lambda: pack_once(tokens, self.seq_len, packing, self.seed, self.cache_dir), self.is_main
+            )
+            packed = PaddedDataset(tokens, self.seq_len, path, counts, padding, mask)
         else:
             if mask:
                 self.check_doc_ends(tokens)

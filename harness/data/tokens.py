@@ -124,10 +124,11 @@ class Tokens:
         file without boundaries are read for them."""
         if self.known_doc_ends is not None:
             return self.known_doc_ends
-        ends = np.concatenate(
-            [self._find_doc_ends(file) + first for file, first in zip(self.files, self.before_files[:-1], strict=True)]
-        )
-        is_empty = np.diff(ends, prepend=0) == 0
+        parts = [self._find_doc_ends(file) for file in self.files]
+        ends = parts[0]  # of one file they stay mapped
+        if len(parts) > 1:
+            ends = np.concatenate([part + first for part, first in zip(parts, self.before_files[:-1], strict=True)])
+        is_empty = np.concatenate([ends[:1] == 0, ends[1:] == ends[:-1]])
         return ends[~is_empty] if is_empty.any() else ends
 
     def _find_doc_ends(self, file: TokenFile) -> np.ndarray:
@@ -144,6 +145,8 @@ class Tokens:
     def doc_ends(self) -> np.ndarray:
         """The position after each document of the stretches, counted in their tokens; each stretch ends one."""
         file_ends = self.file_doc_ends
+        if self.stretches is None:
+            return file_ends
         first = np.searchsorted(file_ends, self.starts, "right")  # index of the first end inside each stretch
         counts = np.maximum(np.searchsorted(file_ends, self.stops, "left") - first, 0) + (self.stops > self.starts)
         stretch = np.repeat(np.arange(len(counts)), counts)

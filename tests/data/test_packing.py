@@ -3,6 +3,8 @@ those of each token in its own document."""
 
 import itertools
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import multirank
 import numpy as np
@@ -13,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import utils
 from harness.base import UserError
+from harness.data import packing
 
 TEMPLATE = """{% for message in messages %}{% if message.role == 'assistant' %}A: {% generation %}
 {{- message.content + eos_token }}{% endgeneration %}{% else %}{{ message.role }}: {{ message.content }}
@@ -55,9 +58,9 @@ def test_a_conversation_alone_in_its_sequence_has_the_loss_that_transformers_giv
     run = [*flags, "--model", tmp_path / "model", "--init", "pretrained", *words("--num-steps 1 --eval-interval 1")]
     run += words("--lr 1e-12 --batch-size 2")
     losses = {}
-    for packing in ("none", "best-fit"):
-        assert train([*run, "--packing", packing, "--run-name", packing], device) == 0
-        losses[packing] = metrics_of(tmp_path / packing)[0]["eval_loss"]
+    for kind in ("none", "best-fit"):
+        assert train([*run, "--packing", kind, "--run-name", kind], device) == 0
+        losses[kind] = metrics_of(tmp_path / kind)[0]["eval_loss"]
     assert "none, 8 documents in 9 sequences, 1 longer than a sequence cut, padding " in capfd.readouterr().out
 
     summed, count = 0.0, 0
@@ -90,6 +93,72 @@ def test_a_resumed_run_keeps_its_packing(device, flags, tmp_path):
     train([*run, "--num-steps", "2"], device)
     with pytest.raises(UserError, match="--packing was None in the checkpoint and is none now"):
         train([*run, "--num-steps", "4", "--packing", "none"], device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Best-fit
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_best_fit_gives_each_document_the_bin_with_the_least_room_the_longest_first(seed):
+    generator = np.random.default_rng(seed)
+    size = int(generator.integers(1, 60))
+    lengths = np.minimum(size, 1 + generator.exponential(size / 4, 300).astype(np.int32))
+    rooms: list[int] = []
+    for length in sorted(lengths.tolist(), reverse=True):
+        enough = [room for room in rooms if room >= length]
+        if enough:
+            rooms.remove(min(enough))
+        rooms.append((min(enough) if enough else size) - length)
+    items, begins = packing.best_fit(lengths, size, seed)
+    assert sorted(items.tolist()) == [*range(300)]
+    filled = np.add.reduceat(lengths[items], begins[:-1])
+    assert sorted((size - filled).tolist()) == sorted(rooms)
+
+
+def test_the_order_of_best_fit_follows_from_the_seed_alone():
+    """A resumed run, and one of another version, has these bins."""
+    items, begins = packing.best_fit(np.array([5, 3, 3, 2, 8, 1, 1, 4, 3, 7], np.int32), 8, seed=3)
+    assert items.tolist() == [4, 9, 5, 7, 1, 6, 8, 3, 0, 2] and begins.tolist() == [0, 1, 3, 6, 8, 10]
+
+
+@pytest.fixture
+def load_packed(tmp_path, conversations, monkeypatch):
+    """Call it for the tokens of all sequences; `packed` counts the times that documents were packed."""
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    options = {"packing": "best-fit", "cache_dir": tmp_path / "cache", "shuffle": False}
+    best_fit = packing.best_fit
+
+    def load() -> list:
+        sequences = utils.get_dataset(tokenizer, LENGTH, dataset=str(tmp_path / "train.jsonl"), **options)
+        return [sequences[index].tokens.tolist() for index in range(len(sequences))]
+
+    def pack_slowly(*args):
+        load.packed += 1
+        time.sleep(0.2)
+        return best_fit(*args)
+
+    load.packed = 0
+    monkeypatch.setattr(packing, "best_fit", pack_slowly)
+    return load
+
+
+def test_documents_are_packed_once_by_starts_that_come_together_and_by_later_ones(load_packed):
+    with ThreadPoolExecutor() as threads:
+        first, second = threads.map(lambda _: load_packed(), range(2))
+    assert first == second == load_packed() and len(first) > 1
+    assert load_packed.packed == 1
+
+
+def test_a_start_that_was_killed_while_it_packed_leaves_nothing_that_is_read(load_packed, tmp_path):
+    packed = load_packed()
+    (record,) = (tmp_path / "cache").glob("packing-*.json")
+    record.unlink()  # the last file to be written
+    record.with_suffix(".begins").write_bytes(b"")
+    half = tmp_path / "cache" / f"{record.stem}abc"
+    half.mkdir()
+    assert load_packed() == packed and load_packed.packed == 2
+    assert not half.exists()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -189,7 +189,8 @@ def test_with_a_document_mask_each_trained_token_of_a_step_counts_alike(start, t
 def test_best_fit_cuts_no_document_that_fits_and_positions_begin_again_with_each(tmp_path):
     documents = [np.append(np.full(length, number), 0) for number, length in enumerate([5, 20, 11, 40, 3], 1)]
     formats.write_datatrove(tmp_path, documents, [])
-    windows = utils.get_dataset(None, 32, dataset=str(tmp_path), vocab_size=9, packing="best-fit", document_mask=True)
+    options = {"vocab_size": 9, "cache_dir": tmp_path / "cache", "packing": "best-fit", "document_mask": True}
+    windows = utils.get_dataset(None, 32, dataset=str(tmp_path), **options)
     pieces: Counter = Counter()
     for batch in batches_of(windows):
         begins = [*np.flatnonzero(batch["position_ids"] == 0), 32]
