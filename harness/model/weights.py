@@ -92,7 +92,7 @@ def materialize(
     """Give the meta tensors of `modules` storage on `device` and values: random, or from `weights`, of which `layer` is
     the decoder layer that they are in.
 
-    Parameters are drawn in fp32 and then rounded: in bf16 torch 2.11 draws other and coarser numbers on a CPU.
+    Random parameters are drawn in fp32 and then rounded: in bf16 torch 2.11 draws other and coarser numbers on a CPU.
 
     Raises:
         UserError: a tensor gets no value.
@@ -101,7 +101,8 @@ def materialize(
     wanted = [(module, name, tensor) for module in modules for name, tensor in own_tensors(module)]
     for module in modules:
         for name, tensor in own_tensors(module):
-            if tensor.is_meta:
+            is_loaded = weights is not None and isinstance(tensor, nn.Parameter)  # a loaded one is a new object
+            if tensor.is_meta and not is_loaded:
                 if tensor not in real:
                     real[tensor] = empty_on(device, tensor)
                 setattr(module, name, real[tensor])
@@ -122,7 +123,7 @@ def materialize(
                 tensor_name = f"{type(module).__name__}.{name}"
                 problem = "gets no value, from a checkpoint or when its layer is made by itself"
                 raise base.UserError(f"--model: {tensor_name} {problem}")
-    for module, name, planned in wanted:  # a loaded parameter is a new object
+    for module, name, planned in wanted:
         tensor = getattr(module, name)
         tensor.data = tensor.data.to(planned.dtype)
         if isinstance(tensor, nn.Parameter):
