@@ -66,8 +66,8 @@ def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def broadcast_from_node_main(make: Callable[[], T], is_main: bool) -> T:
-    """Call `make` on each rank with `is_main`, one per node or in the world, and broadcast its pickled result to the
-    ranks after it. An error is raised on all ranks. Every rank calls this."""
+    """Call `make` on the first rank of each node, which has `is_main`, and send its pickled result to the other ranks
+    of the node. An error is raised on all ranks. Every rank calls this."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -77,21 +77,30 @@ def broadcast_from_node_main(make: Callable[[], T], is_main: bool) -> T:
     for _, error_of_rank in outcomes:
         if error_of_rank is not None:
             raise error_of_rank
-    main_ranks = [rank for rank, (main, _) in enumerate(outcomes) if main]
-    answer = result
-    for main_rank in main_ranks:  # a gather would hold a large tokenizer once per rank
-        message = [result]
-        dist.broadcast_object_list(message, src=main_rank)
-        if main_rank <= dist.get_rank():  # the last one is on this rank's node
-            answer = message[0]
-    return answer
+    rank = dist.get_rank()
+    main_ranks = [main_rank for main_rank, (main, _) in enumerate(outcomes) if main]
+    answer: list = [result]
+    if is_main:
+        next_node = next((main_rank for main_rank in main_ranks if main_rank > rank), len(outcomes))
+        for peer in range(rank + 1, next_node):
+            dist.send_object_list(answer, dst=peer)
+    else:
+        dist.recv_object_list(answer, src=max(main_rank for main_rank in main_ranks if main_rank < rank))
+    return answer[0]
 
 
 def broadcast_from_rank_0(make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and return its result, or raise its error, on every rank."""
     import torch.distributed as dist
 
-    return broadcast_from_node_main(make, not dist.is_initialized() or dist.get_rank() == 0)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    outcome: list = [attempt(make) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(outcome, src=0)
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
 
 
 def all_gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
