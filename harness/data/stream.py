@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from harness import base
@@ -36,6 +37,7 @@ from harness.data.tokens import BEGINNING_TOKENS, checksum_of_beginning
 MIN_CHUNK = 2**12  # bytes: a corpus has no more shards than chunks
 MAX_CHUNK = 2**18  # bytes, and characters of a piece: about what an open shard holds in memory
 MAX_CHUNKS_TOTAL = 2**26  # bytes that the chunks of all shards together are to have at most
+BEGINS = np.uint32(2**31)  # a bit that no token id has: the token begins a document
 BATCH = 16  # documents per call of the tokenizer: training waits for the first of each shard
 
 Position = tuple[int, int, int, int]
@@ -144,32 +146,36 @@ class Stream:
 
     def eval_sequences(self, count: int, batch_size: int) -> "EvalSequences":
         """The first `count` sequences, or all if it is 0, in the order of `cut_into_chunks`. Ranks read chunks in turn,
-        until there are enough; each rank gets the tokens of all and keeps the sequences that it evaluates. A UserError
-        if there is no sequence. Every rank calls this."""
+        one rank first and twice as many each time, until there are enough; then each gets the sequences that it
+        evaluates. A UserError if there is no sequence. Every rank calls this."""
         rank, world = dist.get_rank(), dist.get_world_size()
-        most = count or sys.maxsize
-        found = EvalSequences(self.seq_len)
-        tokens, ends = np.empty(0, self.encoder.dtype), np.empty(0, np.int64)  # what is in no sequence yet
-        for first in range(0, len(self.chunks), world):
-            chunk = self.chunks[first + rank : first + rank + 1]
-            wanted = (most - len(found)) * self.seq_len + 1 - len(tokens)
-            mine = base.call_on_all_ranks(functools.partial(self.head, wanted, chunk))
-            for encoded in base.all_gather_objects(mine):
-                ends = np.concatenate([ends, len(tokens) + np.cumsum(encoded.lengths)])
-                tokens = np.concatenate([tokens, encoded.tokens])
-                while len(tokens) > self.seq_len and len(found) < most:
-                    is_mine = len(found) // batch_size % world == rank
-                    found.add(self.first_sequence(tokens, ends), is_mine)
-                    tokens, ends = tokens[self.seq_len :], ends - self.seq_len
-            if len(found) == most:
-                break
-        if not len(found):
+        wanted = count * self.seq_len + 1 if count else sys.maxsize
+        sizes: list[int] = []  # tokens of each chunk that was read
+        readers: list[int] = []  # its rank
+        mine: dict[int, np.ndarray] = {}  # the chunks that this rank has read
+        ranks = 1
+        while len(sizes) < len(self.chunks) and sum(sizes) < wanted:
+            ranks = min(ranks, len(self.chunks) - len(sizes))
+            number = len(sizes) + rank
+            chunk = [self.chunks[number]] if rank < ranks else []
+            encoded = base.call_on_all_ranks(functools.partial(self.head, wanted - sum(sizes), chunk))
+            if chunk:
+                mine[number] = mark_beginnings(encoded)
+            sizes += base.all_gather_objects(len(encoded.tokens))[:ranks]
+            readers += range(ranks)
+            ranks = min(2 * ranks, world)
+        sequences = min(count or sys.maxsize, max(0, sum(sizes) - 1) // self.seq_len)
+        if not sequences:
             problem = (
-                f"{base.counted(len(tokens), 'token')}, too few for one sequence of --sequence-length {self.seq_len}"
+                f"{base.counted(sum(sizes), 'token')}, too few for one sequence of --sequence-length {self.seq_len}"
             )
             raise base.UserError(
                 f"--dataset {self.files[0]}: {problem}; use a shorter sequence, more text or an --eval-split"
             )
+        found = EvalSequences(self.seq_len, sequences)
+        for number, tokens in exchange(mine, sizes, readers, sequences, batch_size, self.seq_len).items():
+            beginnings = np.flatnonzero(tokens & BEGINS)
+            found.held[number] = self.first_sequence((tokens & ~BEGINS).astype(self.encoder.dtype), beginnings)
         return found
 
     def first_sequence(self, tokens: np.ndarray, ends: np.ndarray) -> np.ndarray | PackedSequence:
@@ -182,18 +188,14 @@ class Stream:
 
 
 class EvalSequences:
-    """Eval sequences of a stream; a rank holds those that it evaluates, see `loader.eval_batches`."""
+    """Eval sequences of a stream; a rank holds those that it evaluates, see `loader.eval_batches`, and the first one,
+    to fill its last batch with."""
 
     has_mask, left_out = False, 0
 
-    def __init__(self, seq_len: int):
-        self.seq_len, self.count = seq_len, 0
+    def __init__(self, seq_len: int, count: int):
+        self.seq_len, self.count = seq_len, count
         self.held: dict[int, np.ndarray | PackedSequence] = {}
-
-    def add(self, sequence: np.ndarray | PackedSequence, is_mine: bool) -> None:
-        if is_mine or self.count == 0:  # every rank has the first one, to fill its last batch with
-            self.held[self.count] = sequence
-        self.count += 1
 
     def __len__(self) -> int:
         """The number that all ranks hold."""
@@ -204,6 +206,59 @@ class EvalSequences:
 
     def total_tokens(self) -> int:
         return self.count * self.seq_len
+
+
+def mark_beginnings(encoded: Encoded) -> np.ndarray:
+    """Tokens as uint32, with the bit BEGINS where a document begins."""
+    tokens = encoded.tokens.astype(np.uint32)
+    beginnings = np.cumsum(encoded.lengths) - encoded.lengths
+    tokens[beginnings[encoded.lengths > 0]] |= BEGINS
+    return tokens
+
+
+def exchange(
+    mine: dict[int, np.ndarray], sizes: list[int], readers: list[int], sequences: int, batch_size: int, seq_len: int
+) -> dict[int, np.ndarray]:
+    """Send the tokens of chunks to the ranks that evaluate them. Return the first of `sequences`, and those that this
+    rank evaluates, by number. Every rank calls this.
+
+    Args:
+        mine: the chunks that this rank has read, by number, in their order.
+        sizes: the tokens of each chunk; `readers` the rank that has read it.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    before = list(itertools.accumulate(sizes, initial=0))  # tokens before each chunk
+    sent: list[list[np.ndarray]] = [[] for _ in range(world)]
+    for chunk, tokens in mine.items():
+        first, end = before[chunk], before[chunk + 1]
+        for number in range(max(0, (first - 1) // seq_len), min(-(-end // seq_len), sequences)):
+            start = number * seq_len - first  # of the sequence, which may begin before the chunk or end after it
+            sent[number // batch_size % world].append(tokens[max(0, start) : start + seq_len + 1])
+
+    found: dict[int, torch.Tensor] = {}
+    pieces: list[tuple[int, int, int, int]] = []  # (sender, sequence, first token in it, tokens)
+    for first in range(rank * batch_size, sequences, batch_size * world):
+        for number in range(first, min(first + batch_size, sequences)):
+            found[number] = torch.empty(seq_len + 1, dtype=torch.int32)
+            start, stop = number * seq_len, (number + 1) * seq_len + 1
+            for chunk in range(bisect.bisect_right(before, start) - 1, bisect.bisect_right(before, stop - 1)):
+                begin, end = max(start, before[chunk]), min(stop, before[chunk + 1])
+                pieces.append((readers[chunk], number, begin - start, end - begin))
+    pieces.sort()  # as they arrive
+    received_sizes = [0] * world
+    for sender, _, _, length in pieces:
+        received_sizes[sender] += length
+    received = torch.empty(sum(received_sizes), dtype=torch.int32)
+    tokens = np.concatenate([np.empty(0, np.uint32), *itertools.chain.from_iterable(sent)])
+    sent_sizes = [sum(map(len, arrays)) for arrays in sent]
+    dist.all_to_all_single(received, torch.from_numpy(tokens.view(np.int32)), received_sizes, sent_sizes)
+    parts = received.split([length for *_, length in pieces])
+    for (_, number, begin, length), part in zip(pieces, parts, strict=True):
+        found[number][begin : begin + length] = part
+
+    first_sequence = found.get(0, torch.empty(seq_len + 1, dtype=torch.int32))
+    dist.broadcast(first_sequence, src=0)
+    return {number: tensor.numpy().view(np.uint32) for number, tensor in (found | {0: first_sequence}).items()}
 
 
 def joined(parts: list[Encoded]) -> Encoded:
