@@ -80,6 +80,11 @@ def end_save_stage() -> None:
     PROGRESS.save_stages += 1
 
 
+def meet() -> None:
+    """Learn host and pid of each rank. Every rank calls this."""
+    RANKS[:] = base.all_gather_objects(host_and_pid())
+
+
 def rank_name(rank: int) -> str:
     """Return `rank 3 (node-b, pid 411)`."""
     host, pid = RANKS[rank]
@@ -209,7 +214,7 @@ class Heartbeats(threading.Thread):
 
         def newest() -> list[dict | None]:
             keys = [f"heartbeat/{rank}" for rank in range(self.world)]
-            present = [key for key in keys if self.store.check([key])]
+            present = keys if self.store.check(keys) else [key for key in keys if self.store.check([key])]
             beats = dict(zip(present, map(json.loads, self.store.multi_get(present)), strict=True))
             return [beats.get(key) for key in keys]
 
