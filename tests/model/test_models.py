@@ -341,6 +341,33 @@ def test_pretrained_weights_are_held_in_the_dtype_of_the_precision(device, tmp_p
         assert torch.equal(parameter.full_tensor(), expected[name])
 
 
+class Allocated(TorchDispatchMode):
+    """Collects dtype and shape of each tensor that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors: set = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result.is_meta:
+            self.tensors.add((result.dtype, result.shape))
+        return result
+
+
+def test_no_pretrained_layer_is_made_in_fp32_before_its_bf16_weights_are_read(device, tmp_path):
+    torch.manual_seed(1)
+    config = AutoConfig.for_model("llama", **SIZES)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    flags = ["--model", tmp_path, "--init", "pretrained", "--precision", "bf16-pure", "--no-compile"]
+    settings, config = resolved([*map(str, flags), "--sequence-length", "32"])
+    with Allocated() as allocated:
+        train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+    shape = (config.intermediate_size, config.hidden_size)
+    assert (torch.bfloat16, shape) in allocated.tensors
+    assert (torch.float32, shape) not in allocated.tensors
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Positions
 
