@@ -50,6 +50,9 @@ def build_mesh(settings: flags.Flags, device: torch.device) -> DeviceMesh:
     """(shard,) or, for HSDP and stage 0, (replicate, shard)."""
     world = dist.get_world_size()
     replicas = world if settings.zero_stage == 0 else settings.dp_replicate_size
+    if world % settings.context_parallel:
+        problem = f"does not divide the world of {world} ranks"
+        raise base.UserError(f"--context-parallel {settings.context_parallel}: {problem}")
     if world % replicas:
         raise base.UserError(f"--dp-replicate-size {replicas}: does not divide the world of {world} ranks")
     if replicas == 1:
@@ -233,7 +236,7 @@ def evaluate(
                 loss = model(**batch, use_cache=False).loss
                 source_totals += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
-    return data.mean_losses(eval_data, totals)
+    return data.mean_losses(eval_data, totals / settings.context_parallel)  # each rank of a group counted its sequences
 
 
 # ---- A run -----------------------------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ def resolve(
     document_mask = data.masks_documents(args, corpora)
     batch_size = args.batch_size
     if not isinstance(batch_size, int):
-        batch_size = flags.batch_size_multiple(precision.fp8_recipe, sequence_length)
+        part_length = sequence_length // args.context_parallel
+        batch_size = flags.batch_size_multiple(precision.fp8_recipe, part_length)
     decided = {
         "precision": precision.name,
         "fp8_recipe": precision.fp8_recipe,
@@ -46,6 +47,7 @@ def resolve(
         "final_checkpoint": args.saves_final_checkpoint(),
     }
     settings = flags.Settings(**vars(args) | decided)
+    models.check_context_parallel(settings, config)
     models.check_float8(settings)
     return settings
 

@@ -94,6 +94,12 @@ QUICK = {
         " --activation-checkpointing selective --no-fused-loss --attention eager --num-workers 1",
     ),
     "uneven": ("uneven", ""),
+    "2 ranks a sequence, 2 replicas": (
+        "smollm3",
+        "--context-parallel 2 --dp-replicate-size 2 --gradient-accumulation-steps 2"
+        " --activation-checkpointing selective",
+    ),
+    "4 ranks a sequence": ("smollm3", "--context-parallel 4"),  # with 2 heads of keys
 }
 SLOW = {
     "stage 2 in 4 microbatches": ("smollm3", "--zero-stage 2 --gradient-accumulation-steps 4"),
@@ -109,6 +115,19 @@ SLOW = {
     "2 replicas deferred": ("smollm3", "--dp-replicate-size 2 --gradient-accumulation-steps 4 --defer-grad-sync"),
     "2 replicas at stage 1": ("smollm3", "--dp-replicate-size 2 --zero-stage 1 --gradient-accumulation-steps 4"),
     "2 replicas offloaded": ("smollm3", "--dp-replicate-size 2 --cpu-offload"),
+    "2 ranks a sequence at stage 0": ("smollm3", "--context-parallel 2 --zero-stage 0"),
+    "2 ranks a sequence at stage 1": (
+        "smollm3",
+        "--context-parallel 2 --zero-stage 1 --gradient-accumulation-steps 2 --no-fused-loss",
+    ),
+    "2 ranks a sequence at stage 2": ("smollm3", "--context-parallel 2 --zero-stage 2 --attention eager"),
+    "2 ranks a sequence, checkpointed, offloaded": (
+        "smollm3",
+        "--context-parallel 2 --activation-checkpointing full --cpu-offload",
+    ),
+    "4 ranks a sequence of Mixtral": ("mixtral", "--context-parallel 4"),
+    "2 ranks a sequence of Mistral": ("mistral", "--context-parallel 2"),
+    "2 ranks a sequence of Gemma 2": ("gemma2", "--context-parallel 2"),
     "uneven at stage 0": ("uneven", "--zero-stage 0"),
     "uneven at stage 2 in 4 microbatches": ("uneven", "--zero-stage 2 --gradient-accumulation-steps 4"),
 } | {name: (name, "") for name in FAMILIES if name not in QUICK}
@@ -119,6 +138,7 @@ QUICK_NEAR = {
 }
 SLOW_NEAR = {
     "bf16-pure": "--precision bf16-pure",
+    "2 ranks a sequence, fp8 tensorwise": "--precision fp8 --fp8-emulate --context-parallel 2",
     "adamw-bf16": "--optimizer adamw-bf16",
     "adamw8bit": "--optimizer adamw8bit",
     "fp8 rowwise": "--precision fp8 --fp8-emulate --fp8-recipe rowwise",
@@ -343,13 +363,14 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
 
     def arguments(name: str, flags: str, **options) -> list[str]:
         given = flags.split()
-        steps = given[given.index("--gradient-accumulation-steps") + 1 :][:1] if "accumulation" in flags else ["1"]
+        numbers = dict(itertools.pairwise(given))
+        steps, sharing = (int(numbers.get(f"--{n}", 1)) for n in ("gradient-accumulation-steps", "context-parallel"))
         options = {
             "model": workspace / "models" / name,
             "tokenizer": workspace / "tokenizer",
             "dataset": workspace / "corpus.jsonl",
             "sequence-length": 64,
-            "batch-size": BATCH // world // int(steps[0]),
+            "batch-size": BATCH * sharing // world // steps,
             "precision": "fp32",
             "num-steps": STEPS,
             "num-workers": 0,

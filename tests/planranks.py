@@ -34,6 +34,7 @@ CASES = {
     "deferred in 2 microbatches": "--defer-grad-sync --gradient-accumulation-steps 2",
     "stage 1 in 4 microbatches": "--zero-stage 1 --gradient-accumulation-steps 4",
     "stage 0": "--zero-stage 0",
+    "2 ranks a sequence": "--context-parallel 2 --activation-checkpointing full",
     "checkpointed": "--activation-checkpointing full",
     "selectively checkpointed": "--activation-checkpointing selective",
     "offloaded inputs": "--activation-checkpointing offload --gradient-accumulation-steps 2",

@@ -335,7 +335,8 @@ def open_stream(
         count = settings.eval_sequences
         if not split:
             count = count or STREAM_EVAL_SEQUENCES
-        eval_data = EvalData(eval_stream.eval_sequences(count, settings.batch_size), split or rule or "")
+        sequences = eval_stream.eval_sequences(count, settings.batch_size, settings.context_parallel)
+        eval_data = EvalData(sequences, split or rule or "")
         if len(eval_data.sequences) == count:
             eval_data.name += f", the first {base.counted(count, 'sequence')}"
     recorded = {"held_out": rule} | fingerprint

@@ -67,7 +67,7 @@ def describe(
         lines["streams"] = (
             f"{base.counted(data.record.num_shards, 'shard')} of each source, divided among ranks and workers"
         )
-        if data.record.num_shards < dist.get_world_size():
+        if data.record.num_shards < settings.groups(dist.get_world_size()):
             lines["streams"] += "; ranks outnumber them, so several read the same"
     return lines
 

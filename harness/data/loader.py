@@ -85,7 +85,7 @@ def read_batches(
 ) -> Iterator[dict[str, Any]]:
     """The microbatches of `training_batches`, without a `loss_divisor`."""
     loader = DataLoader(
-        RankBatches(settings, data, state.samples, state.positions, dist.get_rank(), dist.get_world_size()),
+        RankBatches(settings, data, state.samples, state.positions, *find_group(settings)),
         batch_size=None,
         collate_fn=unchanged,
         num_workers=settings.num_workers,
@@ -100,6 +100,11 @@ def read_batches(
     for batch in items:
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         yield batch | {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+
+def find_group(settings: flags.Settings) -> tuple[int, int]:
+    """(the number of this rank's group, how many groups there are); the ranks of a group read the same sequences."""
+    return dist.get_rank() // settings.context_parallel, settings.groups(dist.get_world_size())
 
 
 def unchanged(item: Any) -> Any:
@@ -141,17 +146,17 @@ def lengths_in(sequences: Sequence[np.ndarray | PackedSequence]) -> np.ndarray:
 
 @dataclass(eq=False)
 class RankBatches(IterableDataset):
-    """Endless microbatches of one rank: ranks are disjoint, and a step's samples do not depend on how many ranks or
-    microbatches share them. From token caches and files each data worker reads full microbatches in turn. From streams
-    it reads some rows of each microbatch, those of its own shards: a shard is tokenized by one worker. A UserError is
-    yielded as the last item, as a DataLoader would wrap it into a traceback."""
+    """Endless microbatches of one group of ranks: groups are disjoint, and a step's samples do not depend on how many
+    groups or microbatches share them. From token caches and files each data worker reads full microbatches in turn.
+    From streams it reads some rows of each microbatch, those of its own shards: a shard is tokenized by one worker. A
+    UserError is yielded as the last item, as a DataLoader would wrap it into a traceback."""
 
     settings: flags.Settings
     data: TrainingData
     first_sample: int
     positions: Positions
-    rank: int
-    world_size: int
+    group: int
+    groups: int
 
     def __iter__(self) -> Iterator[dict[str, Any] | base.UserError]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a tokenizer's threads do not survive the fork of a worker
@@ -187,20 +192,21 @@ class RankBatches(IterableDataset):
             yield {"sequences": by_row, "positions": positions, "bad_records": reader.counts["bad records"]}
 
     def microbatch_samples(self, microbatch: int) -> range:
-        first = self.first_sample + (microbatch * self.world_size + self.rank) * self.settings.batch_size
+        first = self.first_sample + (microbatch * self.groups + self.group) * self.settings.batch_size
         return range(first, first + self.settings.batch_size)
 
 
 def eval_batches(
     settings: flags.Settings, dataset: PackedDataset | SyntheticDataset | EvalSequences, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's share of the eval sequences. Each sequence is taken once over all ranks, and every rank gets the
-    same number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
-    per_round = settings.batch_size * dist.get_world_size()
+    """The share of the eval sequences of this rank's group. Each sequence is taken once over all groups, and every rank
+    gets the same number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
+    group, groups = find_group(settings)
+    per_round = settings.batch_size * groups
     sequences = min(len(dataset), settings.eval_sequences or len(dataset))
     collate = create_collate_fn(shift_labels=False)
     for number in range(math.ceil(sequences / per_round)):
-        first = number * per_round + dist.get_rank() * settings.batch_size
+        first = number * per_round + group * settings.batch_size
         indices = range(first, first + settings.batch_size)
         batch = collate([dataset[index if index < sequences else 0] for index in indices])
         left_over = [index >= sequences for index in indices]

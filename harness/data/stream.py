@@ -144,10 +144,11 @@ class Stream:
             "beginning": checksum_of_beginning(tolerant.head(BEGINNING_TOKENS).tokens),
         }
 
-    def eval_sequences(self, count: int, batch_size: int) -> "EvalSequences":
+    def eval_sequences(self, count: int, batch_size: int, context_parallel: int = 1) -> "EvalSequences":
         """The first `count` sequences, or all if it is 0, in the order of `cut_into_chunks`. Ranks read chunks in turn,
         one rank first and twice as many each time, until there are enough; then each gets the sequences that it
-        evaluates. A UserError if there is no sequence. Every rank calls this."""
+        evaluates, as `context_parallel` ranks side by side do together. A UserError if there is no sequence. Every rank
+        calls this."""
         rank, world = dist.get_rank(), dist.get_world_size()
         wanted = count * self.seq_len + 1 if count else sys.maxsize
         sizes: list[int] = []  # tokens of each chunk that was read
@@ -173,7 +174,8 @@ class Stream:
                 f"--dataset {self.files[0]}: {problem}; use a shorter sequence, more text or an --eval-split"
             )
         found = EvalSequences(self.seq_len, sequences)
-        for number, tokens in exchange(mine, sizes, readers, sequences, batch_size, self.seq_len).items():
+        batch = batch_size, self.seq_len, context_parallel
+        for number, tokens in exchange(mine, sizes, readers, sequences, *batch).items():
             beginnings = np.flatnonzero(tokens & BEGINS)
             found.held[number] = self.first_sequence((tokens & ~BEGINS).astype(self.encoder.dtype), beginnings)
         return found
@@ -217,7 +219,13 @@ def mark_beginnings(encoded: Encoded) -> np.ndarray:
 
 
 def exchange(
-    mine: dict[int, np.ndarray], sizes: list[int], readers: list[int], sequences: int, batch_size: int, seq_len: int
+    mine: dict[int, np.ndarray],
+    sizes: list[int],
+    readers: list[int],
+    sequences: int,
+    batch_size: int,
+    seq_len: int,
+    context_parallel: int,
 ) -> dict[int, np.ndarray]:
     """Send the tokens of chunks to the ranks that evaluate them. Return the first of `sequences`, and those that this
     rank evaluates, by number. Every rank calls this.
@@ -227,17 +235,20 @@ def exchange(
         sizes: the tokens of each chunk; `readers` the rank that has read it.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
+    groups = world // context_parallel  # of ranks that evaluate the same sequences
     before = list(itertools.accumulate(sizes, initial=0))  # tokens before each chunk
     sent: list[list[np.ndarray]] = [[] for _ in range(world)]
     for chunk, tokens in mine.items():
         first, end = before[chunk], before[chunk + 1]
         for number in range(max(0, (first - 1) // seq_len), min(-(-end // seq_len), sequences)):
             start = number * seq_len - first  # of the sequence, which may begin before the chunk or end after it
-            sent[number // batch_size % world].append(tokens[max(0, start) : start + seq_len + 1])
+            first_rank = number // batch_size % groups * context_parallel
+            for arrays in sent[first_rank : first_rank + context_parallel]:
+                arrays.append(tokens[max(0, start) : start + seq_len + 1])
 
     found: dict[int, torch.Tensor] = {}
     pieces: list[tuple[int, int, int, int]] = []  # (sender, sequence, first token in it, tokens)
-    for first in range(rank * batch_size, sequences, batch_size * world):
+    for first in range(rank // context_parallel * batch_size, sequences, batch_size * groups):
         for number in range(first, min(first + batch_size, sequences)):
             found[number] = torch.empty(seq_len + 1, dtype=torch.int32)
             start, stop = number * seq_len, (number + 1) * seq_len + 1

@@ -212,10 +212,10 @@ def misfits_float8(args: Flags) -> str:
     unknown yet."""
     if args.sequence_length is None or args.batch_size == "auto" or args.batch_size % args.batch_size_multiple() == 0:
         return ""
-    unit = 16 // math.gcd(16, args.batch_size)
+    unit = 16 // math.gcd(16, args.batch_size) * args.context_parallel
     length = max(unit, round(args.sequence_length / unit) * unit)
     batch = -(-args.batch_size // args.batch_size_multiple()) * args.batch_size_multiple()
-    size = f"{args.batch_size} x {args.sequence_length}"
+    size = f"{args.batch_size} x {args.part_length()}"
     problem = f"--precision fp8 ({args.fp8_recipe}) needs a multiple of 16 tokens, and {size} is none"
     advice = f"give {length}, or --batch-size {batch}, or --fp8-recipe rowwise_with_gw_hp"
     return f"--sequence-length {args.sequence_length}: {problem}; {advice}"

@@ -234,6 +234,12 @@ class Flags:
         group="sharding", on_resume="reported",
     )
     dp_replicate_size: int = flag(1, "HSDP: this many replicas of the shard group [1]", on_resume="reported")
+    context_parallel: int = flag(
+        1,
+        "this many ranks share each sequence, each with a part of its tokens and in attention a share of the heads "
+        "(Ulysses) [1]",
+        on_resume="reported",
+    )
     defer_grad_sync: bool = flag(False, "reduce-scatter only on the last microbatch (stage 1 implies it)")
     cpu_offload: bool = flag(False, "parameters, gradients and optimizer on the host")
 
@@ -510,9 +516,13 @@ class Flags:
         """True if checkpoints are written in the background, from copies, while training continues."""
         return self.saves_during_training() and self.async_checkpoint
 
+    def groups(self, world: int) -> int:
+        """Groups of ranks that read the same sequences: with --context-parallel 1 each rank is one."""
+        return world // self.context_parallel
+
     def tokens_per_step(self, world: int) -> int:
-        """Tokens of one optimizer step: every rank, every microbatch."""
-        return world * self.gradient_accumulation_steps * int(self.batch_size) * self.sequence_length
+        """Tokens of one optimizer step: every group of ranks, every microbatch."""
+        return self.groups(world) * self.gradient_accumulation_steps * int(self.batch_size) * self.sequence_length
 
     def steps_for(self, tokens: int | Fraction, world: int) -> int:
         """The optimizer steps that train on at least so many tokens."""
@@ -524,13 +534,21 @@ class Flags:
             return ""
         return f"{self.num_epochs:g} epoch{'' if self.num_epochs == 1 else 's'}"
 
+    def part_length(self) -> int | None:
+        """Tokens of a sequence that a rank computes."""
+        return self.sequence_length and self.sequence_length // self.context_parallel
+
     def batch_size_multiple(self) -> int:
-        return batch_size_multiple(self.fp8_recipe, self.sequence_length)
+        return batch_size_multiple(self.fp8_recipe, self.part_length())
 
     def describe_batch(self, world: int) -> str:
-        """The batch in words: `4 ranks x 2 microbatches x 1 sequence x 8,192 = 65,536 tokens a step`."""
+        """The batch in words: `4 ranks x 2 microbatches x 1 sequence x 8,192 = 65,536 tokens a step`; with
+        --context-parallel 2 it begins `4 ranks / 2 x`."""
         counts = {"rank": world, "microbatch": self.gradient_accumulation_steps, "sequence": int(self.batch_size)}
-        sequences = " x ".join(base.counted(count, name) for name, count in counts.items())
+        ranks, *others = [base.counted(count, name) for name, count in counts.items()]
+        if self.context_parallel > 1:
+            ranks += f" / {self.context_parallel}"
+        sequences = " x ".join([ranks, *others])
         return f"{sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
 
 

@@ -17,6 +17,7 @@ FLASH_PACKAGES = {  # values that are packages of their own, as pip names them
     "flash_attention_3": ("flash-attn-3", transformers.utils.is_flash_attn_3_available),
     "flash_attention_4": ("flash-attn-4", transformers.utils.is_flash_attn_4_available),
 }
+MAX_MASK_BYTES = 2**30  # of sdpa's mask of a layer with a window, sequence_length squared
 
 
 def cudnn_may_give_nan(config: PretrainedConfig, sequence_length: int, document_mask: bool) -> bool:
@@ -67,8 +68,10 @@ def choose_attention(
     if attention != "auto":
         return attention
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    window = getattr(config.get_text_config(), "sliding_window", None) or sequence_length
+    has_large_mask = window < sequence_length and sequence_length**2 > MAX_MASK_BYTES
     # private: in public transformers only raises where a family cannot
-    if document_mask and cuda and family._supports_flex_attn:
+    if (document_mask or has_large_mask) and cuda and family._supports_flex_attn:
         return "flex_attention"  # skips masked blocks; the others compute them, and not by their fastest kernel
     return "sdpa" if family._supports_sdpa else "eager"  # private: no public name for what a family supports
 

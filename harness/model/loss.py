@@ -1,6 +1,7 @@
 """The loss: a cross entropy that never holds the logits of all tokens, and the changes by which a transformers model
 uses it. FSDP gathers the head around it."""
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import PretrainedConfig
 
 from harness import base, flags
 from harness.base import IGNORE_INDEX
+from harness.model.context import share_sequences
 from harness.model.masks import prepare_masks
 from harness.model.routing import watch_routers
 from harness.model.weights import on_meta
@@ -163,16 +165,18 @@ def term_means(terms: dict[str, Term], logits: torch.Tensor, labels: torch.Tenso
 
 def adapt_forward(model: Any, settings: flags.Settings) -> None:
     """Make transformers' forward train as this program does: with its loss, of labels that are shifted already and
-    checked; with document masks if they are on; with the router loss outside the loss. After a forward pass with
-    gradients `model.loss_terms` has the means of `TERMS`. Comes before the layers are wrapped or compiled."""
-    prepare_masks(model, settings.model, settings.document_mask)
+    checked; with document masks if they are on; with this rank's part of a shared sequence; with the router loss
+    outside the loss. After a forward pass with gradients `model.loss_terms` has the means of `TERMS`. Comes before the
+    layers are wrapped or compiled."""
     terms = dict(TERMS)
     if settings.fused_loss:
         fuse_loss(model, terms, settings.compile)
     else:
         keep_logits(model, terms)
+    group = share_sequences(model, settings)
     check_labels(model)
-    watch_routers(model, settings.init)
+    watch_routers(model, settings.init, group)
+    prepare_masks(model, settings.model, settings.document_mask, group)  # last: the others see a part
 
 
 class StepLoss:
@@ -229,7 +233,7 @@ def choose_loss(fused: bool | None, config: PretrainedConfig) -> bool:
 def check_labels(model: Any) -> None:
     """Make a forward raise a UserError if the family passes changed labels, or none, to the loss."""
     received: dict[str, torch.Tensor | None] = {}
-    loss = model.loss_function
+    forward, loss = model.forward, model.loss_function
 
     def checked(logits: torch.Tensor, labels: torch.Tensor | None, *args: Any, **options: Any) -> torch.Tensor:
         if labels is None or labels.shape != received["labels"].shape:
@@ -238,10 +242,12 @@ def check_labels(model: Any) -> None:
             )
         return loss(logits, labels)
 
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: received.update(labels=kwargs.get("labels")), with_kwargs=True
-    )
-    model.loss_function = checked
+    @functools.wraps(forward)
+    def checked_forward(*args: Any, **options: Any) -> Any:
+        received.update(labels=options.get("labels"))
+        return forward(*args, **options)
+
+    model.forward, model.loss_function = checked_forward, checked
 
 
 def is_multiple(result: torch.Tensor, tensor: torch.Tensor) -> bool:

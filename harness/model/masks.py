@@ -1,4 +1,5 @@
-"""Masks: attention inside documents, whatever a model's forward hands to transformers' mask functions."""
+"""Masks: what attention sees, whatever a model's forward hands to transformers' mask functions: the tokens of a
+document, and those that other ranks have of a sequence."""
 
 import contextlib
 import functools
@@ -13,6 +14,7 @@ from transformers import AttentionMaskInterface, masking_utils
 from harness import base
 from harness.model import patches
 from harness.model.configs import text_config
+from harness.model.context import ContextGroup
 
 # Layer types that attend to what their mask lets through, by the positions that they are given. Llama 4's, of
 # chunked_attention, count positions by themselves; with minimax_m3_sparse or compressed_* documents reach each other.
@@ -24,15 +26,16 @@ MASK_FUNCTIONS = {
 }
 
 
-class DocumentMasks:
-    """transformers' mask functions, restricted to documents.
+class SequenceMasks:
+    """transformers' mask functions for full sequences, restricted to documents.
 
     Args:
-        documents: the document number of each token that attention sees, (batch, seq_len).
+        documents: the document number of each token that attention sees, (batch, seq_len); None for one document.
+        parts: the forward pass has one of so many parts of each sequence.
     """
 
-    def __init__(self, documents: torch.Tensor):
-        self.documents = documents
+    def __init__(self, documents: torch.Tensor | None, parts: int):
+        self.documents, self.parts = documents, parts
         self.were_made = False
 
     @contextlib.contextmanager
@@ -46,23 +49,55 @@ class DocumentMasks:
             for name, make_mask in MASK_FUNCTIONS.items():
                 AttentionMaskInterface.register(name, make_mask)
 
-    def make(self, make_mask: Callable, *, mask_function: Callable, **options: Any) -> Any:
+    def make(
+        self, make_mask: Callable, *, q_length: int, kv_length: int, mask_function: Callable, **options: Any
+    ) -> Any:
         self.were_made = True
-        in_document = masking_utils.packed_sequence_mask_function(self.documents)
-        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # either would give no mask
-        return make_mask(mask_function=masking_utils.and_masks(in_document, mask_function), **options)
+        if self.documents is not None:
+            in_document = masking_utils.packed_sequence_mask_function(self.documents)
+            mask_function = masking_utils.and_masks(in_document, mask_function)
+            options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # either gives no mask
+        lengths = {"q_length": q_length * self.parts, "kv_length": kv_length * self.parts}
+        return make_mask(mask_function=mask_function, **lengths, **options)
 
 
-def prepare_masks(model: nn.Module, name: str, document_mask: bool) -> None:
+def prepare_masks(model: nn.Module, name: str, document_mask: bool, group: ContextGroup | None = None) -> None:
     """Keep transformers from looking for documents; with `document_mask`, restrict attention to them, which begin where
-    `position_ids` are 0. `name` is that of the model in messages.
+    `position_ids` are 0. A forward pass takes this rank's part of each sequence that `group` shares. `name` is that of
+    the model in messages.
 
     Raises:
         UserError: the family mixes tokens in other ways too; the forward pass raises it if no mask is made.
     """
     patches.skip_packing_detection()
-    if not document_mask:
-        return
+    if document_mask:
+        check_restrictable(model, name)
+    forward, offset, group = model.forward, first_position(model), group or ContextGroup()
+
+    @functools.wraps(forward)
+    def forward_sequences(*args: Any, **options: Any) -> Any:
+        positions, documents = options.get("position_ids"), None
+        is_generating = options.get("past_key_values") is not None  # of one document
+        if document_mask and positions is not None and not is_generating:
+            documents = (positions == 0).cumsum(-1)
+        options = group.take_part(options)
+        masks = SequenceMasks(documents, group.parts)
+        if masks.documents is None and masks.parts == 1:
+            return forward(*args, **options)
+        with masks.registered():
+            result = forward(*args, **options | {"position_ids": options["position_ids"] + offset})
+        if masks.documents is not None and not masks.were_made:
+            problem = f"{name} computes attention without transformers' masks"
+            raise base.UserError(
+                f"--document-mask: {problem}; use --no-document-mask, with which documents see each other"
+            )
+        return result
+
+    model.forward = forward_sequences
+
+
+def check_restrictable(model: nn.Module, name: str) -> None:
+    """Raise a UserError if the tokens of a family meet in more than attention over positions."""
     config = text_config(model)
     layer_types = set(getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ())
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
@@ -71,24 +106,6 @@ def prepare_masks(model: nn.Module, name: str, document_mask: bool) -> None:
         advice = "give --packing none, which pads each to a sequence of its own, or --no-document-mask, with which the "
         advice += "documents of a sequence see those before them"
         raise base.UserError(f"--document-mask (the default for conversations and labels): {problem}; {advice}")
-    forward, offset = model.forward, first_position(model)
-
-    @functools.wraps(forward)
-    def forward_documents(*args: Any, **options: Any) -> Any:
-        positions = options.get("position_ids")
-        if positions is None or options.get("past_key_values") is not None:  # generation, of one document
-            return forward(*args, **options)
-        masks = DocumentMasks((positions == 0).cumsum(-1))
-        with masks.registered():
-            result = forward(*args, **options | {"position_ids": positions + offset})
-        if not masks.were_made:
-            problem = f"{name} computes attention without transformers' masks"
-            raise base.UserError(
-                f"--document-mask: {problem}; use --no-document-mask, with which documents see each other"
-            )
-        return result
-
-    model.forward = forward_documents
 
 
 def first_position(model: nn.Module) -> int:

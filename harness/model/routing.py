@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 
 from harness.model import patches
+from harness.model.context import ContextGroup
 
 
 class Routing:
@@ -19,11 +20,11 @@ class Routing:
     (mean probability), over all layers' tokens together, padding included. It is `top_k` if all experts get equal load.
     """
 
-    def __init__(self, routers: list[tuple[Any, int]], top_k: int, coefficient: float):
+    def __init__(self, routers: list[tuple[Any, int]], top_k: int, coefficient: float, group: ContextGroup):
         """`routers` are (module, index of the logits in its output); `coefficient` multiplies the router loss that is
-        added to the loss, 0 if none is."""
+        added to the loss, 0 if none is; `group` shares each sequence."""
         self.routers, self.top_k, self.coefficient = [router for router, _ in routers], top_k, coefficient
-        self.keeps = False
+        self.keeps, self.group = False, group
         for router, index in routers:
             router.kept_logits = None
             router.register_forward_hook(self._keep(index))
@@ -36,8 +37,8 @@ class Routing:
         return keep
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the router loss of the last forward pass, a scalar; the number of tokens for each expert, fp32 of shape
-        (layers, experts)), on the device. Frees the logits."""
+        """(the router loss of the last forward pass, a scalar; the number of this rank's tokens for each expert, fp32
+        of shape (layers, experts)), on the device. Frees the logits."""
         assignments, rows = [], 0
         probabilities: Any = 0.0
         for router in self.routers:
@@ -47,15 +48,16 @@ class Routing:
             ones = torch.ones_like(chosen, dtype=torch.float32)
             assignments.append(ones.new_zeros(router_probs.shape[1]).scatter_add_(0, chosen, ones))
             probabilities = probabilities + router_probs.sum(0)
-            rows += len(router_probs)
+            rows += len(router_probs) * self.group.parts
         counts = torch.stack(assignments)
-        loss = counts.shape[1] * (counts.sum(0) / rows * (probabilities / rows)).sum()
+        in_sequences, probabilities = self.group.sum(torch.stack([counts.sum(0), probabilities]))
+        loss = counts.shape[1] * (in_sequences / rows * (probabilities / rows)).sum()
         return loss, counts
 
 
-def watch_routers(model: Any, init: str) -> None:
+def watch_routers(model: Any, init: str, group: ContextGroup) -> None:
     """Set `model.routing`, None if the model has no router loss that is known here, and keep the model's forward from
-    adding one. Comes before the layers are wrapped or compiled.
+    adding one. `group` shares each sequence. Comes before the layers are wrapped or compiled.
 
     The coefficient is the config's. Random weights always train with it, although most configs, made for inference,
     turn it off (`output_router_logits` is false). Pretrained weights follow their config.
@@ -70,7 +72,7 @@ def watch_routers(model: Any, init: str) -> None:
         return
     if init != "random" and not getattr(model.config, "output_router_logits", False):
         coefficient = 0.0
-    routing = model.routing = Routing(routers, top_k, coefficient)
+    routing = model.routing = Routing(routers, top_k, coefficient, group)
 
     def begin(module: nn.Module, args: tuple, options: dict) -> None:
         routing.keeps = module.training and torch.is_grad_enabled()

@@ -97,6 +97,7 @@ def built(
             mesh = recipe.build_mesh(settings, torch.device("cpu"))  # before the tensors are fake
         groups = {dist.group.WORLD, *mesh.get_all_groups()}  # a mesh of one dimension has the world's group
         recorder.counts["communicators", "run"] = sum(group.size() > 1 for group in groups)
+        recorder.counts["communicators", "run"] += settings.context_parallel > 1
         with on_fake_tensors(recorder):
             recorder.kind = "parameters"
             model = recipe.build_model(settings, config, mesh)

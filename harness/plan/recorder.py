@@ -109,11 +109,12 @@ class StepRecorder(TorchDispatchMode):
 
     def count_exposed_collectives(self) -> None:
         """Count the collectives without overlap: the first two gathers of the step, the last reduction of each kind,
-        and the first and last of DIVIDES_WORK in an optimizer."""
+        and the first and last of DIVIDES_WORK in an optimizer; all-to-alls of attention are counted as they come."""
         in_passes = [entry for entry in self.collectives if entry[0] != "update"]
         gathers = [entry for entry in in_passes if entry[1] == "all_gather"]
         reductions = {kind: (phase, kind, *rest) for phase, kind, *rest in in_passes if phase == "backward"}
-        reductions.pop("all_gather", None)
+        for kind in ("all_gather", "all_to_all"):
+            reductions.pop(kind, None)
         moves = [entry for entry in self.collectives if entry[0] == "update" and entry[1] in DIVIDES_WORK]
         for *key, sent in (*gathers[:2], *reductions.values(), *moves[:1], *moves[-1:]):
             self.counts["exposed_calls", *key] += 1
@@ -206,6 +207,9 @@ class StepRecorder(TorchDispatchMode):
         self.counts["calls", *key] += self.weight
         self.counts["sent_bytes", *key] += sent * self.weight
         self.collectives.append((*key, sent))
+        if kind == "all_to_all" and not self.updating:  # attention waits for it
+            self.counts["exposed_calls", *key] += self.weight
+            self.counts["exposed_bytes", *key] += sent * self.weight
         if kind in ("all_gather", "reduce_scatter", "all_to_all"):
             self.label(inputs, "communication")
         if kind == "reduce_scatter":

@@ -165,9 +165,10 @@ class Log(contextlib.AbstractContextManager):
         if not due.profiled:
             tokens = self.state.tokens - tokens
             # Exact for each interval and for streams, unlike a mean over the corpus. Each rank multiplies the FLOPs of
-            # its own documents by the number of ranks; a log line has the mean over ranks.
+            # its group's documents by the number of groups; a log line has the mean over ranks.
             lengths = np.concatenate(self.results[-1].document_lengths)
-            flops = dist.get_world_size() * float(lengths @ self.flops_by_length[lengths])
+            groups = self.settings.groups(dist.get_world_size())
+            flops = groups * float(lengths @ self.flops_by_length[lengths])
             self.speed = self.state.tracker.step(tokens, flops / tokens, synchronize=due.log)
 
     def count(self, result: StepResult) -> None:

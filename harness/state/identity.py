@@ -180,7 +180,8 @@ def refuse(flag: str, before: Any, now: Any) -> None:
 
 def global_batch(resolved: dict, world_size: int) -> int:
     """Return the sequences per step, from resolved flags."""
-    return world_size * resolved["batch_size"] * resolved["gradient_accumulation_steps"]
+    groups = world_size // resolved["context_parallel"]
+    return groups * resolved["batch_size"] * resolved["gradient_accumulation_steps"]
 
 
 def typed_batch(given: Mapping[str, Any]) -> tuple[int | str, int]:
@@ -193,12 +194,12 @@ def typed_batch(given: Mapping[str, Any]) -> tuple[int | str, int]:
 def keep_global_batch(settings: flags.Settings, manifest: dict) -> flags.Settings:
     """Choose batch size and accumulation so that the global batch stays that of the checkpoint's run. If other batch
     flags are typed than in that run, they are used as they are, and `check_resume` reports the change. The batch size
-    is the largest, up to the typed one, that divides the ranks' shares.
+    is the largest, up to the typed one, that divides the shares of the groups of ranks.
 
     Raises:
         UserError: these ranks cannot share the global batch.
     """
-    before, given, world = manifest["flags"], manifest["given"], dist.get_world_size()
+    before, given, groups = manifest["flags"], manifest["given"], settings.groups(dist.get_world_size())
     explicit = settings.explicit
     if explicit.keys() & {*BATCH_FLAGS}:
         if typed_batch(explicit) != typed_batch(given):
@@ -209,15 +210,15 @@ def keep_global_batch(settings: flags.Settings, manifest: dict) -> flags.Setting
         size = given_size if isinstance(given_size, int) else before["batch_size"]
         explicit = {**explicit, **{name: given[name] for name in BATCH_FLAGS if name in given}}
     sequences = global_batch(before, manifest["world_size"])
-    fitting = [divisor for divisor in range(1, size + 1) if sequences % (world * divisor) == 0]
+    fitting = [divisor for divisor in range(1, size + 1) if sequences % (groups * divisor) == 0]
     if not fitting:
         batch = base.counted(sequences, "sequence")
-        problem = f"{base.counted(world, 'rank')} cannot share the run's global batch of {batch}"
-        worlds = ", ".join(str(ranks) for ranks in range(1, sequences + 1) if sequences % ranks == 0)
-        advice = f"use another number of ranks: {worlds}, or give another --batch-size N for one of {world} x N"
+        problem = f"{base.counted(dist.get_world_size(), 'rank')} cannot share the run's global batch of {batch}"
+        possible = [number for number in range(1, sequences + 1) if sequences % number == 0]
+        worlds = ", ".join(str(number * settings.context_parallel) for number in possible)
+        advice = f"use another number of ranks: {worlds}, or give another --batch-size N for one of {groups} x N"
         raise base.UserError(f"--batch-size {size}: {problem}; {advice}")
-    sequences_per_rank = sequences // world
-    accumulation = sequences_per_rank // fitting[-1]
+    accumulation = sequences // groups // fitting[-1]
     return dataclasses.replace(
         settings, explicit=explicit, batch_size=fitting[-1], gradient_accumulation_steps=accumulation
     )
@@ -231,4 +232,4 @@ def count_eval_sequences(settings: flags.Settings, manifest: dict | None) -> int
     before = manifest["flags"] if manifest else {}
     if before.get("eval_steps") == settings.eval_steps:
         return before["eval_sequences"]
-    return settings.eval_steps * settings.batch_size * dist.get_world_size()
+    return settings.eval_steps * settings.batch_size * settings.groups(dist.get_world_size())

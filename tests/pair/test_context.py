@@ -1,0 +1,176 @@
+"""--context-parallel: ranks that share each sequence train as one rank does."""
+
+import json
+import sys
+
+import contextranks
+import pytest
+import torch
+from conftest import ROOT, forked, metrics_of, parse, write_model
+from multirank import MODELS, SIZES
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from harness.base import UserError
+from harness.model import load_config
+from harness.resolving import resolve
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import itertools
+
+import families
+
+DEMO = ROOT / "assets" / "demo"
+SINKS = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16}
+SINKS |= {"layer_types": ["sliding_attention", "full_attention"]}
+ALL = {name: MODELS[name] for name in ("llama", "mistral", "qwen3_moe")} | {"gpt_oss": ("gpt_oss", SINKS)}
+CHAT = "--dataset {folder}/chats.jsonl --chat-template chatml"
+TEXT = f"--dataset {DEMO}/stories/train.jsonl --eval-split {DEMO}/stories/validation.jsonl --eval-interval 2"
+CASES = {  # {name: (model, flags)}
+    "documents of a stream": ("llama", f"{TEXT} --eval-steps 2 --streaming --streams 3 --document-mask"),
+    "chats in 2 microbatches": ("llama", f"{CHAT} --batch-size 1 --gradient-accumulation-steps 2"),
+    "padding": ("llama", f"{TEXT} --packing best-fit --attention eager --activation-checkpointing full"),
+    "windows and documents": ("mistral", f"{TEXT} --document-mask --zero-stage 0"),
+    "sinks and experts": ("gpt_oss", f"{TEXT} --document-mask"),
+    "experts": ("qwen3_moe", f"{TEXT} --activation-checkpointing selective"),
+    "adapters": ("llama", f"{TEXT} --init pretrained --lora-rank 4"),
+    "muon": ("llama", f"{TEXT} --optimizer muon"),
+    "compiled": ("llama", f"{TEXT} --compile"),
+    "compiled and checkpointed": ("mistral", f"{TEXT} --compile --activation-checkpointing full --document-mask"),
+    "compiled eager attention": ("llama", f"{TEXT} --compile --attention eager --activation-checkpointing selective"),
+    "compiled experts": ("qwen3_moe", f"{TEXT} --compile --activation-checkpointing full"),
+}
+QUICK = "documents of a stream"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("context")
+    for name, (kind, sizes) in ALL.items():
+        write_model(folder / name, kind, **sizes)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "llama")).save_pretrained(folder / "llama")
+    texts = [json.loads(line)["text"] for line in (DEMO / "stories" / "train.jsonl").read_text().splitlines()[:300]]
+    roles = ("user", "assistant")
+    chats = [
+        [{"role": role, "content": text[:40]} for role, text in zip(roles, pair, strict=True)]
+        for pair in itertools.pairwise(texts)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return folder
+
+
+def runs(folder, names: list[str], ranks: int, size: int) -> list[tuple]:
+    result = []
+    for name in names:
+        model, flags = CASES[name]
+        flags = f"--model {folder / model} --tokenizer {DEMO} {flags.format(folder=folder)}"
+        result.append((f"{name} {ranks} {size}".replace(" ", "-").replace(",", ""), flags, size))
+    return result
+
+
+def check_equal(folder, name: str, ranks: int, size: int) -> None:
+    (one, *_), (shared, *_) = runs(folder, [name], 1, 1)[0], runs(folder, [name], ranks, size)[0]
+    lines = zip(metrics_of(folder / one), metrics_of(folder / shared), strict=True)
+    for expected, line in lines:
+        assert line["tokens_seen"] == expected["tokens_seen"]
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5)
+        for key in ("eval_loss", "router_loss"):
+            assert line.get(key) == (pytest.approx(expected[key], rel=1e-6) if key in expected else None)
+    for weight, expected in zip(torch.load(folder / f"{shared}.pt"), torch.load(folder / f"{one}.pt"), strict=True):
+        assert (weight - expected).norm() <= 2e-5 * expected.norm()
+
+
+def test_two_ranks_that_share_sequences_train_and_evaluate_as_one(folder):
+    forked(1, contextranks.main, folder, runs(folder, [QUICK], 1, 1))
+    forked(2, contextranks.main, folder, runs(folder, [QUICK], 2, 2))
+    check_equal(folder, QUICK, 2, 2)
+
+
+@pytest.fixture(scope="module")
+def all_runs(folder):
+    for ranks, size in ((1, 1), (2, 2), (4, 2), (4, 4)):
+        names = [name for name in CASES if ranks < 4 or not ("compiled" in name or "microbatches" in name)]
+        forked(ranks, contextranks.main, folder, runs(folder, names, ranks, size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, size", [(2, 2), (4, 2), (4, 4)])
+def test_any_number_of_ranks_a_sequence_trains_as_one(all_runs, folder, ranks, size):
+    for name in CASES:
+        if ranks < 4 or not ("compiled" in name or "microbatches" in name):
+            check_equal(folder, name, ranks, size)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_with_other_numbers_of_ranks_a_sequence(folder):
+    flags = (
+        f"--model {folder / 'llama'} --tokenizer {DEMO} {TEXT} --document-mask --num-steps 6 --checkpoint-interval 2"
+    )
+    flags += " --no-async-checkpoint --resume auto --streaming --streams 3"
+    forked(1, contextranks.main, folder, [("whole", flags, 1)])
+    with pytest.raises(RuntimeError):
+        forked(2, contextranks.main, folder, [("killed", flags, 2, 4)])
+    with pytest.raises(RuntimeError):
+        forked(4, contextranks.main, folder, [("killed", flags, 4, 3)])
+    forked(2, contextranks.main, folder, [("killed", flags, 1)])
+    expected, lines = (metrics_of(folder / name) for name in ("whole", "killed"))
+    assert [line["step"] for line in lines] == [line["step"] for line in expected]
+    for key in ("loss", "grad_norm", "eval_loss", "tokens_seen"):
+        pairs = [(line.get(key), other.get(key)) for line, other in zip(lines, expected, strict=True)]
+        assert [one for one, _ in pairs] == pytest.approx([other for _, other in pairs], rel=1e-5)
+
+
+# ---- Families --------------------------------------------------------------------------------------------------------
+
+
+def write_families(folder, names: list[str]) -> dict[str, str]:
+    """The folders of small configs, of the families that transformers builds small."""
+    configs = {}
+    for name in names:
+        try:
+            config = families.small_config(name)
+            families.check_size(config)
+            config.save_pretrained(folder / name)
+            load_config(str(folder / name))
+        except Exception:  # it trains on no number of ranks
+            continue
+        configs[name] = str(folder / name)
+    return configs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--document-mask",), ("--attention", "eager")], ids=" ".join)
+def test_every_family_has_the_gradients_of_one_rank_or_is_refused(tmp_path, flags):
+    configs = write_families(tmp_path, families.families())
+    forked(2, contextranks.compare_families, configs, tmp_path / "found", *flags)
+    found = {name: seen for name, seen in json.loads((tmp_path / "found").read_text()).items() if seen is not None}
+    equal = {name for name, seen in found.items() if isinstance(seen, float)}
+    assert {name: found[name] for name in equal if not found[name] < 1e-5} == {}
+    assert len(equal) > 90
+    assert {"mamba2", "qwen3_next", "recurrent_gemma"} <= found.keys() - equal
+
+
+@pytest.mark.parametrize(
+    "family, fields, flags, problem",
+    [
+        ("llama", {}, "--sequence-length 63", "does not divide the sequence of 63 tokens; give --sequence-length 62"),
+        (
+            "llama",
+            {"hidden_size": 66, "num_attention_heads": 3, "num_key_value_heads": 1},
+            "",
+            "does not divide the 3 heads of .*; give one of 3",
+        ),
+        ("qwen3_next", {}, "", "more than attention over positions"),
+        ("mamba2", {}, "", "more than attention over positions"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "", "RoPE of type dynamic"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_in_one_line(tmp_path, family, fields, flags, problem):
+    config = families.small_config(family)
+    config.update(fields)
+    config.save_pretrained(tmp_path)
+    args = parse(["--model", tmp_path, *contextranks.FLAGS.split(), *flags.split(), "--context-parallel", 2])
+    with pytest.raises(UserError, match=f"^--context-parallel 2: .*{problem}"):
+        resolve(args, load_config(str(tmp_path)))
