@@ -10,10 +10,12 @@ import warnings
 import torch
 import torch.distributed as dist
 import transformers
+from tiny import NoReadBack
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import train_fsdp
+import utils
 from harness import model as models
 from harness import resolving
 from harness.base import IGNORE_INDEX, UserError
@@ -62,6 +64,33 @@ def main(folder: pathlib.Path, runs: list[tuple]) -> None:
         run(folder, *arguments)
         torch.compiler.reset()
     stop_processes()
+
+
+def measure_peak(config, length: int, size: int, out: pathlib.Path) -> None:
+    """Write the bytes by which the process of rank 0 grows at most in one training step of one sequence a group."""
+    start_processes()
+    config.save_pretrained(out.parent / f"model-{dist.get_rank()}")
+    flags = ["--model", out.parent / f"model-{dist.get_rank()}", *FLAGS.split(), "--dataset", "synthetic"]
+    flags += ["--sequence-length", length, "--context-parallel", size]
+    settings = resolving.resolve(parse_args([*map(str, flags)]), config)
+    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, torch.device("cpu")))
+    optimizer = models.build_optimizer(settings, model)
+    tokens = torch.randint(
+        0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(dist.get_rank() // size)
+    )
+    batches = iter([{"input_ids": tokens, "labels": tokens}])
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
+    before = memory_of_process("VmRSS")
+    with NoReadBack():  # a GPU would not wait either
+        train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker(0, 1, 0))
+    if dist.get_rank() == 0:
+        out.write_text(str(memory_of_process("VmHWM") - before))
+    stop_processes()
+
+
+def memory_of_process(name: str) -> int:
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 # ---- Families --------------------------------------------------------------------------------------------------------

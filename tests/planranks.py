@@ -52,7 +52,7 @@ CASES = {
 FEW = ("stage 3", "stage 2 in 2 microbatches", "pure bf16 from full logits", "adapters")
 NAMES = {  # by ranks
     1: (*FEW, "muon"),
-    2: ("stage 2 in 2 microbatches", "adapters", "muon", "offloaded inputs"),
+    2: ("stage 2 in 2 microbatches", "adapters", "muon", "offloaded inputs", "2 ranks a sequence"),
     4: tuple(CASES),
 }
 

@@ -517,8 +517,9 @@ class Flags:
         return self.saves_during_training() and self.async_checkpoint
 
     def groups(self, world: int) -> int:
-        """Groups of ranks that read the same sequences: with --context-parallel 1 each rank is one."""
-        return world // self.context_parallel
+        """Groups of ranks that read the same sequences: with --context-parallel 1 each rank is one. At least one, as
+        --show-samples takes no more ranks."""
+        return max(1, world // self.context_parallel)
 
     def tokens_per_step(self, world: int) -> int:
         """Tokens of one optimizer step: every group of ranks, every microbatch."""

@@ -47,6 +47,9 @@ class ContextGroup:
         self.parts = 1  # `size` if the last forward pass had a part of each sequence: if it had labels
         self.labels = torch.empty(0)  # of all parts of the last forward pass
 
+    def __deepcopy__(self, memo: dict) -> "ContextGroup":
+        return self  # in the copy of a model that peft makes
+
     def take_part(self, options: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments of a forward pass; if it has labels, with this rank's part of each sequence."""
         self.parts = 1 if options.get("labels") is None else self.size

@@ -202,8 +202,8 @@ def describe_configurations(result: dict) -> list[str]:
 # ---- Details ---------------------------------------------------------------------------------------------------------
 
 DESCRIBED = (
-    *("zero_stage", "dp_replicate_size", "precision", "attention", "compile", "activation_checkpointing"),
-    *("fused_loss", "optimizer", "cpu_offload"),
+    *("zero_stage", "dp_replicate_size", "context_parallel", "precision", "attention", "compile"),
+    *("activation_checkpointing", "fused_loss", "optimizer", "cpu_offload"),
 )
 ASSUMED = {
     "memory": f"rank 0, the fullest; {100 * FRAGMENTATION:.0f} % fragmentation, {base.CONTEXT_GIB} GiB for CUDA and "

@@ -6,6 +6,7 @@ import sys
 import contextranks
 import pytest
 import torch
+import transformers
 from conftest import ROOT, forked, metrics_of, parse, write_model
 from multirank import MODELS, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -118,15 +119,26 @@ def test_a_killed_run_resumes_with_other_numbers_of_ranks_a_sequence(folder):
     expected, lines = (metrics_of(folder / name) for name in ("whole", "killed"))
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     for key in ("loss", "grad_norm", "eval_loss", "tokens_seen"):
-        pairs = [(line.get(key), other.get(key)) for line, other in zip(lines, expected, strict=True)]
-        assert [one for one, _ in pairs] == pytest.approx([other for _, other in pairs], rel=1e-5)
+        assert [line.get(key, 0) for line in lines] == pytest.approx([line.get(key, 0) for line in expected], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_sequence_need_half_the_memory(tmp_path):
+    sizes = SIZES | {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 768, "num_hidden_layers": 4}
+    config = AutoConfig.for_model("llama", **sizes | {"max_position_embeddings": 2**17})
+    peaks = []
+    for size in (1, 2):
+        forked(2, contextranks.measure_peak, config, 8192, size, tmp_path / f"peak-{size}")
+        peaks.append(int((tmp_path / f"peak-{size}").read_text()))
+    assert peaks[0] > 2e8
+    assert peaks[1] < 0.6 * peaks[0]
 
 
 # ---- Families --------------------------------------------------------------------------------------------------------
 
 
 def write_families(folder, names: list[str]) -> dict[str, str]:
-    """The folders of small configs, of the families that transformers builds small."""
+    """Save the small configs of the families that can be trained here; {name: folder}."""
     configs = {}
     for name in names:
         try:
@@ -149,7 +161,10 @@ def test_every_family_has_the_gradients_of_one_rank_or_is_refused(tmp_path, flag
     equal = {name for name, seen in found.items() if isinstance(seen, float)}
     assert {name: found[name] for name in equal if not found[name] < 1e-5} == {}
     assert len(equal) > 90
-    assert {"mamba2", "qwen3_next", "recurrent_gemma"} <= found.keys() - equal
+    recorded = json.loads(families.RESULTS.read_text())
+    if not flags and transformers.__version__ == recorded["transformers"]:  # docs/MODELS.md has the figure
+        trained = {family for family, seen in recorded["families"].items() if seen["verdict"] == "trains"}
+        assert len(equal & trained) == 103
 
 
 @pytest.mark.parametrize(
