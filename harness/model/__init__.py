@@ -8,7 +8,7 @@ from harness.model.activations import HostInputs, checkpoint_activations, offloa
 from harness.model.attention import choose_attention, describe_attention
 from harness.model.collectives import alias_unsharded_params, make_replicas_equal
 from harness.model.configs import choose_sequence_length, find_source, load_config, read_generation_config, scale_rope
-from harness.model.context import check_context_parallel
+from harness.model.context import check_context_parallel, most_ranks_per_sequence
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
 from harness.model.flops import CORRECTED_FORMULAS, computes_every_score, count_flops, eager_on_meta, known_flops
@@ -96,6 +96,7 @@ __all__ = [
     "materialize",
     "memory_saving_optimizers",
     "merged",
+    "most_ranks_per_sequence",
     "offloaded_bytes",
     "on_meta",
     "pinned_bytes",

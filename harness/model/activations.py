@@ -97,7 +97,7 @@ def offloaded_bytes(settings: flags.Settings, config: PretrainedConfig) -> int:
     if settings.activation_checkpointing != "offload":
         return 0
     text = config.get_text_config()
-    numbers = settings.batch_size * settings.sequence_length * text.hidden_size
+    numbers = settings.batch_size * (settings.sequence_length // settings.context_parallel) * text.hidden_size
     return text.num_hidden_layers * pinned_bytes(numbers * (4 if settings.precision == "fp32" else 2))
 
 

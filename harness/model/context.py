@@ -12,6 +12,7 @@ The alternative is ring attention, as in torch's `context_parallel`: N may excee
 kernel of its own that knows causal masks only.
 """
 
+import dataclasses
 import inspect
 import math
 import sys
@@ -159,6 +160,19 @@ def share_sequences(model: Any, settings: flags.Settings) -> ContextGroup:
     model.loss_function = part_loss
     handle = model.register_forward_hook(check_exchanges)
     return group
+
+
+def most_ranks_per_sequence(settings: flags.Settings, config: PretrainedConfig, ranks: int) -> int:
+    """The largest power of two as --context-parallel that divides `ranks` and the model's heads; 1 if its sequences
+    cannot be shared."""
+    heads, size = getattr(config.get_text_config(), "num_attention_heads", 1), 1
+    while ranks % (2 * size) == 0 and heads % (2 * size) == 0:
+        size *= 2
+    try:
+        check_context_parallel(dataclasses.replace(settings, context_parallel=size, sequence_length=size), config)
+    except base.UserError:
+        return 1
+    return size
 
 
 def refusal(settings: flags.Settings, problem: str) -> str:

@@ -61,7 +61,8 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
         return predict(settings, recipe, config, world, rates, count_flops(settings.lora_rank)[0])
 
     has_float8 = bool(rates.values["fp8_tflops"]) and importlib.util.find_spec("torchao") is not None
-    search = Search(settings, config, worlds, plan, rates.memory_gib, deadline, has_float8)
+    shared_by = models.most_ranks_per_sequence(settings, config, min(worlds[0], args.gpus_per_node))
+    search = Search(settings, config, worlds, plan, rates.memory_gib, deadline, has_float8, shared_by)
     search.run()
     settings = dataclasses.replace(settings, **search.base_changes)
     result: dict[str, Any] = {

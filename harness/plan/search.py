@@ -49,8 +49,10 @@ class Search:
         capacity: float,
         deadline: float,
         has_float8: bool = False,
+        context_parallel: int = 1,
     ):
         self.has_float8 = has_float8
+        self.context_parallel = context_parallel  # the largest on `worlds[0]` GPUs, which is tried for long sequences
         self.settings, self.config, self.worlds, self.world = settings, config, worlds, worlds[0]
         self.plan = plan
         self.capacity, self.deadline = capacity, deadline  # GiB, seconds
@@ -78,7 +80,7 @@ class Search:
                     changes = self.fastest()["changes"] | {"dp_replicate_size": self.settings.dp_replicate_size}
                     self.row(world, **changes)
                 self.plan_float8()
-            for changes in longer(self.settings):
+            for changes in longer(self.settings, self.context_parallel):
                 self.plan_longest(changes)
         except OutOfTimeError:
             self.is_complete = False
@@ -154,7 +156,7 @@ class Search:
         """Return the changes that save memory: the first saver, the first two, up to all compatible ones."""
         together: list[dict] = []
         changes: dict = {}
-        for saver in memory_savers(self.settings):
+        for saver in memory_savers(self.settings, self.context_parallel):
             if "fused_loss" in saver and not models.choose_loss(None, self.config):
                 continue
             if self.allowed(changes | saver):
@@ -332,24 +334,31 @@ def is_same_training(row: dict) -> bool:
     return not any(name in row["changes"] for name in OTHER_TRAINING)
 
 
-def longer(settings: flags.Flags) -> list[dict]:
+def longer(settings: flags.Flags, context_parallel: int) -> list[dict]:
     """Return the changes with which the longest sequence is planned: none, each that is made for long sequences, and
     all of these together."""
-    rows = [(settings.activation_checkpointing != "offload", OFFLOAD)]
+    rows: list[tuple[bool, dict[str, Any]]] = [
+        (settings.activation_checkpointing != "offload", OFFLOAD),
+        (settings.context_parallel < context_parallel, {"context_parallel": context_parallel}),
+    ]
     changes = [change for saves, change in rows if saves]
     together = {name: value for change in changes for name, value in change.items()}
     return [{}, *changes, *([together] if len(changes) > 1 else [])]
 
 
-def memory_savers(settings: flags.Flags) -> list[dict]:
-    """Return the changes of settings that save memory, the cheapest in speed first. The tokens per step stay."""
+def memory_savers(settings: flags.Flags, context_parallel: int = 1) -> list[dict]:
+    """Return the changes of settings that save memory, the cheapest in speed first. The tokens per step stay.
+    `context_parallel` is the largest possible."""
     level, batch, least = settings.activation_checkpointing, settings.batch_size, settings.batch_size_multiple()
     fewer_sequences: dict[str, Any] = {}
+    microbatches = settings.gradient_accumulation_steps
     if isinstance(batch, int) and batch != least:
-        fewer_sequences = {
-            "batch_size": least,
-            "gradient_accumulation_steps": settings.gradient_accumulation_steps * batch // least,
-        }
+        microbatches = microbatches * batch // least
+        fewer_sequences = {"batch_size": least, "gradient_accumulation_steps": microbatches}
+    shared_sequences = {
+        "context_parallel": context_parallel,
+        "gradient_accumulation_steps": microbatches * context_parallel // settings.context_parallel,
+    }
     savers: list[tuple[bool, dict[str, Any]]] = [
         (settings.fused_loss is False, {"fused_loss": True}),
         (settings.zero_stage < 3, {"zero_stage": 3}),
@@ -357,6 +366,7 @@ def memory_savers(settings: flags.Flags) -> list[dict]:
         (level == "none", SELECTIVE),
         (bool(fewer_sequences), fewer_sequences),
         (level in ("none", "selective"), FULL),
+        (settings.context_parallel < context_parallel, shared_sequences),
         (level != "offload", OFFLOAD),
         *((True, {"optimizer": name}) for name in models.memory_saving_optimizers(settings.optimizer)),
         (not settings.cpu_offload, {"cpu_offload": True}),

@@ -26,7 +26,7 @@ def by_formula(s, world: int, capacity: float, scale: float = 1) -> dict:
     shards = world // (world if s.zero_stage == 0 else s.dp_replicate_size)
     states = 0 if s.cpu_offload else (1 if s.lora_rank else 32 if s.optimizer == "adamw" else 20) / shards
     level = LEVELS[s.activation_checkpointing]
-    activations = scale * level * s.batch_size * s.sequence_length / 8192
+    activations = scale * level * s.batch_size * s.sequence_length / 8192 / s.context_parallel
     reserved = scale * (2 + states + {3: 0.5, 2: 4, 1: 8, 0: 8}[s.zero_stage]) + activations
     products = 100 * s.batch_size * s.gradient_accumulation_steps * {1.0: 4 / 3, 0.5: 1.4}.get(level, 1)
     traffic = {3: 40, 2: 25, 1: 20, 0: 45}[s.zero_stage] / s.dp_replicate_size
@@ -43,9 +43,14 @@ def by_formula(s, world: int, capacity: float, scale: float = 1) -> dict:
 
 
 def searched(
-    flags: str, capacity: float, worlds: tuple[int, ...] = (16,), plans: int = 1000, scale: float = 1
+    flags: str,
+    capacity: float,
+    worlds: tuple[int, ...] = (16,),
+    plans: int = 1000,
+    scale: float = 1,
+    context_parallel: int = 1,
 ) -> search.Search:
-    """The finished search; `plans` is how many it has time for."""
+    """The finished search; `plans` is how many it has time for, `context_parallel` the most ranks a sequence."""
     settings = parse(["--plan", "--no-compile", *words(flags)])
     settings = dataclasses.replace(settings, compile=False, fused_loss=True, sequence_length=8192)
     done = []
@@ -56,7 +61,8 @@ def searched(
             found.deadline = 0.0
         return by_formula(settings, world, capacity, scale)
 
-    found = search.Search(settings, None, worlds, plan, capacity, float("inf"))
+    limits = (capacity, float("inf"))
+    found = search.Search(settings, None, worlds, plan, *limits, context_parallel=context_parallel)
     found.run()
     assert len(done) == len(found.rows) <= plans + 2
     return found
@@ -170,14 +176,23 @@ def test_a_batch_that_may_grow_does_up_to_the_memory():
 
 
 def test_the_longest_sequence_that_fits_is_found_by_few_plans():
-    """As it is, and with layer inputs on the host."""
-    found = searched("--batch-size 1", 79)
-    for row, level in zip(found.result()["longest"], ("none", "offload"), strict=True):
-        longest = (predict.TIGHT * 79 - 2 - 32 / 16 - 0.5) / LEVELS[level] * 8192
+    """As it is, with layer inputs on the host, with 8 ranks a sequence, and with both."""
+    found = searched("--batch-size 1", 79, context_parallel=8)
+    ways = ("none", 1), ("offload", 1), ("none", 8), ("offload", 8)
+    for row, (level, ranks) in zip(found.result()["longest"], ways, strict=True):
+        longest = (predict.TIGHT * 79 - 2 - 32 / 16 - 0.5) / LEVELS[level] * 8192 * ranks
         assert row["fits"] and (1 - 1 / 32) * longest < row["sequence_length"] <= longest
         assert row["changes"].get("activation_checkpointing", "none") == level
-    assert len([row for row in found.rows.values() if "sequence_length" in row["changes"]]) <= 5
+        assert row["changes"].get("context_parallel", 1) == ranks
+    assert len([row for row in found.rows.values() if "sequence_length" in row["changes"]]) <= 12
     assert searched("--batch-size 1 --plan-seconds 0", 79).longest == []
+
+
+def test_ranks_share_a_sequence_that_does_not_fit_with_full_checkpointing():
+    found = searched("--batch-size 2", 5, scale=1.0, context_parallel=8)
+    best = found.fastest()
+    assert best["changes"]["context_parallel"] == 8 and "cpu_offload" not in best["changes"]
+    assert best["tokens_per_step"] == found.row()["tokens_per_step"]
 
 
 def test_what_fits_with_no_flag_fits_on_more_gpus():
