@@ -51,14 +51,15 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
     resolving.refuse_contradictions(settings, args)
 
     @functools.cache
-    def count_flops(rank: int) -> tuple[int, str]:
+    def count_flops(rank: int, length: int) -> tuple[int, str]:
         model = models.trained_on_meta(dataclasses.replace(settings, lora_rank=rank, lora_alpha=2 * rank), config)
-        flops, text = models.known_flops(model, np.array([settings.sequence_length]), recipe.flops_by_length)
+        flops, text = models.known_flops(model, np.array([length]), recipe.flops_by_length)
         return round(float(flops[0])), text
 
     @functools.cache
     def plan(settings: flags.Settings, world: int) -> dict[str, Any]:
-        return predict(settings, recipe, config, world, rates, count_flops(settings.lora_rank)[0])
+        flops, _ = count_flops(settings.lora_rank, settings.sequence_length)
+        return predict(settings, recipe, config, world, rates, flops)
 
     has_float8 = bool(rates.values["fp8_tflops"]) and importlib.util.find_spec("torchao") is not None
     shared_by = models.most_ranks_per_sequence(settings, config, min(worlds[0], args.gpus_per_node))
@@ -69,7 +70,7 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
         "model": settings.model,
         "gpu": rates.device,
         "precision": settings.precision,
-        "flops": count_flops(settings.lora_rank)[1],
+        "flops": count_flops(settings.lora_rank, settings.sequence_length)[1],
     }
     result |= plan(settings, worlds[0]) | search.result()
     result["positions"] = getattr(config.get_text_config(), "max_position_embeddings", None)
