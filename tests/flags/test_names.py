@@ -21,8 +21,8 @@ def answer(flag: str) -> str:
 
 
 THEIRS = {  # a flag: what it is answered by
-    "--ep": "no tensor, pipeline, context or expert parallelism here, see docs/PLAN.md",
-    "--tensor-parallel-size": "no tensor, pipeline, context or expert parallelism here",
+    "--ep": "no tensor, pipeline or expert parallelism here, see docs/PLAN.md",
+    "--tensor-parallel-size": "no tensor, pipeline or expert parallelism here",
     "--deepspeed": "use --zero-stage; no DeepSpeed configuration is read, see docs/MIGRATION.md (From DeepSpeed)",
     "--overwrite_output_dir": "no run is overwritten: another --run-name starts a new one",
     "--n_layer": "use --model FOLDER with a config.json, which has the sizes",

@@ -123,10 +123,9 @@ def test_a_killed_run_resumes_with_other_numbers_of_ranks_a_sequence(folder):
     forked(2, contextranks.main, folder, [("killed", flags, 1)])
     expected, lines = (metrics_of(folder / name) for name in ("whole", "killed"))
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
-    for key in ("loss", "grad_norm", "eval_loss", "tokens_seen"):
-        assert [line.get(key) or 0 for line in lines] == pytest.approx(
-            [line.get(key) or 0 for line in expected], rel=1e-6
-        )
+    for key, near in (("loss", 1e-6), ("grad_norm", 2e-5), ("eval_loss", 1e-6), ("tokens_seen", 0)):
+        values, others = ([line.get(key) or 0 for line in run] for run in (lines, expected))
+        assert values == pytest.approx(others, rel=near)
 
 
 @pytest.mark.slow
