@@ -208,7 +208,7 @@ def test_a_value_of_the_wrong_kind_is_answered_by_what_the_flag_takes(name):
     assert re.match(f"{flag}: ({TAKES})", refused(flag, *[value] * (count if isinstance(count, int) else 1)))
 
 
-LOCAL = {"output_dir", "export", "cache_dir", "resume", "config", "import_", "chat_template"}
+LOCAL = {"output_dir", "export", "cache_dir", "resume", "config", "compare", "import_", "chat_template"}
 URLS = ["s3://bucket/run", "gs://bucket/run", "hf://datasets/x", "https://example.org/run", "file:///tmp/run"]
 
 
