@@ -73,7 +73,7 @@ register.optimizer("sgd", OptimizerKind(build_sgd))
 
 
 def weight_norm(model, result):
-    return torch.stack([parameter.norm().full_tensor() for parameter in model.parameters()]).norm()
+    return torch.stack([parameter.norm() for parameter in model.parameters()]).norm()
 
 
 register.metric("weight_norm", weight_norm, on_console=True)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from harness import base, flags
 from harness import state as states
@@ -122,12 +123,17 @@ def registered_metrics(model: Any, result: StepResult, device: torch.device) -> 
     for metric in METRICS.values():
         if metric.function:
             answer = metric.function(model, result)
+            is_of_all_ranks = isinstance(answer, DTensor)
             try:
-                value = torch.tensor(float(answer), dtype=torch.float64, device=device)
+                value = torch.tensor(float(answer.full_tensor() if is_of_all_ranks else answer), dtype=torch.float64)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise base.UserError(f"metric {metric.key}: it gave no number ({base.first_line(error)})") from error
-            dist.all_reduce(value, REDUCTIONS[metric.reduce])
-            found[metric.key] = value.item() / (dist.get_world_size() if metric.reduce == "mean" else 1)
+            if not is_of_all_ranks:
+                value = value.to(device)
+                dist.all_reduce(value, REDUCTIONS[metric.reduce])
+                if metric.reduce == "mean":
+                    value /= dist.get_world_size()
+            found[metric.key] = value.item()
     return found
 
 

@@ -135,7 +135,8 @@ def test_a_term_that_is_chosen_trains_the_model_and_is_not_evaluated(is_fused, c
     monkeypatch.setattr(torch, "compile", compiled)
     tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-    settings = SimpleNamespace(model="", init="random", document_mask=False, fused_loss=is_fused, compile=compile)
+    names = {"model": "", "init": "random", "document_mask": False, "context_parallel": 1}
+    settings = SimpleNamespace(**names, fused_loss=is_fused, compile=compile)
 
     def passes() -> tuple:
         torch.manual_seed(1)

@@ -269,7 +269,7 @@ def test_fp32_on_a_gpu_repeats_shared_keys_as_no_fused_kernel_takes_them():
     query, keys = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
     module, found = types.SimpleNamespace(num_key_value_groups=2, is_causal=True), []
     for precision, guard in (("fp32", NoSharedKeys()), ("bf16", contextlib.nullcontext())):
-        settings = parse(["--model", "demo", "--plan", "--precision", precision])  # planned for a GPU
+        settings = parse(["--model", "demo", "--plan", "--precision", precision, "--sequence-length", "8"])  # for a GPU
         choose(settings, load_config("demo"))
         with guard:
             found.append(sdpa_attention.sdpa_attention_forward(module, query, keys, keys, None)[0])

@@ -123,6 +123,7 @@ def test_checkpointing_computes_again_what_it_does_not_keep(
 ):
     """Of two linears with a sigmoid between: two products forward and four backward. The last is not needed again. If
     the compiled function were inside the checkpoint, all of the forward would run again."""
+    torch._dynamo.reset()  # other tests compile forwards of the same class
     calls = Calls()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count_compiled(calls)))
     layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sigmoid(), torch.nn.Linear(8, 8))
