@@ -43,7 +43,7 @@ from harness import model as models
 # 1            once a step              once a step                   all ranks, or those of one replica (HSDP)
 # 2            in each microbatch       once a step                   as 1
 # 3            in each microbatch       in each forward and backward  as 1
-# Replicas reduce among each other once a step.
+# Replicas reduce among each other once a step. With --defer-grad-sync all stages reduce once a step.
 
 
 def build_mesh(settings: flags.Flags, device: torch.device) -> DeviceMesh:
@@ -87,7 +87,7 @@ def build_model(
     models.adapt_forward(model, settings)  # its loss, and labels that are shifted already
     layers, weights, convert_to_fp8 = models.decoder_layers(model), None, None
     adapters = models.Adapters(settings, model) if settings.lora_rank else None  # all else is frozen
-    host = models.HostInputs() if settings.activation_checkpointing == "offload" else None
+    host_inputs = models.HostInputs() if settings.activation_checkpointing == "offload" else None
     if not settings.cpu_offload:
         models.check_room(model, device, mesh["shard"].size())
     if settings.init == "pretrained" and (read_weights or models.has_frozen(model)):
@@ -108,7 +108,7 @@ def build_model(
         models.materialize(model, list(layer.modules()), device, weights, index)
         if adapters:
             adapters.add_to(layer)
-        transform_layer(settings, layer, convert_to_fp8, host, shard)
+        transform_layer(settings, layer, convert_to_fp8, host_inputs, shard)
     if settings.compile:
         base.count_compiling_as_work()  # in the heartbeats: a rank that compiles has not stalled
         for module in outside:
@@ -129,7 +129,7 @@ def transform_layer(
     settings: flags.Settings,
     layer: nn.Module,
     convert_to_fp8: Callable[[nn.Module], object] | None,
-    host: models.HostInputs | None,
+    host_inputs: models.HostInputs | None,
     shard: Callable[..., FSDPModule],
 ) -> None:
     """Apply to one decoder layer what the flags request. The order matters:
@@ -147,8 +147,8 @@ def transform_layer(
     models.checkpoint_activations(layer, settings.activation_checkpointing)
     if settings.compile:
         layer.forward = torch.compile(layer.forward)
-    if host:
-        host.offload(layer)
+    if host_inputs:
+        host_inputs.offload(layer)
     shard(layer, reshard_after_forward=reshard_after_forward(settings))
 
 
@@ -172,20 +172,19 @@ def train_step(
     batches: Iterator[dict[str, Any]],
     tracker: utils.PerformanceTracker,
 ) -> report.StepResult:
-    """Take one optimizer step. Return this rank's loss, whose mean over ranks is that of the global batch, the global
-    gradient norm, and 1 if the step was skipped, else 0: tensors on the device, for which nothing here waits. A step
-    with a non-finite gradient norm is skipped. Each `job.enter_phase` is recorded, to say in which phase a rank hangs.
+    """Take one optimizer step and return its result: tensors on the device, for which nothing here waits. A step with a
+    non-finite gradient norm is skipped. Each `job.enter_phase` is recorded, to say in which phase a rank hangs.
 
-    The loss weights every trained token of the global batch equally. The router loss of a mixture of experts is
-    computed per microbatch and averaged over all microbatches of all ranks, so the same microbatches give the same
-    router loss on any number of ranks. Times its coefficient it is part of the training objective, but not of the
-    returned loss; so are additional terms (`TERMS` in harness/model/loss.py, such as a z-loss), which are means
-    over trained tokens as the loss is.
+    The training objective is the cross entropy, plus the router loss of a mixture of experts times its coefficient,
+    plus the terms of --import such as a z-loss. The result's `loss` is the cross entropy alone; its mean over ranks is
+    that of the global batch. Cross entropy and terms weight every trained token of the global batch equally. The router
+    loss is computed per microbatch and averaged over all microbatches of all ranks, so the same microbatches give the
+    same router loss on any number of ranks.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
     # True at stage 0 too: a shard group of one rank has nothing to reduce, and replicas are reduced below
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
-    total = models.StepLoss(model, settings.gradient_accumulation_steps)
+    step_loss = models.StepLoss(model, settings.gradient_accumulation_steps)
     document_lengths = []
     for microbatch in range(settings.gradient_accumulation_steps):
         last = microbatch == settings.gradient_accumulation_steps - 1
@@ -202,7 +201,8 @@ def train_step(
         # with loss masks, "loss_divisor" weights this microbatch by its number of trained tokens
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
         document_lengths.append(batch.pop("document_lengths", None))  # a plan's batches have none
-        loss = total.add(model(**batch, use_cache=False).loss / divisor, divisor)
+        # with the router loss, for the gradient
+        loss = step_loss.add_microbatch(model(**batch, use_cache=False).loss, divisor)
         job.enter_phase("backward")
         loss.backward()
     job.enter_phase("optimizer")
@@ -215,7 +215,7 @@ def train_step(
     if settings.fp8_recipe == "tensorwise":  # set with --precision fp8 only
         models.compute_float8_scales(model)  # one all-reduce for the scales of all layers
     return report.StepResult(
-        total.loss, norm, skip, total.terms, total.router_loss, total.expert_load, document_lengths
+        step_loss.loss, norm, skip, step_loss.terms, step_loss.router_loss, step_loss.expert_load, document_lengths
     )
 
 
@@ -234,6 +234,7 @@ def evaluate(
                 job.enter_phase("evaluation")
                 tokens = (batch["labels"] != base.IGNORE_INDEX).sum()
                 loss = model(**batch, use_cache=False).loss
+                # a batch without labels has loss 0, not NaN
                 source_totals += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
     return data.mean_losses(eval_data, totals / settings.context_parallel)  # each rank of a group counted its sequences
@@ -251,10 +252,11 @@ def prepare(args: flags.Args, device: torch.device) -> loop.Run:
     model = build_model(settings, opened.config, mesh, read_weights=not opened.checkpoint)
     optimizer = models.build_optimizer(settings, model)
     scheduler = models.build_scheduler(settings, optimizer)
-    document_lengths = np.arange(settings.sequence_length + 1)
-    flops = models.known_flops(model, document_lengths, utils.get_flops_by_length)
+    possible_lengths = np.arange(settings.sequence_length + 1)  # of a document
+    flops_by_length, flops_text = models.known_flops(model, possible_lengths, utils.get_flops_by_length)
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak_tflops or 0)
-    return loop.start_or_resume(opened, state.TrainState(model, optimizer, scheduler, tracker=tracker), flops)
+    train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
+    return loop.start_or_resume(opened, train_state, flops_by_length, flops_text)
 
 
 def train(run: loop.Run, stop: job.StopRequest) -> None:
@@ -270,7 +272,7 @@ def train(run: loop.Run, stop: job.StopRequest) -> None:
             run.log.count(result)
             run.state.advance(run.dataset)  # steps, samples, the schedule
         stop.can_save = True  # from here on a signal is answered by a checkpoint
-        if due.log or due.save:
+        if due.log or due.save:  # an evaluation always has a log line
             loop.check_and_log(run, due, stop, evaluate)
         if due.save:
             run.checkpoints.save(run.state, wait=due.last)

@@ -206,18 +206,20 @@ def open_training(
     )
 
 
-def start_or_resume(opened: OpenedTraining, train_state: state.TrainState, flops: tuple[np.ndarray, str]) -> Run:
+def start_or_resume(
+    opened: OpenedTraining, train_state: state.TrainState, flops_by_length: np.ndarray, flops_text: str
+) -> Run:
     """Load the checkpoint into `train_state`, check what can be checked before the first step, print the header and
     open the log.
 
     Args:
-        flops: (FLOPs per token by document length, zeros if unknown; the header's text about them).
+        flops_by_length: FLOPs per token by document length, zeros if unknown; `flops_text` is the header's text about
+            them.
 
     Raises:
         UserError: the weights are not finite, --min-mfu needs FLOPs that are unknown, or the disk has too little room.
     """
     settings, checkpoint, folder, device = opened.settings, opened.checkpoint, opened.folder, opened.device
-    flops_by_length, flops_text = flops
     if settings.min_mfu and not flops_by_length.any():
         raise base.UserError(f"--min-mfu: {flops_text}")
     verified = models.verify_sharding(settings, train_state.model, train_state.optimizer, opened.mesh)
@@ -226,7 +228,8 @@ def start_or_resume(opened: OpenedTraining, train_state: state.TrainState, flops
         opened.changed = ", ".join(filter(None, [opened.changed, train_state.describe_lr_change()]))
     state.check_finite(settings, train_state, checkpoint)
     sizes = train_state.saved_bytes(), state.export_bytes(settings, train_state.model)
-    # for the final checkpoint, which is left out otherwise; a requested one that does not fit is an error
+    # False if the disk has no room for the final checkpoint, which is then left out. With no step left none is written;
+    # a requested checkpoint that does not fit is an error.
     has_room = train_state.step == settings.num_steps or job.check_disk(settings, *sizes, folder)
     dataset, changed = opened.dataset, opened.changed
     header = (settings, train_state, opened.mesh, dataset, flops_text, opened.peak_tflops, verified)
@@ -270,8 +273,8 @@ def evaluate_and_log(
     run: Run, due: job.Actions, metrics: dict, problem: str, stop: job.StopRequest, evaluate: Evaluate
 ) -> None:
     """Add an evaluation to `metrics` if one is due, and write the log line. Raise a UserError if the run diverged: for
-    `problem`, or a loss of the evaluation. An evaluation that a stop interrupts counts for nothing, its samples too:
-    the next start makes it."""
+    `problem`, or a loss of the evaluation. If a stop interrupts the evaluation, its losses and samples are
+    discarded, and the next start repeats it."""
     samples = []
     if due.evaluate and not problem:
         try:
@@ -296,7 +299,7 @@ def find_non_finite(run: Run, metrics: dict) -> str:
     states, or the loss and gradient norm of one more pass, as the loss in `metrics` is from before the update. Return
     it in words; "" if nothing is."""
     # a skipped step has no loss in its metrics, and its batch would give none
-    batch = run.batches.last_finite(was_skipped="loss" not in metrics)
+    batch = run.batches.batch_to_check(was_skipped="loss" not in metrics)
     with run.state.tracker.paused():
         if problem := run.state.describe_update_fault():
             return problem

@@ -32,12 +32,13 @@ class DataPosition(Protocol):
 
 
 class Batches:
-    """The batches that a run trains on, for `next`; the last one, and the last that gave a finite loss."""
+    """The batches that a run trains on, for `next`; the last one, and the one that the last
+    check of the state took."""
 
     def __init__(self, batches: Iterator[dict[str, Any]]):
         self.batches = batches
         self.last: dict[str, Any] = {}
-        self.finite: dict[str, Any] = {}
+        self.checked: dict[str, Any] = {}
 
     def __iter__(self) -> "Batches":
         return self
@@ -46,11 +47,11 @@ class Batches:
         self.last = next(self.batches)
         return dict(self.last)  # a step takes out what the model does not get
 
-    def last_finite(self, was_skipped: bool) -> dict[str, Any]:
-        """Return the last batch; if its step was skipped, what the previous call returned, if there was one."""
-        if not (was_skipped and self.finite):
-            self.finite = {name: value for name, value in self.last.items() if name not in NON_MODEL_KEYS}
-        return self.finite
+    def batch_to_check(self, was_skipped: bool) -> dict[str, Any]:
+        """Return the last batch; if its step was skipped, the batch of the previous check, if there was one."""
+        if not (was_skipped and self.checked):
+            self.checked = {name: value for name, value in self.last.items() if name not in NON_MODEL_KEYS}
+        return self.checked
 
 
 def training_batches(

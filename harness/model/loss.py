@@ -192,9 +192,10 @@ class StepLoss:
         self.router_loss: torch.Tensor | None = None
         self.expert_load: torch.Tensor | None = None
 
-    def add(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
-        """Add the microbatch of the last forward pass, whose `loss` has been divided by `divisor`; return the scalar to
+    def add_microbatch(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
+        """Add the `loss` of the last forward pass, and its terms, divided by `divisor`; return the scalar to
         differentiate. The router losses of all microbatches have equal weight, however many tokens they train on."""
+        loss = loss / divisor
         self.loss = added(self.loss, loss.detach())
         for name, term in self.model.loss_terms.items():
             self.terms[name] = added(self.terms.get(name), term / divisor)
