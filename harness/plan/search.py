@@ -194,7 +194,7 @@ class Search:
         self.row(**changes)
 
     def plan_float8(self) -> None:
-        """Plan the fastest so far in float8, other arithmetic that is listed separately."""
+        """Plan the fastest so far in float8, whose lower precision is listed separately."""
         best = self.fastest()
         changes = best["changes"] | FLOAT8
         if self.settings.precision == "bf16" and self.has_float8 and self.allowed(changes):

@@ -110,7 +110,7 @@ def describe_advice(result: dict) -> dict[str, str]:
             lines["but"] += f" within --plan-seconds {search['plan_seconds']:g}"
     if in_float8 := result["in_float8"]:
         change = 100 * (in_float8["tokens_per_sec"] / best["tokens_per_sec"] - 1)
-        lines["float8"] = f"with --precision fp8: {change:+.0f} %, other arithmetic"
+        lines["float8"] = f"with --precision fp8: {change:+.0f} %, lower precision"
     lines |= describe_adapters(result)
     lines["command"] = best["command"]
     given = next(row for row in result["configurations"] if row["given"])

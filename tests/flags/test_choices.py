@@ -1,4 +1,4 @@
-"""The values of flags that are files of other wings are named as those files are."""
+"""The values of flags that are files of other packages are named as those files are."""
 
 import ast
 import re

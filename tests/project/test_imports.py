@@ -1,5 +1,5 @@
-"""The layout: imports go one way and through the doors of the wings, which mypy sees through; importing loads and
-starts no more than it should."""
+"""The layout: imports go one way and through the public APIs of the packages, which mypy sees through; importing loads
+and starts no more than it should."""
 
 import ast
 import graphlib
@@ -135,7 +135,7 @@ print(json.dumps(seen))
 """
 
 
-def test_importing_starts_nothing_and_loads_no_optional_package_and_the_lower_wings_nothing_heavy():
+def test_importing_starts_nothing_and_loads_no_optional_package_and_the_lower_packages_nothing_heavy():
     files = sorted((ROOT / "harness").rglob("[!_]*.py"))
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
     light = [f"harness.{wing}" for wing in WITHOUT_TORCH]

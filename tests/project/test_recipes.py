@@ -70,6 +70,11 @@ def test_the_recipes_of_contributing_work_as_they_stand(tmp_path):
     near = 0.1 * math.log(1536) ** 2  # of weights that know nothing, of as many tokens
     assert all(near / 3 < line["z_loss"] < 3 * near for line in lines)  # a term of the loss
 
+    answers = [{"question": f"How many bones has dog {number}?", "answer": f"{number} bones."} for number in range(500)]
+    (root / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    asked = f"{SMALL} --dataset answers.jsonl --chat-template chatml --run-name answers --num-steps 1"
+    assert "question and answer" in run("train_fsdp.py", *asked.split())  # a layout of conversations
+
     help_of_all = run("train_fsdp.py", "--help")
     for word in ("momentum-sgd", "cubic", ".nodata", "sheet", "--note", "--z-loss"):
         assert word in help_of_all
