@@ -203,18 +203,14 @@ def load_eval_dataset(
 
 
 def recorded_data(settings: flags.Flags, manifest: dict | None) -> DataRecord | None:
-    """The data record of a checkpoint's manifest; a single source gets the name that it has now. A UserError for what
-    an earlier version recorded in another way: mixtures of streams, and steps of several sizes."""
+    """The data record of a checkpoint's manifest. A UserError if its only source has another name now: positions and
+    the order of samples are recorded by name."""
     if not manifest:
         return None
-    record = read_record(manifest, [source.name for source in settings.sources()])
-    recorded = manifest["data"]
-    is_mixture = len({name for segment in record.segments for name in segment.weights}) > 1
-    has_cursors = record.num_shards > 1 and is_mixture and "cursors" in recorded["segments"][0]
-    if settings.num_steps and (has_cursors or len(recorded.get("step_sizes", ())) > 1):
-        problem = "mixture of streams was" if has_cursors else "steps of several sizes were"
-        problem = f"its {problem} recorded by an earlier version, in another way"
-        raise base.UserError(f"--resume {settings.resume}: {problem}; start a new run from an --export of it")
+    record, sources = read_record(manifest), settings.sources()
+    if len(record.names) == len(sources) == 1 and sources[0].name not in record.sources:
+        old, dataset = record.names[0], sources[0].dataset
+        raise base.UserError(f"--dataset {dataset}: the run calls its source {old}; give --dataset {old}={dataset}")
     return record
 
 

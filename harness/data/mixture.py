@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -224,7 +223,6 @@ class DataRecord:
     def record(self) -> dict[str, Any]:
         """As JSON holds it."""
         record = dataclasses.asdict(self)
-        record["lanes"] = record.pop("num_shards")  # the key in checkpoints
         for segment in record["segments"]:
             for name in ("weights", "per_sample"):
                 segment[name] = {source: str(number) for source, number in segment[name].items()}
@@ -240,39 +238,15 @@ class DataRecord:
         return range(first, first + latest.samples_per_step)
 
 
-def read_record(manifest: dict[str, Any], names: Sequence[str] = ()) -> DataRecord:
-    """The data record of a checkpoint's manifest. If the run has one source, as it had then, this has the name of now
-    (`names`): a file that was moved may be called differently."""
+def read_record(manifest: dict[str, Any]) -> DataRecord:
+    """The data record of a checkpoint's manifest."""
     record = manifest["data"]
     segments = []
     for segment in record["segments"]:
         weights = {name: Fraction(weight) for name, weight in segment["weights"].items()}
         per_sample = {name: Fraction(tokens) for name, tokens in segment["per_sample"].items()}
-        if "step_sizes" in record:  # an earlier version recorded the global batch here, and removed sources apart
-            batch = record["step_sizes"][-1]["samples"]
-            segment = segment | {"steps_before": segment["first"] // batch, "samples_per_step": batch}
-        batch, steps = segment["samples_per_step"], segment["steps_before"]
-        segments.append(Segment(segment["first"], weights, per_sample, steps, batch))
-    sources = record.get("removed", {}) | record["sources"]
-    found = DataRecord(sources, record["plain"], record["lanes"], record["asked"], segments)
-    if len(found.names) == len(names) == 1 and names[0] not in sources:
-        return renamed(found, found.names[0], names[0])
-    return found
-
-
-def renamed(record: DataRecord, old: str, name: str) -> DataRecord:
-    """The record with another name of a source."""
-
-    def rename(values: dict[str, Any]) -> dict[str, Any]:
-        return {name if key == old else key: value for key, value in values.items()}
-
-    segments = [
-        dataclasses.replace(segment, weights=rename(segment.weights), per_sample=rename(segment.per_sample))
-        for segment in record.segments
-    ]
-    asked = record.asked | {"weights": rename(record.asked["weights"])}
-    plain = name if record.plain == old else record.plain
-    return DataRecord(rename(record.sources), plain, record.num_shards, asked, segments)
+        segments.append(Segment(**segment | {"weights": weights, "per_sample": per_sample}))
+    return DataRecord(**record | {"segments": segments})
 
 
 def make_record(

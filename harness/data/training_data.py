@@ -139,8 +139,6 @@ class SampleReader:
         """`positions` are positions in shards of streams to read on from; other shards are read from their
         beginning."""
         self.data, self.positions = data, positions
-        if [*data.sources] == [data.record.plain] and len(positions) == 1:  # the only source may have been renamed
-            self.positions = {data.record.plain: next(iter(positions.values()))}
         self.readers: dict[tuple[str, int], ShardReader] = {}
         self.counts: Counter = Counter()
 

@@ -9,10 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import words
 
-from harness.base import UserError
-from harness.data.datasets import recorded_data
 from harness.data.mixture import BLOCK, Mixture, Segment, describe_changes, make_record, read_record
 from harness.flags import parse_args
 
@@ -102,42 +99,3 @@ def test_the_same_shares_written_otherwise_are_the_same_mixture():
         assert now.segments == first.segments and describe_changes(first, now, 200) == []
     other = record("x/a:5 x/b:3 x/c:3", stage, first, 25, 200)
     assert other.segments != first.segments and describe_changes(first, other, 200)
-
-
-def in_old_format(record) -> dict:
-    """The manifest of a checkpoint from before mixtures of streams followed from (seed, shard, sample)."""
-    data = record.record()
-    for part in data["segments"]:
-        part["cursors"] = {name: [5] * data["lanes"] for name in part["weights"]}
-    return {"data": data, "step": 13, "samples": 104}
-
-
-def with_step_sizes(record, *sizes: int) -> dict:
-    """The manifest of a checkpoint from before the global batch was recorded in segments."""
-    data = record.record()
-    for part in data["segments"]:
-        del part["steps_before"], part["samples_per_step"]
-    data["step_sizes"] = [{"steps_before": 0, "samples_before": 0, "samples": size} for size in sizes]
-    return {"data": data | {"removed": {}}, "step": 13, "samples": 104}
-
-
-def test_a_checkpoint_with_step_sizes_continues_and_is_refused_if_these_differ():
-    given = "x/a:3 x/b:2", "--mixture-stage 0.5:a=1"
-    settings = parse_args(words(f"--dataset {given[0]} --num-steps 100 {given[1]} --resume auto"))
-    assert recorded_data(settings, with_step_sizes(record(*given), 8)) == record(*given)
-    with pytest.raises(UserError, match="--resume auto: its steps of several sizes were recorded by an earlier"):
-        recorded_data(settings, with_step_sizes(record(*given), 8, 4))
-
-
-@pytest.mark.parametrize("dataset, shards", [("x/a:3 x/b:2", 1), ("x/a:1", 4)])
-def test_a_checkpoint_with_cursors_continues_if_its_order_is_the_same(dataset, shards):
-    before = record(dataset, num_shards=shards)
-    settings = parse_args(["--dataset", *dataset.split(), "--num-steps", "100"])
-    assert recorded_data(settings, in_old_format(before)) == before
-
-
-def test_a_checkpoint_of_a_mixture_of_streams_with_cursors_is_refused_in_one_line():
-    before = in_old_format(record("x/a:3 x/b:2", num_shards=4))
-    settings = parse_args(words("--dataset x/a:3 x/b:2 --num-steps 100 --resume auto"))
-    with pytest.raises(UserError, match="--resume auto: its mixture of streams was recorded by"):
-        recorded_data(settings, before)

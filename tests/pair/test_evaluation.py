@@ -247,11 +247,6 @@ def test_documents_that_one_of_two_runs_trained_on_are_no_eval_documents_of_thei
     assert find_trained_spec(specs[:1], "0123") == specs[0] and find_trained_spec(specs, "4567") is None
 
 
-def test_weights_whose_data_an_earlier_version_recorded_are_not_evaluated_on_what_they_may_know():
-    with pytest.raises(UserError, match="an earlier version recorded theirs"):
-        find_trained_spec([{"held_out": None, "dataset": "0123, 9 tokens"}], "4567")
-
-
 def test_an_export_of_a_run_on_an_export_knows_what_both_were_trained_on(start, runs, evaluate, refused, device):
     tuned = start("tuned", "--init", "pretrained", "--model", runs / "export", "--dataset", runs / "other.jsonl")
     assert train([*tuned, "--export", runs / "tuned-export"], device) == 0
