@@ -135,15 +135,14 @@ def inspect_source(
     streaming: bool = False,
     cache_dir: str | os.PathLike | None = None,
 ) -> Corpus:
-    """A source as it is found. Without a `split` it is `train`, of hub data its first 5 %."""
+    """A source as it is found, with its default split without a `split`."""
     path = source.dataset
     if path == "demo":
         path = str(flags.ASSETS / "demo" / "stories")
     elif path in flags.DATASETS:
         path = str(own.find(path, cache_dir))
     listing = files.find_files(path, subset)
-    if split is None:
-        split = "train[:5%]" if listing.is_hub and not streaming else "train"
+    split = split or flags.default_split(source.dataset, streaming)
     split_files = listing.files_in_split(parse_split(split)[0])
     is_mapped = are_token_files(split_files)
     kind = "ids"

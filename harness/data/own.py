@@ -6,12 +6,10 @@ import itertools
 import json
 import os
 import pathlib
-import shutil
-import tempfile
 from collections.abc import Iterator
 
 from harness import base, flags, job
-from harness.data.cache import cache_folder
+from harness.data.cache import make_once
 
 MAX_RECORDS = 10_000_000  # without a limit; more are taken for an endless function
 COMPARED = 100  # first records, which a second call has to give again
@@ -47,24 +45,16 @@ def find(name: str, cache_dir: str | os.PathLike | None) -> pathlib.Path:
         UserError: the function fails, gives no records or others in a second call, or does not end; a record is of no
             known kind; or the cache cannot be written.
     """
-    from filelock import FileLock
-
     dataset = flags.DATASETS[name]
-    key = json.dumps([sorted(flags.IMPORTED.values()), name, dataset.version, dataset.limit])
-    path = cache_folder(cache_dir) / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.jsonl"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):
-            if not path.exists():
-                for leftover in path.parent.glob(f"{path.name}?*/"):  # of killed runs: the lock was free
-                    shutil.rmtree(leftover)
-                with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
-                    draft = pathlib.Path(folder, "records")
-                    count = write(draft, name)
-                    draft.replace(path)
-                job.print0("data      ", f"{name}: {base.counted(count, 'record')} written to {path}")
-    except OSError as error:
-        raise base.UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
+
+    def make(folder: pathlib.Path) -> dict:
+        return {"records": write(folder / "jsonl", name)}
+
+    key = [sorted(flags.IMPORTED.values()), name, dataset.version, dataset.limit]
+    path, counts = make_once(name.replace(".", "-"), key, make, cache_dir)
+    path = path.with_suffix(".jsonl")
+    if "seconds" in counts:
+        job.print0("data      ", f"{name}: {base.counted(counts['records'], 'record')} written to {path}")
     return path
 
 
