@@ -119,7 +119,9 @@ def test_a_stream_is_resumed_on_a_copy_of_its_data_elsewhere(device, flags, corp
     shutil.copytree(corpus, tmp_path / "copy")
     run = [*flags, "--output-dir", tmp_path, "--run-name", "r", "--resume", "auto", "--num-steps"]
     train([*run, 2], device)
-    assert train([*run, 4, "--dataset", tmp_path / "copy"], device) == 0
+    with pytest.raises(UserError, match=f"if it is a copy, give --dataset {corpus.name}=/.*/copy"):
+        train([*run, 4, "--dataset", tmp_path / "copy"], device)
+    assert train([*run, 4, "--dataset", f"{corpus.name}={tmp_path / 'copy'}"], device) == 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
