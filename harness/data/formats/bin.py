@@ -23,7 +23,6 @@ HAS_FIELDS = False
 HEADER_BYTES = 256 * 4  # of llm.c
 LLMC: dict[int, np.dtype] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}  # by its magic number
 SAMPLE = 4096  # tokens that tell the dtype
-CHUNK = 2**18  # entries of an index per read; if it was mapped, its pages would stay in memory
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -70,24 +69,14 @@ def open_megatron(file: str, index: str) -> TokenFile:
         fault = f"{size:,} bytes instead of {wanted:,} for {sequences:,} sequences and {documents:,} document entries"
         raise damaged(index, fault, "restore it; only text can be trained on")
     tokens = map_numbers(file, INTEGERS[code])
-    check_sequences(index, sequences, file, tokens)
+    last = sequences - 1
+    (length,) = np.fromfile(index, "<i4", 1, offset=HEADER.size + 4 * last)
+    (offset,) = np.fromfile(index, "<i8", 1, offset=HEADER.size + 4 * sequences + 8 * last)
+    count = int(offset) // tokens.itemsize + int(length)
+    if count != len(tokens):
+        raise damaged(file, f"it has {len(tokens):,} tokens, its index {index} has {count:,}")
     find_ends = functools.partial(document_ends, index, sequences, documents)  # read on demand
     return TokenFile(tokens, file, f"Megatron's .bin with .idx, {tokens.dtype.name}", find_ends)
-
-
-def check_sequences(index: str, sequences: int, file: str, tokens: np.ndarray) -> None:
-    """Raise an error unless the sequences lie end to end and fill the file."""
-    end = 0  # of the previous sequences, in bytes
-    for first in range(0, sequences, CHUNK):
-        count = min(CHUNK, sequences - first)
-        lengths = np.fromfile(index, "<i4", count, offset=HEADER.size + 4 * first)
-        offsets = np.fromfile(index, "<i8", count, offset=HEADER.size + 4 * sequences + 8 * first)
-        ends = end + np.cumsum(lengths, dtype=np.int64) * tokens.itemsize
-        if offsets[0] != end or (offsets[1:] != ends[:-1]).any():
-            raise damaged(index, f"its sequences do not lie end to end in {file}", "write them in their order")
-        end = int(ends[-1])
-    if end != tokens.nbytes:
-        raise damaged(file, f"it has {len(tokens):,} tokens, its index {index} has {end // tokens.itemsize:,}")
 
 
 def document_ends(index: str, sequences: int, documents: int) -> np.ndarray:
