@@ -7,7 +7,6 @@ documents. A checkpoint records which rule it was.
 """
 
 import dataclasses
-import os
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from harness import base, flags
-from harness.data.corpora import DEFAULT_EVAL_SPLIT, Corpus, find_corpus, find_eval_dataset, parse_split
+from harness.data.corpora import DEFAULT_EVAL_SPLIT, Corpus, find_corpus, find_eval_dataset
 from harness.data.packing import PackedDataset
 from harness.data.tokens import Tokens
 
@@ -81,10 +80,6 @@ def choose_eval_split(
         return None, None
     was_divided = bool(spec and spec["held_out"])
     split, is_eval_only = settings.eval_split, flags.is_eval_dataset(settings.eval_split)
-    is_unknown = bool(split) and not is_eval_only and parse_split(split)[0] not in corpus.listing.splits
-    if is_unknown and base.broadcast_from_rank_0(lambda: os.path.exists(split)):
-        problem = f"{corpus.source.dataset} has no split of that name"
-        raise base.UserError(f"--eval-split {split}: {problem}; for the file or folder of that name give ./{split}")
     if split is None and not was_divided and DEFAULT_EVAL_SPLIT in corpus.listing.splits:
         split = DEFAULT_EVAL_SPLIT
     if split is None and evaluates_all:

@@ -10,12 +10,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch.distributed as dist
-from conftest import STORIES, forked, metrics_of, parse, train, words
+from conftest import STORIES, forked, metrics_of, train, words
 from transformers import AutoTokenizer
 
 from harness import base
 from harness.base import UserError, all_gather_objects
-from harness.data import corpora, datasets, eval_split, formats
+from harness.data import corpora, datasets, formats
 from harness.data.files import DataFile, find_files
 from harness.data.reader import CorpusReader
 from harness.data.stream import Stream
@@ -127,21 +127,10 @@ def mapping_rank(folder: str) -> None:
     report_of_ranks(lambda: len(reading.open_tokens(corpus, "train")[0]))
 
 
-def finding_rank(*argv: str) -> None:
-    """Looks for the eval split `held`, a folder that rank 1 alone has, then one that rank 0 alone has."""
-    settings, exists = parse(argv), os.path.exists
-    (corpus,) = corpora.find(settings)
-    for rank_with_it in (1, 0):
-        found = rank_with_it == dist.get_rank()
-        os.path.exists = lambda path, found=found: found if path == "held" else exists(path)
-        report_of_ranks(lambda: eval_split.choose_eval_split(settings, corpus, None, eval_split.BY_NUMBER, False))
-
-
-def rank_of_all(slices: str, tokens: str, *argv: str) -> None:
+def rank_of_all(slices: str, tokens: str) -> None:
     start_processes(timeout_minutes=1)
     slicing_rank(slices)
     mapping_rank(tokens)
-    finding_rank(*argv)
     stop_processes()
 
 
@@ -154,8 +143,7 @@ def reported(tmp_path_factory):
     for name, part in (("a", texts[:20]), ("b", texts[20:])):
         pyarrow.parquet.write_table(pyarrow.table({"text": part}), slices / f"{name}.parquet")
     (tokens / "train.bin").write_bytes(bytes(4096))
-    flags = words("--dataset demo --eval-interval 1 --eval-split held")
-    printed = forked(2, rank_of_all, str(slices), str(tokens), *flags)
+    printed = forked(2, rank_of_all, str(slices), str(tokens))
     return [json.loads(line) for line in printed.splitlines() if line[0] == "["], tokens
 
 
@@ -172,12 +160,6 @@ def test_a_token_file_that_one_node_lacks_is_one_line_on_all_ranks(reported):
     error, error_of_other = said[3]
     assert error == error_of_other and "\n" not in error
     assert error.startswith(f"error: --dataset {folder}/gone/train.bin: cannot be read (")
-
-
-def test_a_folder_of_the_name_of_a_split_is_looked_for_by_rank_0_alone(reported):
-    (split, split_of_other), (error, error_of_other) = reported[0][4:]
-    assert split == split_of_other == ["held", None]
-    assert error == error_of_other and error.startswith("error: --eval-split held: demo has no split of that name")
 
 
 def rank_without_a_template(*argv: str) -> None:
