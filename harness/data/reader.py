@@ -63,9 +63,9 @@ class CorpusReader:
         layout = str(corpus.text_field)
         return ChatFormat(self.tokenizer, self.vocab_size, template, self.chat_loss, self.skip_bad_records, layout)
 
-    def open_tokens(self, corpus: Corpus, split: str, warn: bool = True) -> tuple[Tokens, str]:
-        """(the tokens of a split, mapped; where they come from, in words). Text is tokenized unless the cache has it;
-        `warn` False omits warnings about what was read. A slice is cut at document boundaries."""
+    def open_tokens(self, corpus: Corpus, split: str) -> tuple[Tokens, str]:
+        """(the tokens of a split, mapped; where they come from, in words). Text is tokenized unless the cache has it. A
+        slice is cut at document boundaries."""
         name, bounds = parse_split(split)
         split_files = corpus.listing.files_in_split(name)
         if corpus.is_mapped and are_token_files(split_files):
@@ -83,7 +83,7 @@ class CorpusReader:
                 functools.partial(self._tokenize, corpus, split_files, rows), self.is_main
             )
             opened, line = [open_cache(found[0], self.vocab_size)], describe_cache(*found)
-            for warning in warnings_in(found[1]) if warn else ():
+            for warning in warnings_in(found[1]):
                 job.warn(warning)
         tokens = Tokens(opened, self.vocab_size, self.end_of_text)
         if bounds:
