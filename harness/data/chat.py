@@ -98,6 +98,7 @@ class ChatFormat(TextFormat):
         trained on; `layout` is that of the records."""
         super().__init__(tokenizer, vocab_size)
         self.template, self.loss, self.skip_bad, self.layout = template, loss, skip_bad, layout
+        self.source = "--chat-template" if template else f"--tokenizer {tokenizer.name_or_path}"  # of the template
         self.has_template = bool(template or tokenizer.chat_template)
         self.omissions: dict[Hashable, list[Omission]] = {}  # by shape of a conversation
         self.first_positions: dict[str, str] = {}  # of the conversations, by warning
@@ -119,51 +120,14 @@ class ChatFormat(TextFormat):
         elif self.has_template:
             marked = has_generation(self.tokenizer.get_chat_template(self.template))
             trained += ", marked by the chat template" if marked else ", found by rendering prefixes"
-            trained += self.describe_end()
         return {"format": layout, "trained on": trained}
 
-    def describe_end(self) -> str:
-        """Describe a missing or split end of turn, from which a model would not learn to stop; "" if it is one
-        token."""
-        end = self.end_of_answer()
-        if end == "":
-            return "; the template writes no end of turn, so a model does not learn to stop"
-        end = (end or "").strip()
-        pieces = next(iter(encode_texts(self.tokenizer, [end])))
-        if len(pieces) > 1:
-            return f"; their end, {end}, is {len(pieces)} tokens of this tokenizer, so a model hardly learns to stop"
-        return ""
-
-    def end_of_answer(self) -> str | None:
-        """Return what the template writes after an answer, as far as it is trained on; None if it writes no answer."""
-        answer = "Zq"  # not part of a special token
-        messages = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}]
-        try:
-            text, spans = self.render(Conversation(messages))
-        except Exception:  # as in `check`
-            return None
-        return text[: spans[-1][1]].rpartition(answer)[2] if spans else None
-
     def check(self, dataset: str) -> None:
-        """Raise a UserError if no conversation could be rendered or masked."""
-        source = "--chat-template" if self.template else f"--tokenizer {self.tokenizer.name_or_path}"
+        """Raise a UserError if nothing renders conversations or says which characters a token has."""
         if not self.has_template and self.layout != COMPLETIONS:
             raise self.no_template(f"--dataset {dataset}: holds conversations")
         if not self.has_template and self.tokenizer.eos_token is None:
-            raise base.UserError(f"{source}: it has no end-of-text token (eos_token), which completions end with")
-        if self.has_template:
-            try:
-                template = self.tokenizer.get_chat_template(self.template)
-            except ValueError as error:
-                problem = f"{source}: {base.first_line(error).rstrip('.')}"
-                raise base.UserError(f"{problem}; give one with --chat-template FILE") from error
-            try:
-                self.tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template)
-            except jinja2.TemplateSyntaxError as error:
-                problem = f"its chat template has a syntax error in line {error.lineno}, {error.message}"
-                raise base.UserError(f"{source}: {problem}; fix it") from error
-            except Exception:  # a template may refuse this conversation and take those of the corpus
-                pass
+            raise base.UserError(f"{self.source}: it has no end-of-text token (eos_token), which completions end with")
         if self.loss == "assistant" and not self.tokenizer.is_fast:
             problem = f"{type(self.tokenizer).__name__} does not say which characters a token has"
             raise base.UserError(
@@ -186,6 +150,9 @@ class ChatFormat(TextFormat):
                 raise
             except BadConversationError as error:
                 refuse_or_count(conversation.position, str(error), self.skip_bad, counts)
+            except jinja2.TemplateSyntaxError as error:
+                problem = f"its chat template has a syntax error in line {error.lineno}, {error.message}"
+                raise base.UserError(f"{self.source}: {problem}; fix it") from error
             except Exception as error:  # a template may raise anything
                 fault = f"the chat template fails, {base.first_line(error)}"
                 refuse_or_count(conversation.position, fault, self.skip_bad, counts)
@@ -582,7 +549,13 @@ def render_user_message(
 def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None = None) -> list[int]:
     """Return the id of the special token that a chat template, by default the tokenizer's, writes after an answer; []
     if it writes none."""
-    end = ChatFormat(tokenizer, len(tokenizer), template, "all").end_of_answer() or ""
+    answer = "Zq"  # not part of a special token
+    messages = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}]
+    try:
+        text, _ = ChatFormat(tokenizer, len(tokenizer), template, "all").render(Conversation(messages))
+    except Exception:  # a template may raise anything
+        return []
+    end = text.rpartition(answer)[2]
     ids = tokenizer(end.lstrip(), add_special_tokens=False)["input_ids"]
     if ids and (token := tokenizer.added_tokens_decoder.get(ids[0])) and token.special:
         return ids[:1]

@@ -379,7 +379,7 @@ def test_a_run_says_what_it_found_and_what_it_trains_on_and_is_refused_before_it
     assert train([*flags, "--dataset", tmp_path / "chats.json"], device) == 0
     said_of_it = capfd.readouterr().out
     assert "\nformat     conversations, as ShareGPT's\n" in said_of_it
-    assert "\ntrained on the assistant's turns, found by rendering prefixes; their end" in said_of_it
+    assert "\ntrained on the assistant's turns, found by rendering prefixes\n" in said_of_it
     assert "[[Hello!<|im_end|>" in said_of_it.replace("[[ Hello", "[[Hello")
     write_lines(tmp_path / "bad.jsonl", [GOOD, {"conversations": [said("narrator", "Hi")]}])
     with pytest.raises(UserError, match=r'bad\.jsonl, line 2: conversations\[0\] is from "narrator"'):

@@ -295,7 +295,7 @@ def test_another_name_is_refused_with_those_that_there_are():
 # Examples, and prompts in a file
 
 
-def test_the_examples_are_one_of_each_kind(tokenizer):
+def test_the_middle_of_a_long_example_is_left_out(tokenizer):
     chat = ChatFormat(tokenizer, len(tokenizer), base.read_template("chatml"), "assistant")
     records = ["plain", "plain", "call", "thoughts", "tools", "system"]
     documents = [Conversation(*RECORDS[record], position=f"line {number}") for number, record in enumerate(records, 1)]

@@ -1,7 +1,6 @@
 """What is trained on of a conversation whose template has no {% generation %}: the same as by hand-made marks. The
 templates are small ones by what their models' cards say of the format."""
 
-import copy
 import re
 from collections import Counter
 from typing import NamedTuple
@@ -177,20 +176,10 @@ def test_a_conversation_that_the_assistant_begins_is_trained_on_where_the_templa
         chat_format(tokenizer, MARKS.sub("", QWEN)).encode([begun], Counter())
 
 
-def test_the_header_says_how_turns_are_found_and_where_a_model_cannot_learn_to_stop(tokenizer):
-    without_end = CHATML.replace(" + '<|im_end|>\\n' }}{%- endg", " }}{%- endg")
-    lines = [
-        chat_format(tokenizer, template).describe()["trained on"]
-        for template in (CHATML, MARKS.sub("", CHATML), without_end, MARKS.sub("", without_end))
-    ]
-    marked = "the assistant's turns, marked by the chat template"
+def test_the_header_says_how_turns_are_found(tokenizer):
+    lines = [chat_format(tokenizer, template).describe()["trained on"] for template in (CHATML, MARKS.sub("", CHATML))]
     found = "the assistant's turns, found by rendering prefixes"
-    lacking = "; the template writes no end of turn, so a model does not learn to stop"
-    split = "; their end, <|im_end|>, is 8 tokens of this tokenizer, so a model hardly learns to stop"
-    assert lines == [marked + split, found + split, marked + lacking, found + lacking]
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
-    assert chat_format(tokenizer, CHATML).describe()["trained on"] == marked
+    assert lines == ["the assistant's turns, marked by the chat template", found]
 
 
 CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
