@@ -167,7 +167,7 @@ def costs_of_ranks(world: World, work: pathlib.Path) -> Iterator[tuple[str, Call
     corpus = data.stream.Stream(
         texts, data.tokenize.TextFormat(AutoTokenizer.from_pretrained(DEMO), 1536), "text", SEQ_LEN, 0
     )
-    yield "eval sequences of a stream", lambda: corpus.eval_sequences(EVAL_SEQUENCES, 1)
+    yield "eval sequences of a stream", lambda: corpus.eval_tokens(EVAL_SEQUENCES, tempfile.mkdtemp(dir=work), True)
     ids = np.tile(np.append(np.full(TOKENS_PER_DOCUMENT - 1, 5, np.uint16), np.uint16(0)), 10**7 // TOKENS_PER_DOCUMENT)
     files = [data.token_files.TokenFile(ids)]
     reader = data.CorpusReader(

@@ -332,8 +332,9 @@ def open_stream(
         count = settings.eval_sequences
         if not split:
             count = count or STREAM_EVAL_SEQUENCES
-        sequences = eval_stream.eval_sequences(count, settings.batch_size, settings.context_parallel)
-        eval_data = EvalData(sequences, split or rule or "")
+        tokens = eval_stream.eval_tokens(count, settings.cache_dir, reader.is_main)
+        name = f"{dataset}, {f'split {split!r}' if split else rule}"
+        eval_data = EvalData(reader.pack(tokens, name), split or rule or "")
         if len(eval_data.sequences) == count:
             eval_data.name += f", the first {base.counted(count, 'sequence')}"
     recorded = {"held_out": rule} | fingerprint

@@ -32,7 +32,7 @@ class EvalData:
     name: str  # in words
 
     def identity(self) -> str:
-        """A checksum of its tokens; for a stream its name."""
+        """A checksum of its tokens; its name if they are random."""
         return self.sequences.tokens.fingerprint() if isinstance(self.sequences, PackedDataset) else self.name
 
 

@@ -16,7 +16,6 @@ from harness.data.formats import read_records
 from harness.data.packing import PackedDataset, PaddedDataset, SyntheticDataset, sequence_tokens
 from harness.data.reader import CorpusReader
 from harness.data.schema import read_documents
-from harness.data.stream import EvalSequences, Stream
 from harness.data.tokenize import own_tokens_around
 from harness.data.training_data import OpenedSource, SampleReader, TrainingData
 
@@ -83,7 +82,7 @@ def describe_eval_data(eval_data: EvalData | None) -> str:
     return line + describe_left_out(sequences)
 
 
-def describe_left_out(sequences: PackedDataset | SyntheticDataset | EvalSequences) -> str:
+def describe_left_out(sequences: PackedDataset | SyntheticDataset) -> str:
     """The number of sequences without a token to train on, in words to append; "" for none."""
     if not sequences.left_out:
         return ""

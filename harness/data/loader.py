@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from harness import base, flags, job
 from harness.base import IGNORE_INDEX
 from harness.data.packing import PackedDataset, PackedSequence, SyntheticDataset, create_collate_fn, document_lengths
-from harness.data.stream import EvalSequences
 from harness.data.training_data import Positions, SampleReader, TrainingData
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a shard reads its next chunk
@@ -198,7 +197,7 @@ class RankBatches(IterableDataset):
 
 
 def eval_batches(
-    settings: flags.Settings, dataset: PackedDataset | SyntheticDataset | EvalSequences, device: torch.device
+    settings: flags.Settings, dataset: PackedDataset | SyntheticDataset, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The share of the eval sequences of this rank's group. Each sequence is taken once over all groups, and every rank
     gets the same number of batches: in the last one, labels that are left over are IGNORE_INDEX."""

@@ -15,6 +15,8 @@ import functools
 import hashlib
 import itertools
 import json
+import os
+import pathlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -22,8 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from harness import base
 from harness.data.eval_split import is_eval_document
@@ -31,13 +31,12 @@ from harness.data.files import DataFile
 from harness.data.formats import find_format, read_records
 from harness.data.packing import PackedSequence, mask_boundaries
 from harness.data.schema import Field, read_documents
-from harness.data.tokenize import Encoded, TextFormat, take
-from harness.data.tokens import BEGINNING_TOKENS, checksum_of_beginning
+from harness.data.tokenize import Encoded, TextFormat, open_cache, take, tokenize_once
+from harness.data.tokens import BEGINNING_TOKENS, Tokens, checksum_of_beginning
 
 MIN_CHUNK = 2**12  # bytes: a corpus has no more shards than chunks
 MAX_CHUNK = 2**18  # bytes, and characters of a piece: about what an open shard holds in memory
 MAX_CHUNKS_TOTAL = 2**26  # bytes that the chunks of all shards together are to have at most
-BEGINS = np.uint32(2**31)  # a bit that no token id has: the token begins a document
 BATCH = 16  # documents per call of the tokenizer: training waits for the first of each shard
 
 Position = tuple[int, int, int, int]
@@ -116,22 +115,26 @@ class Stream:
                     )
             chunk, piece = chunk + 1, 0
 
-    def head(self, tokens: int, chunks: list[list[Part]] | None = None) -> Encoded:
-        """The first documents of `chunks`, by default of all, with at least this number of tokens if there are that
-        many."""
-        found = [Encoded(np.empty(0, self.encoder.dtype), np.empty(0, np.int64))]
-        documents = itertools.chain.from_iterable(map(self.documents, self.chunks if chunks is None else chunks))
+    def first_documents(self, tokens: int, counts: Counter) -> Iterator[Encoded]:
+        """The first documents, in the order of `cut_into_chunks`, with at least this number of tokens if there are that
+        many; `counts` gets how many there are and how many are left out."""
+        documents = itertools.chain.from_iterable(self.documents(chunk, counts) for chunk in self.chunks)
         length = 0
         while length < tokens and (batch := list(take(documents, BATCH))):
-            found.append(self.encoder.encode(batch, Counter()))
-            length += len(found[-1].tokens)
-        return joined(found)
+            encoded = self.encoder.encode(batch, counts)
+            length += len(encoded.tokens)
+            yield encoded
+
+    def head(self, tokens: int) -> np.ndarray:
+        """The tokens of `first_documents`."""
+        parts = [encoded.tokens for encoded in self.first_documents(tokens, Counter())]
+        return np.concatenate([np.empty(0, self.encoder.dtype), *parts])
 
     def fingerprint(self) -> dict[str, str]:
         """A fingerprint of the corpus, wherever it is stored: the names and sizes of its files, and its first tokens.
         A UserError if it holds no text."""
         names = [[file.name, file.size] for file in self.files]
-        first_batch = self.head(1).tokens
+        first_batch = self.head(1)
         if not len(first_batch):
             raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
         tolerant = copy.copy(self)
@@ -141,44 +144,30 @@ class Stream:
         return {
             "corpus": hashlib.sha256(json.dumps(names).encode()).hexdigest()[:20],
             "dataset": f"{hashlib.sha256(first_batch.tobytes()).hexdigest()[:20]}, then {how}",
-            "beginning": checksum_of_beginning(tolerant.head(BEGINNING_TOKENS).tokens),
+            "beginning": checksum_of_beginning(tolerant.head(BEGINNING_TOKENS)),
         }
 
-    def eval_sequences(self, count: int, batch_size: int, context_parallel: int = 1) -> "EvalSequences":
-        """The first `count` sequences, or all if it is 0, in the order of `cut_into_chunks`. Ranks read chunks in turn,
-        one rank first and twice as many each time, until there are enough; then each gets the sequences that it
-        evaluates, as `context_parallel` ranks side by side do together. A UserError if there is no sequence. Every rank
-        calls this."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        wanted = count * self.seq_len + 1 if count else sys.maxsize
-        sizes: list[int] = []  # tokens of each chunk that was read
-        readers: list[int] = []  # its rank
-        mine: dict[int, np.ndarray] = {}  # the chunks that this rank has read
-        ranks = 1
-        while len(sizes) < len(self.chunks) and sum(sizes) < wanted:
-            ranks = min(ranks, len(self.chunks) - len(sizes))
-            number = len(sizes) + rank
-            chunk = [self.chunks[number]] if rank < ranks else []
-            encoded = base.call_on_all_ranks(functools.partial(self.head, wanted - sum(sizes), chunk))
-            if chunk:
-                mine[number] = mark_beginnings(encoded)
-            sizes += base.all_gather_objects(len(encoded.tokens))[:ranks]
-            readers += range(ranks)
-            ranks = min(2 * ranks, world)
-        sequences = min(count or sys.maxsize, max(0, sum(sizes) - 1) // self.seq_len)
-        if not sequences:
-            problem = (
-                f"{base.counted(sum(sizes), 'token')}, too few for one sequence of --sequence-length {self.seq_len}"
-            )
-            raise base.UserError(
-                f"--dataset {self.files[0]}: {problem}; use a shorter sequence, more text or an --eval-split"
-            )
-        found = EvalSequences(self.seq_len, sequences)
-        batch = batch_size, self.seq_len, context_parallel
-        for number, tokens in exchange(mine, sizes, readers, sequences, *batch).items():
-            beginnings = np.flatnonzero(tokens & BEGINS)
-            found.held[number] = self.first_sequence((tokens & ~BEGINS).astype(self.encoder.dtype), beginnings)
-        return found
+    def eval_tokens(self, sequences: int, cache_dir: str | os.PathLike | None, is_main: bool) -> Tokens:
+        """The tokens of the first `sequences`, or of all if it is 0. The process with `is_main` of each node writes
+        them to the token cache, unless they are there. A UserError if there are none. Every rank calls this."""
+        wanted = sequences * self.seq_len + 1 if sequences else sys.maxsize
+        content = [file.version() for file in self.files]
+        identity = ["eval", content, self.text_field, self.eval_only, wanted, *self.encoder.identity()]
+
+        def tokenize(counts: Counter) -> Iterator[Encoded]:
+            yield from self.first_documents(wanted, counts)
+            if not counts["tokens"]:
+                problem = "it has no document to evaluate"
+                raise base.UserError(
+                    f"--dataset {self.files[0]}: {problem}; use a shorter sequence, more text or an --eval-split"
+                )
+
+        def find() -> pathlib.Path:
+            return tokenize_once(identity, tokenize, cache_dir, self.skip_bad)[0]
+
+        vocab_size = self.encoder.vocab_size
+        tokens = Tokens([open_cache(base.broadcast_from_node_main(find, is_main), vocab_size)], vocab_size)
+        return tokens.between(0, min(wanted, len(tokens)))
 
     def first_sequence(self, tokens: np.ndarray, ends: np.ndarray) -> np.ndarray | PackedSequence:
         """The sequence that tokens begin with, whose documents end at `ends`, counted from its first token."""
@@ -187,94 +176,6 @@ class Stream:
             return sequence
         inside = ends[(ends > 0) & (ends <= self.seq_len)]
         return PackedSequence(sequence, *mask_boundaries(np.concatenate([[0], inside]), self.seq_len))
-
-
-class EvalSequences:
-    """Eval sequences of a stream; a rank holds those that it evaluates, see `loader.eval_batches`, and the first one,
-    to fill its last batch with."""
-
-    has_mask, left_out = False, 0
-
-    def __init__(self, seq_len: int, count: int):
-        self.seq_len, self.count = seq_len, count
-        self.held: dict[int, np.ndarray | PackedSequence] = {}
-
-    def __len__(self) -> int:
-        """The number that all ranks hold."""
-        return self.count
-
-    def __getitem__(self, index: int) -> np.ndarray | PackedSequence:
-        return self.held[index]
-
-    def total_tokens(self) -> int:
-        return self.count * self.seq_len
-
-
-def mark_beginnings(encoded: Encoded) -> np.ndarray:
-    """Tokens as uint32, with the bit BEGINS where a document begins."""
-    tokens = encoded.tokens.astype(np.uint32)
-    beginnings = np.cumsum(encoded.lengths) - encoded.lengths
-    tokens[beginnings[encoded.lengths > 0]] |= BEGINS
-    return tokens
-
-
-def exchange(
-    mine: dict[int, np.ndarray],
-    sizes: list[int],
-    readers: list[int],
-    sequences: int,
-    batch_size: int,
-    seq_len: int,
-    context_parallel: int,
-) -> dict[int, np.ndarray]:
-    """Send the tokens of chunks to the ranks that evaluate them. Return the first of `sequences`, and those that this
-    rank evaluates, by number. Every rank calls this.
-
-    Args:
-        mine: the chunks that this rank has read, by number, in their order.
-        sizes: the tokens of each chunk; `readers` the rank that has read it.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    groups = world // context_parallel  # of ranks that evaluate the same sequences
-    before = list(itertools.accumulate(sizes, initial=0))  # tokens before each chunk
-    sent: list[list[np.ndarray]] = [[] for _ in range(world)]
-    for chunk, tokens in mine.items():
-        first, end = before[chunk], before[chunk + 1]
-        for number in range(max(0, (first - 1) // seq_len), min(-(-end // seq_len), sequences)):
-            start = number * seq_len - first  # of the sequence, which may begin before the chunk or end after it
-            first_rank = number // batch_size % groups * context_parallel
-            for arrays in sent[first_rank : first_rank + context_parallel]:
-                arrays.append(tokens[max(0, start) : start + seq_len + 1])
-
-    found: dict[int, torch.Tensor] = {}
-    pieces: list[tuple[int, int, int, int]] = []  # (sender, sequence, first token in it, tokens)
-    for first in range(rank // context_parallel * batch_size, sequences, batch_size * groups):
-        for number in range(first, min(first + batch_size, sequences)):
-            found[number] = torch.empty(seq_len + 1, dtype=torch.int32)
-            start, stop = number * seq_len, (number + 1) * seq_len + 1
-            for chunk in range(bisect.bisect_right(before, start) - 1, bisect.bisect_right(before, stop - 1)):
-                begin, end = max(start, before[chunk]), min(stop, before[chunk + 1])
-                pieces.append((readers[chunk], number, begin - start, end - begin))
-    pieces.sort()  # as they arrive
-    received_sizes = [0] * world
-    for sender, _, _, length in pieces:
-        received_sizes[sender] += length
-    received = torch.empty(sum(received_sizes), dtype=torch.int32)
-    tokens = np.concatenate([np.empty(0, np.uint32), *itertools.chain.from_iterable(sent)])
-    sent_sizes = [sum(map(len, arrays)) for arrays in sent]
-    dist.all_to_all_single(received, torch.from_numpy(tokens.view(np.int32)), received_sizes, sent_sizes)
-    parts = received.split([length for *_, length in pieces])
-    for (_, number, begin, length), part in zip(pieces, parts, strict=True):
-        found[number][begin : begin + length] = part
-
-    first_sequence = found.get(0, torch.empty(seq_len + 1, dtype=torch.int32))
-    dist.broadcast(first_sequence, src=0)
-    return {number: tensor.numpy().view(np.uint32) for number, tensor in (found | {0: first_sequence}).items()}
-
-
-def joined(parts: list[Encoded]) -> Encoded:
-    """Documents end to end, of which none has a mask."""
-    return Encoded(np.concatenate([part.tokens for part in parts]), np.concatenate([part.lengths for part in parts]))
 
 
 def cut_into_chunks(files: list[DataFile], num_shards: int) -> list[list[Part]]:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from harness import base
 from harness.base import UserError, all_gather_objects
-from harness.data import corpora, datasets, formats
+from harness.data import corpora, formats
 from harness.data.files import DataFile, find_files
 from harness.data.reader import CorpusReader
 from harness.data.stream import Stream
@@ -34,39 +34,28 @@ def flags(small):
 
 def test_of_a_stream_no_more_is_held_out_than_evaluations_take(device, flags, tmp_path, capfd, monkeypatch):
     """The corpus has 2,300 windows of 16 tokens in held-out documents; read are as many chunks as hold 256."""
-    heads, head = [], Stream.head
-    monkeypatch.setattr(Stream, "head", lambda stream, *args: heads.append(args) or head(stream, *args))
+    chunks, documents = [], Stream.documents
+
+    def read(stream, chunk, counts=None):
+        chunks.extend([chunk] * bool(stream.eval_only))
+        return documents(stream, chunk, counts)
+
+    monkeypatch.setattr(Stream, "documents", read)
+    flags = [*flags, "--cache-dir", tmp_path / "cache"]
     for name, more, windows in (("all", "", 256), ("few", "--eval-steps 3", 6), ("many", "--eval-steps 200", 400)):
-        heads.clear()
+        chunks.clear()
         run = [*flags, "--dataset", STORIES / "train.jsonl", "--output-dir", tmp_path / name, *words(more)]
         train(run, device)
         assert f"by content, the first {windows} sequences: {16 * windows:,} tokens" in capfd.readouterr().out
-        chunks = len([chunks for _, *chunks in heads if chunks])
-        assert 1 <= chunks <= 3  # of 12
-
-
-def keeping_rank(*argv: str) -> None:
-    """A rank of a run; prints how many windows all ranks hold, and how many of them it does."""
-    open_stream = datasets.open_stream
-
-    def open_and_tell(*args):
-        opened = open_stream(*args)
-        windows = opened.eval_data.sequences
-        print(f"holds {len(windows.held)} of {len(windows)}", flush=True)
-        return opened
-
-    datasets.open_stream = open_and_tell
-    multirank.program(*argv)
+        assert 1 <= len(chunks) <= 3  # of 12
 
 
 @pytest.mark.slow
-def test_each_rank_keeps_the_held_out_windows_that_it_evaluates_and_none_is_lost(device, flags, tmp_path):
+def test_the_held_out_windows_of_a_stream_are_those_of_one_rank_and_none_is_lost(device, flags, tmp_path):
     (tmp_path / "train.jsonl").write_text("".join((STORIES / "train.jsonl").open().readlines()[:400]))
     run = [*flags, "--dataset", tmp_path / "train.jsonl", "--output-dir"]
     train([*run, tmp_path / "one", "--batch-size", 4], device)
-    said = forked(2, keeping_rank, *map(str, [*run, tmp_path / "two", "--batch-size", 3]))
-    (held, windows), (other, _) = ([int(n) for n in found] for found in re.findall(r"holds (\d+) of (\d+)", said))
-    assert windows % 6 and held + other == windows + 1  # the last batches are filled with the first window
+    forked(2, multirank.program, *map(str, [*run, tmp_path / "two", "--batch-size", 3]))
     losses = [metrics_of(tmp_path / name / "r")[-1]["eval_loss"] for name in ("one", "two")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
