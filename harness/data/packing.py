@@ -394,28 +394,22 @@ class SyntheticDataset(Dataset):
 
 
 def create_collate_fn(
-    end_of_text: int | None = None, shift_labels: bool = True
+    shift_labels: bool = True,
 ) -> Callable[[list[np.ndarray | PackedSequence]], dict[str, torch.Tensor]]:
     """Make a batch of sequences: `input_ids`, `labels` and `shift_labels`, int64 of shape (batch, seq_len).
 
     The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`, or IGNORE_INDEX where
     the sequence does not train on it. A plain transformers model would shift `labels` once more; it takes
     `shift_labels` as they are, but for families that ignore them: prophetnet. Where a sequence has `starts`, there are
-    `position_ids` too, which begin again at 0 there. With `end_of_text` they do so after each such token of a plain
-    array, whose own label is IGNORE_INDEX: it is the first token of the next document.
+    `position_ids` too, which begin again at 0 there.
     """
 
     def collate(sequences: list[np.ndarray | PackedSequence]) -> dict[str, torch.Tensor]:
         tokens = np.stack([sequence_tokens(sequence) for sequence in sequences])
         batch = {"input_ids": tokens[:, :-1].astype(np.int64), "labels": tokens[:, 1:].astype(np.int64)}
         richer = [(row, sequence) for row, sequence in enumerate(sequences) if isinstance(sequence, PackedSequence)]
-        if end_of_text is not None or any(sequence.starts is not None for _, sequence in richer):
+        if any(sequence.starts is not None for _, sequence in richer):
             starts = np.zeros_like(batch["labels"])  # at each token where a document begins, its position
-            if end_of_text is not None:
-                is_end = tokens[:, :-1] == end_of_text
-                is_end[[row for row, sequence in richer if sequence.starts is not None]] = False
-                starts[:, 1:] = np.where(is_end[:, :-1], np.arange(1, starts.shape[1]), 0)
-                batch["labels"][is_end] = IGNORE_INDEX
             for row, sequence in richer:
                 if sequence.starts is not None:
                     starts[row, sequence.starts] = sequence.starts

@@ -5,11 +5,9 @@ from typing import TYPE_CHECKING, Any
 from harness import base, flags
 from harness.data.chat import ends_of_answers, render_user_message
 from harness.data.corpora import Corpus
-from harness.data.files import DataFile
-from harness.data.formats import read_records
 from harness.data.mixture import DataRecord
 from harness.data.packing import SyntheticDataset, sequence_tokens
-from harness.data.schema import Conversation, Field
+from harness.data.schema import Conversation
 from harness.data.stream import Stream
 
 if TYPE_CHECKING:
@@ -54,24 +52,12 @@ def is_chat(record: DataRecord | None) -> bool:
 
 
 def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """The first words of the first source, as a prompt for a sample, of conversations those of a user;
-    empty if it has no text."""
-    if corpora and corpora[0].is_chat:
-        return first_question(corpora[0].files[0], corpora[0].text_field)
+    """The first words of the first source, as a prompt for a sample; empty if it has no text."""
     dataset = next(iter(sources.values()))
-    if tokenizer is None or isinstance(dataset, Stream | SyntheticDataset):
+    is_chat = any(corpus.is_chat for corpus in corpora[:1])
+    if tokenizer is None or is_chat or isinstance(dataset, Stream | SyntheticDataset):
         return ""
     text = tokenizer.decode(sequence_tokens(dataset[0])[:12], skip_special_tokens=True)
     assert isinstance(text, str)  # of one list of ids
     words = text.replace("\ufffd", "").lstrip(" \n.,;:!?)").split()
     return " ".join(words[:-1] or words)  # the last one may be cut
-
-
-def first_question(file: DataFile, layout: Field) -> str:
-    """The first words of a user in a file of conversations; empty if there are none."""
-    for _, record in read_records(file, layout):
-        messages = record.messages if isinstance(record, Conversation) else []
-        for message in messages:
-            if message["role"] == "user" and isinstance(message.get("content"), str):
-                return " ".join(message["content"].split()[:12])
-    return ""

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import train_fsdp
 from harness.base.errors import UserError
-from harness.data.packing import create_collate_fn
+from harness.data.packing import PackedDataset, create_collate_fn
 from harness.model.masks import prepare_masks
 from harness.model.weights import decoder_layers
 
@@ -34,13 +34,19 @@ def windows(count: int, length: int) -> list[np.ndarray]:
     return list(tokens)
 
 
+def masked_batch(arrays: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    """A batch of them in which documents do not see each other."""
+    sets = [PackedDataset(array, len(array) - 1, document_mask=True, end_of_text=END) for array in arrays]
+    return create_collate_fn()([sequences[0] for sequences in sets])
+
+
 @pytest.mark.parametrize("name, attention", [("smollm3", "sdpa"), ("llama", "eager"), ("qwen3_sliding", "sdpa")])
 def test_a_masked_windows_loss_is_that_of_its_documents_one_by_one(device, tmp_path, name, attention):
     flags = ["--model", write_model(tmp_path / name, name.removesuffix("_sliding"), **MODELS[name])]
     flags += ["--attention", attention, "--precision", "fp32", "--sequence-length", "48", "--dataset", "demo"]
     masked, config = resolved([*flags, "--document-mask"])
     model = train_fsdp.build_model(masked, config, train_fsdp.build_mesh(masked, device))
-    batch = create_collate_fn(END)(windows(2, 48))
+    batch = masked_batch(windows(2, 48))
     together = model(**batch, use_cache=False).loss.item()
     batch["position_ids"] = torch.arange(48).expand(2, -1)
     across = model(**batch, use_cache=False).loss.item()
@@ -173,9 +179,9 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
         prepare_masks(variants[attention], "smollm3", document_mask=True)
     for layer in decoder_layers(variants["flex_attention"]):
         layer.forward = torch.compile(layer.forward)
-    collate, all_windows = create_collate_fn(END), windows(6, 128)
+    all_windows = windows(6, 128)
     for start in (0, 2, 4):
-        batch = collate(all_windows[start : start + 2])
+        batch = masked_batch(all_windows[start : start + 2])
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=start > 0):
             logits = [model(**batch, use_cache=False).logits for model in variants.values()]
         torch.testing.assert_close(*logits)

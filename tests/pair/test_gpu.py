@@ -92,7 +92,10 @@ def loss_and_gradients(build, device):
         _, model, _, _ = build(*flags)
         tokens = data.SyntheticDataset(SIZES["vocab_size"], LENGTH)
         windows = [tokens[index] % (LENGTH // 4) for index in range(2)]  # about four ends of text in each
-        batch = data.create_collate_fn(END if "--document-mask" in flags else None)(windows)
+        if "--document-mask" in flags:
+            sets = [data.PackedDataset(window, LENGTH, document_mask=True, end_of_text=END) for window in windows]
+            windows = [sequences[0] for sequences in sets]
+        batch = data.create_collate_fn()(windows)
         loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}, use_cache=False).loss
         loss.backward()
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
