@@ -480,14 +480,6 @@ def texts_in(value: Any) -> Iterator[str]:
 # Errors
 
 
-def nothing_trained(dataset: str, conversations: int, chat: TextFormat) -> base.UserError:
-    """Make the error for a corpus without a token to train on."""
-    problem = f"the chat template marks no token of any of the {conversations:,} conversations"
-    if isinstance(chat, ChatFormat) and "prefixes" in chat.describe()["trained on"]:
-        problem = f"none of its conversations, {conversations:,}, has a message with the role assistant"
-    return no_assistant_mask(f"--dataset {dataset}: {problem}")
-
-
 def no_assistant_mask(problem: str) -> base.UserError:
     """Make the error for conversations whose assistant tokens cannot be found."""
     advice = "give a template that has {% generation %} around what the assistant writes with --chat-template FILE"

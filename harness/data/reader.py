@@ -16,7 +16,7 @@ import numpy as np
 from harness import base, job
 from harness.data import formats, token_files
 from harness.data.cache import make_once
-from harness.data.chat import ChatFormat, nothing_trained
+from harness.data.chat import ChatFormat, no_assistant_mask
 from harness.data.corpora import Corpus, are_token_files, cut_positions, parse_split, slice_rows
 from harness.data.files import DataFile
 from harness.data.formats import read_records
@@ -105,9 +105,9 @@ class CorpusReader:
             while batch := list(take(documents, TOKENIZE_BATCH)):
                 yield encoder.encode(batch, counts)
             if not counts["tokens"]:
-                left_out = counts["conversations without a trained token"]
-                if left_out:
-                    raise nothing_trained(corpus.source.dataset, left_out, encoder)
+                if left_out := counts["conversations without a trained token"]:
+                    problem = f"none of its {base.counted(left_out, 'conversation')} has a turn with the role assistant"
+                    raise no_assistant_mask(f"--dataset {corpus.source.dataset}: {problem} that the template marks")
                 if left_out := counts["rows without a trained token"]:
                     problem = f"none of its {left_out:,} rows has a token to train on by its labels and masks"
                     raise base.UserError(f"--dataset {corpus.source.dataset}: {problem}; fix these, or drop them")

@@ -67,10 +67,6 @@ class LabelledIds:
         return len(self.ids)
 
 
-class NoFieldError(Exception):
-    """A file has none of the wanted fields; the argument is the list of its fields."""
-
-
 Document = str | np.ndarray | LabelledIds | Conversation
 Record = Document | BadRecord | None  # None of a blank line
 
@@ -285,11 +281,13 @@ def optional_columns(layout: Layout, columns: list[str]) -> list[str]:
 
 
 def choose_field(columns: list[str], text_field: Field) -> str:
-    """Return the column or layout of `text_field` that is read of a file; a NoFieldError if it has none."""
-    for name in field_names(text_field):
+    """Return the column or layout of `text_field` that is read of a file; a ValueError if it has none."""
+    names = field_names(text_field)
+    for name in names:
         if set(layout_of(name).needs) <= set(columns):
             return name
-    raise NoFieldError(columns)
+    missing = " and ".join(layout_of(names[-1]).needs)
+    raise ValueError(f"no field {missing}, only {', '.join(columns)}; {field_advice(names[-1], columns)}")
 
 
 def layout_of(name: str) -> Layout:

@@ -192,16 +192,11 @@ def root_of(error: BaseException) -> BaseException:
 
 
 def status_of(error: BaseException | None) -> int | None:
-    """Return the HTTP status of an error, from the attributes that the packages give it; None without one."""
+    """Return the HTTP status of an error or of one of its causes; None without one."""
     while error is not None:
-        response = getattr(error, "response", None)
-        if isinstance(response, dict):  # botocore's
-            statuses = [response.get("ResponseMetadata", {}).get("HTTPStatusCode")]
-        else:
-            statuses = [getattr(response, "status_code", None), getattr(error, "status", None)]
-        for status in statuses:
-            if isinstance(status, int) and 400 <= status < 600:
-                return status
+        status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+        if isinstance(status, int):
+            return status
         error = error.__cause__
     return None
 

@@ -119,7 +119,9 @@ def test_a_template_that_marks_nothing_is_refused_and_one_conversation_without_a
     tokenizer, line_of, corpus, tmp_path
 ):
     nobody = [{"messages": [says("user", "Is anybody there?")]}]
-    with pytest.raises(UserError, match=r"marks no token of any of the 1 conversations.*--chat-loss all"):
+    with pytest.raises(
+        UserError, match=r"none of its 1 conversation has a turn .* that the template marks.*--chat-loss all"
+    ):
         load(tokenizer, tmp_path, write(tmp_path / "nobody.jsonl", nobody))
     both = write(tmp_path / "both.jsonl", [*nobody, {"messages": CONVERSATIONS[0]}])
     assert len(load(tokenizer, tmp_path, both).tokens.doc_ends) == 1

@@ -255,7 +255,7 @@ REFUSED = {
     ),
     "nobody of the assistant": (
         [{"messages": [says("human", "Hi"), says("narrator", "Hello!")]}],
-        "none of its conversations, 1, has a message with the role assistant",
+        "none of its 1 conversation has a turn with the role assistant",
     ),
 }
 

@@ -33,7 +33,7 @@ from typing import Any, BinaryIO, cast
 
 from harness import base
 from harness.data.data_file import COMPRESSIONS, DataFile
-from harness.data.schema import LAYOUTS, Field, NoFieldError, Record, field_advice, field_names
+from harness.data.schema import Field, Record
 from harness.data.token_files import TokenFile, damaged
 
 BLOCK = 2**18  # bytes per read
@@ -109,22 +109,9 @@ def read_records(
     file_format = find_format(file.name)
     after = f" after byte {start:,}" if start else ""
     part = (start, end) if (start, end) != (0, None) else ()
-    try:
-        with report_read_errors(file), file.open() as raw, decompressed(file, raw) as stream:
-            for number, record in enumerate(file_format.read(stream, text_field, *part), 1):
-                yield f"{file}, {file_format.RECORD_NAME} {number:,}{after}", record
-    except NoFieldError as error:
-        raise no_such_field(file, text_field, error.args[0]) from error
-
-
-def no_such_field(file: DataFile, text_field: Field, fields: list[str]) -> base.UserError:
-    """Make the error for a file of columns that has none of `text_field`."""
-    wanted = field_names(text_field)[-1]
-    found = f"(fields: {', '.join(fields)}); {field_advice(wanted, fields)}"
-    if wanted in LAYOUTS:
-        needs = " and ".join(LAYOUTS[wanted].needs)
-        return base.UserError(f"--dataset {file}: no {needs}, which the first file has {found}")
-    return base.UserError(f"--text-field {wanted}: no such field in {file} {found}")
+    with report_read_errors(file), file.open() as raw, decompressed(file, raw) as stream:
+        for number, record in enumerate(file_format.read(stream, text_field, *part), 1):
+            yield f"{file}, {file_format.RECORD_NAME} {number:,}{after}", record
 
 
 def open_token_file(file: DataFile, vocab_size: int) -> TokenFile:
