@@ -57,7 +57,7 @@ def test_the_text_is_in_the_field_that_is_named_and_wins_over_token_ids(load, en
     assert tokens_of(load(tmp_path / name)) == [5, 6, END] * len(TEXTS)
     for field in ("story", ("other", "story", "input_ids")):
         assert tokens_of(load(tmp_path / name, text_field=field)) == encoded(TEXTS)
-    with pytest.raises(UserError, match="no field .?text"):
+    with pytest.raises(UserError, match=r"no field .?text"):
         load(tmp_path / name, text_field="text")
 
 
