@@ -17,7 +17,6 @@ import functools
 import itertools
 import json
 import os
-import pathlib
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -29,6 +28,7 @@ import numpy as np
 import tokenizers
 
 from harness import base
+from harness.data.formats.json import values_in
 from harness.data.schema import (
     LAYOUTS,
     NAMES_AND_WEIGHTS,
@@ -501,17 +501,15 @@ def read_prompt(prompt: str) -> list[str | Conversation]:
         return [prompt]
     problem = f"--sample-prompt {prompt}"
     try:
-        text = pathlib.Path(prompt).expanduser().read_text(encoding="utf-8")
-        lines = [line for line in text.split("\n") if line.strip()] if prompt.endswith("l") else [text]
-        values = [json.loads(line) for line in lines]
-    except (OSError, ValueError, RecursionError) as error:
+        with open(os.path.expanduser(prompt), "rb") as file:
+            values = [*values_in(file)]
+    except (OSError, ValueError) as error:
         fault = f"cannot be read ({base.first_line(error)})"
         raise base.UserError(f"{problem}: {fault}; give JSON with messages") from error
-    if prompt.endswith(".json") and isinstance(values[0], list):
-        is_one = is_objects(values[0]) and "role" in values[0][0]
-        values = [{"messages": values[0]}] if is_one else values[0]
     if not values:
         raise base.UserError(f"{problem}: it is empty; give JSON with messages")
+    if is_objects(values) and "role" in values[0]:
+        values = [{"messages": values}]
     prompts: list[str | Conversation] = []
     for number, value in enumerate(values, 1):
         found = find_document(value, tuple(LAYOUTS))
