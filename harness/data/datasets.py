@@ -209,7 +209,7 @@ def recorded_data(settings: flags.Flags, manifest: dict | None) -> DataRecord | 
         return None
     record, sources = read_record(manifest), settings.sources()
     if len(record.names) == len(sources) == 1 and sources[0].name not in record.sources:
-        before, now = manifest["flags"]["dataset"], settings.describe_dataset()
+        before, now = base.one_or_more(manifest["flags"]["dataset"]), settings.describe_dataset()
         advice = f"if it is a copy, give --dataset {record.names[0]}={sources[0].dataset}"
         raise base.UserError(f"--dataset was {before} in the checkpoint and is {now} now; {advice}")
     return record
