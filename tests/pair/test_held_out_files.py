@@ -148,7 +148,7 @@ REFUSED = {  # --eval-split and what is beside it: the line
     "{}/bad.txt": "--eval-split {}/bad.txt, ",
     "{}/held.jsonl --sequence-length 128 --eval-split {}/template.txt": "--eval-split {}/template.txt, split 'train'",
     "{}/chats.jsonl --chat-template {}/template.jinja": "--eval-split {}/chats.jsonl: it would have a document mask",
-    "splits": "--eval-split splits: {}/a.jsonl has no split of that name; for the file or folder of that name give ./",
+    "splits": "--dataset {}/a.jsonl, split 'splits': there is none; there is train",
 }
 
 
