@@ -333,7 +333,7 @@ def open_stream(
         if not split:
             count = count or STREAM_EVAL_SEQUENCES
         tokens = eval_stream.eval_tokens(count, settings.cache_dir, reader.is_main)
-        name = f"{dataset}, {f'split {split!r}' if split else rule}"
+        name = f"{dataset}, split {split!r}" if split else f"{dataset}, {rule}"
         eval_data = EvalData(reader.pack(tokens, name), split or rule or "")
         if len(eval_data.sequences) == count:
             eval_data.name += f", the first {base.counted(count, 'sequence')}"

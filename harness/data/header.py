@@ -16,6 +16,7 @@ from harness.data.formats import read_records
 from harness.data.packing import PackedDataset, PaddedDataset, SyntheticDataset, sequence_tokens
 from harness.data.reader import CorpusReader
 from harness.data.schema import read_documents
+from harness.data.stream import Stream
 from harness.data.tokenize import own_tokens_around
 from harness.data.training_data import OpenedSource, SampleReader, TrainingData
 
