@@ -98,7 +98,11 @@ def choose_eval_split(
 
 def find_trained_spec(trained_on: list[dict[str, Any]], beginning: str) -> dict[str, Any] | None:
     """The spec of the source in `trained_on` whose tokens have this `beginning`, read from the token cache or streamed;
-    None if none has. If several runs trained on it with different rules, no document is an eval document of all."""
+    None if none has. If several runs trained on it with different rules, no document is an eval document of all. A
+    UserError if an earlier version exported the weights: it recorded no beginnings."""
+    if any("held_out" in spec and "beginning" not in spec for spec in trained_on):
+        problem = "whether the weights were trained on the data is not known, as an earlier version exported them"
+        raise base.UserError(f"--eval-interval: {problem}; evaluate with that version")
     found = [spec for spec in trained_on if spec.get("beginning") == beginning]
     if len({spec["held_out"] for spec in found}) > 1:
         return found[0] | {"held_out": None}
