@@ -28,7 +28,7 @@ class Corpus:
     listing: Listing
     split: str  # to train on, with its slice
     text_field: Field  # or the layout of conversations
-    is_mapped: bool  # True if its files are token files
+    from_token_files: bool  # True if its files are token files
     kind: str  # of its records, one of `schema.KINDS`; "ids" for token files
     is_eval_only: bool = False  # an eval dataset of its own: evaluated in full, never trained on
 
@@ -144,12 +144,12 @@ def inspect_source(
     listing = files.find_files(path, subset)
     split = split or flags.default_split(source.dataset, streaming)
     split_files = listing.files_in_split(parse_split(split)[0])
-    is_mapped = are_token_files(split_files)
+    from_token_files = are_token_files(split_files)
     kind = "ids"
-    if not is_mapped:
+    if not from_token_files:
         found = (inspect_records(file, text_field) for file in split_files[:MAX_INSPECTED])
         kind, text_field = next(filter(None, found), ("text", text_field))
-    return Corpus(source, listing, split, text_field, is_mapped, kind)
+    return Corpus(source, listing, split, text_field, from_token_files, kind)
 
 
 def are_token_files(split_files: list[DataFile]) -> bool:
@@ -201,7 +201,7 @@ def needs_tokenizer(settings: flags.Flags, corpora: list[Corpus]) -> bool:
     needs_doc_ends = settings.document_mask or settings.eval_interval or any("[" in corpus.split for corpus in corpora)
     if needs_doc_ends or settings.packing in ("best-fit", "none") or settings.export:
         return True
-    return not all(corpus.is_mapped for corpus in corpora)
+    return not all(corpus.from_token_files for corpus in corpora)
 
 
 def masks_documents(settings: flags.Flags, corpora: Sequence[Corpus]) -> bool:

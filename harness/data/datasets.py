@@ -148,7 +148,7 @@ def open_sources(
             raise base.UserError(
                 f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}"
             )
-        if settings.streaming and not corpus.is_mapped:
+        if settings.streaming and not corpus.from_token_files:
             opened[corpus.name] = open_stream(settings, corpus, reader, spec, num_shards, trained_on)
         else:
             opened[corpus.name] = open_cached(settings, corpus, reader, spec, trained_on)
@@ -254,11 +254,11 @@ def open_cached(
         divided = divide(tokens)
         tokens = divided[0]
         name = f"{rule}, {len(divided[1].doc_ends):,} of {documents:,}"
-        if len(tokens.starts) == 1:
+        if documents < EVERY:
             name = f"the last {100 // EVERY} % of it"
         if not flags.is_eval_dataset(settings.eval_split):
             eval_data = EvalData(reader.pack(divided[1], f"{data_name}, {rule}"), name)
-    if split:
+    if split:  # with a rule too: a resumed run keeps its eval documents out of training, and evaluates this split
         split_tokens = tokens
         if split != corpus.split:
             split_tokens, line = reader.open_tokens(corpus, split)
@@ -349,7 +349,7 @@ def choose_num_shards(settings: flags.Settings, corpora: list[Corpus], before: D
     sequence or none of each shard, and a shard reads about a file or less."""
     if before:
         return before.num_shards
-    streamed = [corpus for corpus in corpora if settings.streaming and not corpus.is_mapped]
+    streamed = [corpus for corpus in corpora if settings.streaming and not corpus.from_token_files]
     if not streamed:
         return 1
     files_by_source = [corpus.files for corpus in streamed]

@@ -103,7 +103,7 @@ def describe_ends(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 def describe_tokenizer(train: PackedDataset | Stream) -> str:
     """The header's text about the tokenizer that made token files; "" for others."""
-    if isinstance(train, Stream) or not train.tokens.is_mapped:
+    if isinstance(train, Stream) or not train.tokens.from_token_files:
         return ""
     named = next((file.tokenizer for file in train.tokens.files if file.tokenizer), None)
     return f"{f'{named}, as the files say' if named else 'not known'} (tokens are read in place)"

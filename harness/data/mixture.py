@@ -84,8 +84,11 @@ class Mixture:
         self.seed, self.num_shards = seed, num_shards
         self.segments = segments[:1]
         for before, segment in itertools.pairwise(segments):
-            if segment.weights != before.weights or segment.samples_per_step == before.samples_per_step:
-                self.segments.append(segment)  # the order of samples does not depend on the global batch
+            only_batch_differs = (
+                segment.weights == before.weights and segment.samples_per_step != before.samples_per_step
+            )
+            if not only_batch_differs:  # the order of samples does not depend on the global batch
+                self.segments.append(segment)
         self.firsts = [segment.first for segment in self.segments]
         self.names = list(dict.fromkeys(name for segment in segments for name in segment.weights))
         self.blocks: dict[int, Block] = {}  # by first sample
@@ -122,7 +125,7 @@ class Mixture:
         return self.count_in_shard(first, shard) if first else np.zeros(len(self.names), np.int64)
 
     def count_in_shard(self, samples: int, shard: int) -> np.ndarray:
-        """Samples of each source among the first `samples` of a shard, at least one."""
+        """Samples of each source among the first `samples`, at least 1, of a shard."""
         block = self.block_at((samples - 1) * self.num_shards + shard)
         order = block.order[: samples - block.first // self.num_shards]
         return block.taken + np.bincount(order, minlength=len(self.names))
@@ -181,7 +184,8 @@ class SequenceOrder:
 
     def __init__(self, sequences: int, seed: int, name: str | None = None):
         self.sequences = sequences
-        self.key = f"{seed}" if name is None else f"{seed} {name!r}"  # sources of one length are not read side by side
+        # with the name, as sources of equal length get different orders
+        self.key = f"{seed}" if name is None else f"{seed} {name!r}"
 
     def sequence_at(self, sample: int) -> int:
         """The sequence that the source's sample of this number is."""
@@ -220,8 +224,8 @@ class DataRecord:
         """The names of the sources that the run has."""
         return list(self.asked["weights"])
 
-    def record(self) -> dict[str, Any]:
-        """As JSON holds it."""
+    def to_json(self) -> dict[str, Any]:
+        """The record in types of JSON, as a manifest has it."""
         record = dataclasses.asdict(self)
         for segment in record["segments"]:
             for name in ("weights", "per_sample"):

@@ -29,7 +29,7 @@ class PackedSequence:
 
     tokens: np.ndarray  # unsigned integers, shape (seq_len + 1,); there may be padding at its end
     trained: np.ndarray | None = None  # bool, shape (seq_len,): which labels count; None for all
-    starts: np.ndarray | None = None  # input positions at which documents begin, 0 among them, and the padding
+    starts: np.ndarray | None = None  # input positions where documents begin, 0 first, and where padding begins
     real: int | None = None  # inputs before the padding; None for all
 
 
@@ -69,8 +69,8 @@ class PackedDataset(Dataset):
         self.total_sequences = max(0, (len(self.tokens) - 1) // seq_len)  # with those that are left out
 
     @functools.cached_property
-    def trained_in_total(self) -> np.ndarray:
-        """Labels that count in each of the `cut` sequences; only for data with a mask, which is read once."""
+    def label_counts(self) -> np.ndarray:
+        """Labels that count in each sequence, also of those left out; only for data with a mask, which is read once."""
         last = self.total_sequences * self.seq_len + 1
         mask = self.tokens.trained(1, last)
         counts = mask.reshape(-1, self.seq_len).sum(1, dtype=np.int32)
@@ -80,23 +80,23 @@ class PackedDataset(Dataset):
         return counts
 
     @functools.cached_property
-    def numbers(self) -> np.ndarray | range:
-        """The indices, among the `cut` sequences, of those with a label that counts: the sequences of the data set.
-        Without a mask these are all, assuming that no sequence consists of one-token documents only."""
-        return np.flatnonzero(self.trained_in_total) if self.has_mask else range(self.total_sequences)
+    def kept(self) -> np.ndarray | range:
+        """The indices, among all sequences, of those with a label that counts: the sequences of the data set. Without a
+        mask these are all, assuming that no sequence consists of one-token documents only."""
+        return np.flatnonzero(self.label_counts) if self.has_mask else range(self.total_sequences)
 
     @functools.cached_property
     def trained_counts(self) -> np.ndarray:
         """Labels that count in each sequence, of data with a mask."""
-        return self.trained_in_total[self.numbers]
+        return self.label_counts[self.kept]
 
     @functools.cached_property
     def left_out(self) -> int:
         """The number of sequences that were left out because none of their labels counts."""
-        return self.total_sequences - len(self.numbers)
+        return self.total_sequences - len(self.kept)
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.kept)
 
     def __getitem__(self, index: int) -> np.ndarray | PackedSequence:
         """Tokens of shape (seq_len + 1,), unsigned integers."""
@@ -114,7 +114,7 @@ class PackedDataset(Dataset):
 
     def input_range(self, index: int) -> tuple[int, int]:
         """(the first input of a sequence, the one after its last) among the tokens."""
-        first = int(self.numbers[index]) * self.seq_len
+        first = int(self.kept[index]) * self.seq_len
         return first, first + self.seq_len
 
     def real_tokens(self, index: int) -> int:

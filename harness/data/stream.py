@@ -36,7 +36,7 @@ from harness.data.tokens import BEGINNING_TOKENS, Tokens, checksum_of_beginning
 
 MIN_CHUNK = 2**12  # bytes: a corpus has no more shards than chunks
 MAX_CHUNK = 2**18  # bytes, and characters of a piece: about what an open shard holds in memory
-MAX_CHUNKS_TOTAL = 2**26  # bytes that the chunks of all shards together are to have at most
+MAX_OPEN_BYTES = 2**26  # of one chunk for each shard, all shards together
 BATCH = 16  # documents per call of the tokenizer: training waits for the first of each shard
 
 Position = tuple[int, int, int, int]
@@ -189,7 +189,7 @@ def cut_into_chunks(files: list[DataFile], num_shards: int) -> list[list[Part]]:
     ends = list(itertools.accumulate(file.size for file in cut))
     if not cut:
         return whole or [[Part(file)] for file in files]
-    most = max(min(MAX_CHUNK, MAX_CHUNKS_TOTAL // num_shards), MIN_CHUNK)
+    most = max(min(MAX_CHUNK, MAX_OPEN_BYTES // num_shards), MIN_CHUNK)
     count = num_shards * -(-ends[-1] // (num_shards * most))
     chunks = []
     for number in range(count):

@@ -109,7 +109,7 @@ class Tokens:
         return self.files[0].trained is not None
 
     @property
-    def is_mapped(self) -> bool:
+    def from_token_files(self) -> bool:
         """True if they lie in token files, whatever the run's tokenizer."""
         return bool(self.files[0].name)
 

@@ -77,10 +77,10 @@ class TrainingData:
         return any(source.total_tokens() < len(source) * self.seq_len for source in padded)
 
     @property
-    def is_mapped(self) -> bool:
+    def from_token_files(self) -> bool:
         """True if all tokens come from token files, whatever the run's tokenizer."""
         tokens = [getattr(source, "tokens", None) for source in self.sources.values()]
-        return all(found is not None and found.is_mapped for found in tokens)
+        return all(found is not None and found.from_token_files for found in tokens)
 
     def locate(self, sample: int) -> tuple[Any, int]:
         """(the data set that a global sample comes from, its sequence there); not of streams."""

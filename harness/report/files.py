@@ -121,7 +121,7 @@ def make_config(
     run["parameters"] = sum(parameter.numel() for parameter in state.model.parameters())
     run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     run |= {"world_size": dist.get_world_size(), "run_id": state.run_id, "folder": str(folder.resolve())}
-    return run | {"starts": [*before.get("starts", []), start], "data": data.record()}
+    return run | {"starts": [*before.get("starts", []), start], "data": data.to_json()}
 
 
 def write_config(folder: pathlib.Path, run: dict) -> None:

@@ -35,13 +35,13 @@ def describe_identity(
     of frozen weights, and the record of the data; also the identities of the eval data and of the files of --import,
     whose changes are reported."""
     vocabulary = None
-    if tokenizer and not data.is_mapped:  # token files do not use the tokenizer
+    if tokenizer and not data.from_token_files:  # token files do not use the tokenizer
         vocabulary = hashlib.sha256(corpora.vocabulary_of(tokenizer).encode()).hexdigest()
     return {
         "model": as_json(config_fields(config)),
         "base": base_digest(settings, config),
         "tokenizer": vocabulary,
-        "data": as_json(data.record.record()),
+        "data": as_json(data.record.to_json()),
         "eval_data": data.eval_identity,
         "imports": flags.describe_imports(),
     }

@@ -467,7 +467,7 @@ def test_windows_that_are_left_out_are_those_without_a_trained_token(tmp_path, l
         assert sum(window.trained.sum() for window in kept) == whole.sum()
     else:
         cut = whole[1 : data.total_sequences * 16 + 1].reshape(-1, 16)
-        assert [index for index, row in enumerate(cut) if row.any()] == data.numbers.tolist()
+        assert [index for index, row in enumerate(cut) if row.any()] == data.kept.tolist()
     with pytest.raises(IndexError):
         data[len(data)]
 
