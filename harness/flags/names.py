@@ -51,7 +51,8 @@ def without_dashes(name: str) -> str:
 @functools.cache
 def read_answers() -> dict[str, Answer]:
     """{name of another trainer's flag: advice}, from the page's tables; the first row with a name counts."""
-    tables = PAGE.read_text(encoding="utf-8").partition("## From ")[2].partition("<!-- end -->")[0]
+    page = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""  # a copy may lack the docs
+    tables = page.partition("## From ")[2].partition("<!-- end -->")[0]
     found: dict[str, Answer] = {}
     for row in re.findall(r"^\| (`.*) \|$", tables, re.MULTILINE):
         theirs, here, *note = map(as_plain_text, row.split(" | "))

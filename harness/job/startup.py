@@ -4,11 +4,12 @@ import gc
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Mapping
 
 from harness import base, flags
-from harness.job import host, signals, terminal
+from harness.job import heartbeats, host, signals, terminal
 
 # Launchers that start several processes without RANK: Open MPI, MPICH and Intel MPI, MVAPICH, srun. Their variables for
 # the number of processes: the variables for the process's own number.
@@ -33,6 +34,7 @@ def begin(settings: flags.Args) -> None:
     """Listen to signals, and set the threads and the environment that torch reads when it is imported."""
     if not settings.plan:  # a plan makes its own world
         check_launcher_env(settings)
+    heartbeats.PROGRESS.began = time.monotonic()  # not when this file was imported
     signals.listen(settings)
     if not (settings.json or settings.compare):  # stdout has only the JSON object; a comparison has no model
         terminal.print0(f"train_fsdp {settings.model}; loading torch")

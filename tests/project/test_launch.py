@@ -80,6 +80,7 @@ def test_the_program_runs_from_what_the_image_has(tmp_path):
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert lines[0] == "*"
     for name in (line.removeprefix("!") for line in lines if line.startswith("!")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copied(ROOT / name, tmp_path / name)
     flags = "--demo --num-steps 2 --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0"
