@@ -66,9 +66,9 @@ def main() -> None:
         one_rank = [*without_division(args.flags), "--batch-size", str(2 * args.ranks)]
         reference = losses(path, "cpu", 1, one_rank, **cpu)
     tolerance = max([TOLERANCE, *(TOLERANCES.get(word, 0) for word in args.flags)])
-    apart = max(abs(a / b - 1) for a, b in zip(here, reference, strict=True))
-    print(f"losses {here[0]:.4f} to {here[-1]:.4f}, at most {apart:.1e} from the CPU's")
-    if apart > tolerance:
+    difference = max(abs(a / b - 1) for a, b in zip(here, reference, strict=True))
+    print(f"losses {here[0]:.4f} to {here[-1]:.4f}, at most {difference:.1e} from the CPU's")
+    if difference > tolerance:
         sys.exit(1)
 
 

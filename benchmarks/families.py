@@ -281,12 +281,12 @@ def compare_ranks(one: dict, two: dict) -> dict:
     if errors := [run["error"] for run in (one, two) if "error" in run]:
         refused = errors[0].startswith("UserError: ")
         return verdict | {"verdict": "refused" if refused else "fails", "why": errors[0].removeprefix("UserError: ")}
-    apart = max(abs(a - b) for a, b in zip(one["losses"], two["losses"], strict=True))
+    difference = max(abs(a - b) for a, b in zip(one["losses"], two["losses"], strict=True))
     tolerance = 1e-2 if one["random"] else TOLERANCE
-    problems = one["problems"] + ([f"losses {apart:.1e} apart"] if not apart <= tolerance else [])
-    verdict |= {"losses": one["losses"], "apart": apart, "verdict": "wrong" if problems else "trains"}
+    problems = one["problems"] + ([f"losses {difference:.1e} apart"] if not difference <= tolerance else [])
+    verdict |= {"losses": one["losses"], "apart": difference, "verdict": "wrong" if problems else "trains"}
     if one["random"] and not problems:
-        problems = [f"it draws random numbers, so losses are only close, {apart:.1e} apart"]
+        problems = [f"it draws random numbers, so losses are only close, {difference:.1e} apart"]
     return verdict | ({"why": "; ".join(problems)} if problems else {})
 
 

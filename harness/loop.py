@@ -273,8 +273,8 @@ def evaluate_and_log(
     run: Run, due: job.Actions, metrics: dict, problem: str, stop: job.StopRequest, evaluate: Evaluate
 ) -> None:
     """Add an evaluation to `metrics` if one is due, and write the log line. Raise a UserError if the run diverged: for
-    `problem`, or a loss of the evaluation. If a stop interrupts the evaluation, its losses and samples are
-    discarded, and the next start repeats it."""
+    `problem`, or a loss of the evaluation. If a stop interrupts the evaluation, its losses and samples are discarded,
+    and the next start repeats it."""
     samples = []
     if due.evaluate and not problem:
         try:

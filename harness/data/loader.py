@@ -31,8 +31,8 @@ class DataPosition(Protocol):
 
 
 class Batches:
-    """The batches that a run trains on, for `next`; the last one, and the one that the last
-    check of the state took."""
+    """The batches that a run trains on, for `next`; the last one, and the one that the last check of the state
+    took."""
 
     def __init__(self, batches: Iterator[dict[str, Any]]):
         self.batches = batches

@@ -118,6 +118,12 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config()
 
 
+def attends_by_positions(family: Any, text: Any, layer_types: set[str]) -> bool:
+    """True if the models of a family take `position_ids` and, by their text config, have layers of these types only."""
+    found = set(getattr(text, "layer_types", None) or getattr(text, "block_types", None) or ())
+    return "position_ids" in inspect.signature(family.forward).parameters and found <= layer_types
+
+
 def choose_sequence_length(settings: flags.Args, config: PretrainedConfig) -> int:
     """--sequence-length in tokens, by default 8192 or the number of the model's positions if that is smaller.
 

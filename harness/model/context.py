@@ -13,7 +13,6 @@ kernel of its own that knows causal masks only.
 """
 
 import dataclasses
-import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from harness import base, flags, job
 from harness.base import IGNORE_INDEX
 from harness.model import patches
+from harness.model.configs import attends_by_positions
 from harness.model.weights import decoder_layers
 
 KERNELS = dict(ALL_ATTENTION_FUNCTIONS)  # at import: what is registered below calls them
@@ -193,15 +193,13 @@ def check_context_parallel(settings: flags.Settings, config: PretrainedConfig) -
         advice = f"give --sequence-length {length // size * size or size}"
         raise base.UserError(f"--context-parallel {size}: does not divide the sequence of {length:,} tokens; {advice}")
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    layer_types = set(getattr(text, "layer_types", None) or getattr(text, "block_types", None) or ())
     # private: no public names for what a family supports
     uses_interface = family._supports_attention_backend and not family._is_stateful
-    takes_positions = "position_ids" in inspect.signature(family.forward).parameters
     # masks of doge's tokens, and of Gemma 4's images, that the family makes of its part by itself
     makes_masks = hasattr(text, "keep_window_size") or (
         config is not text and getattr(text, "use_bidirectional_attention", None) == "vision"
     )
-    if makes_masks or not (uses_interface and takes_positions and layer_types <= LAYER_TYPES):
+    if makes_masks or not (uses_interface and attends_by_positions(family, text, LAYER_TYPES)):
         problem = f"{settings.model} is more than attention over positions"
         raise base.UserError(refusal(settings, problem))
     if text.num_attention_heads % size:

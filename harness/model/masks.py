@@ -3,7 +3,6 @@ document, and those that other ranks have of a sequence."""
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import AttentionMaskInterface, masking_utils
 
 from harness import base
 from harness.model import patches
-from harness.model.configs import text_config
+from harness.model.configs import attends_by_positions, text_config
 from harness.model.context import ContextGroup
 
 # Layer types that attend to what their mask lets through, by the positions that they are given. Llama 4's, of
@@ -98,10 +97,7 @@ def prepare_masks(model: nn.Module, name: str, document_mask: bool, group: Conte
 
 def check_restrictable(model: nn.Module, name: str) -> None:
     """Raise a UserError if the tokens of a family meet in more than attention over positions."""
-    config = text_config(model)
-    layer_types = set(getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ())
-    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-    if not (takes_positions and layer_types <= RESTRICTABLE_LAYERS):
+    if not attends_by_positions(type(model), text_config(model), RESTRICTABLE_LAYERS):
         problem = f"{name} cannot separate the documents of a sequence, as it is more than attention over positions"
         advice = "give --packing none, which pads each to a sequence of its own, or --no-document-mask, with which the "
         advice += "documents of a sequence see those before them"

@@ -42,7 +42,7 @@ class MetricsFile:
 
     def __init__(self, path: pathlib.Path, step: int, is_complete: bool):
         """Open it, and drop lines that an earlier start wrote after `step`, also the final averages unless the run is
-        complete; the samples beside these move to their step's line. `first` is the run's first line, `last` the last
+        complete; the samples in that line move to their step's line. `first` is the run's first line, `last` the last
         one that is kept.
 
         Raises:
