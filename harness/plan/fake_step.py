@@ -61,7 +61,7 @@ def record_update(
 ) -> StepRecorder:
     """Record `optimizer.step` of the full model. For an optimizer that distributes full matrices, one rank's work is
     not linear in the number of layers."""
-    settings = dataclasses.replace(settings, compile=False, activation_checkpointing="none")
+    settings = dataclasses.replace(settings, activation_checkpointing="none")
     with built(settings, recipe, config, world, rates) as (recorder, model, optimizer):
         recorder.start_microbatch(0, 1, 1)
         recorder.kind = "gradients"
