@@ -128,8 +128,9 @@ class Tokens:
         ends = parts[0]  # of one file they stay mapped
         if len(parts) > 1:
             ends = np.concatenate([part + first for part, first in zip(parts, self.before_files[:-1], strict=True)])
-        is_empty = np.concatenate([ends[:1] == 0, ends[1:] == ends[:-1]])
-        return ends[~is_empty] if is_empty.any() else ends
+        if 0 in ends[:1] or (ends[1:] == ends[:-1]).any():  # empty documents
+            ends = ends[np.diff(ends, prepend=0) > 0]
+        return ends
 
     def _find_doc_ends(self, file: TokenFile) -> np.ndarray:
         """The position after each document of a file, counted in its tokens, empty ones too."""
@@ -144,26 +145,27 @@ class Tokens:
     @functools.cached_property
     def doc_ends(self) -> np.ndarray:
         """The position after each document of the stretches, counted in their tokens; each stretch ends one."""
-        file_ends = self.file_doc_ends
-        if self.stretches is None:
-            return file_ends
-        first = np.searchsorted(file_ends, self.starts, "right")  # index of the first end inside each stretch
-        counts = np.maximum(np.searchsorted(file_ends, self.stops, "left") - first, 0) + (self.stops > self.starts)
-        stretch = np.repeat(np.arange(len(counts)), counts)
-        number = first[stretch] + np.arange(len(stretch)) - np.repeat(np.cumsum(counts) - counts, counts)
-        ends = np.minimum(file_ends[np.minimum(number, len(file_ends) - 1)], self.stops[stretch])
-        return ends - self.starts[stretch] + self.before[stretch]
+        return self.file_doc_ends if self.stretches is None else ends_in(self.file_doc_ends, self.starts, self.stops)
 
     def starts_between(self, first: int, last: int) -> np.ndarray:
         """The positions at which documents begin among the tokens from `first` to before `last`, counted from `first`;
         0 always, also if a document continues there. Without boundaries only these tokens are read for them."""
         if self.has_doc_ends:
-            ends = self.doc_ends
+            ends = ends_in(self.file_doc_ends, *self.stretches_between(first, last))[:-1]
         else:
             ends = np.flatnonzero(self[first : last - 1] == self.end_of_text) + first + 1
             ends = np.union1d(ends, self.before_files)
-        inside = ends[np.searchsorted(ends, first, "right") : np.searchsorted(ends, last, "left")] - first
-        return np.concatenate([[0], inside]).astype(np.int64)
+            ends = ends[(ends > first) & (ends < last)] - first
+        return np.concatenate([[0], ends]).astype(np.int64)
+
+    def stretches_between(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """(starts, stops) of the stretches, or parts of them, of the tokens from `first` to before `last`, at least
+        one, counted in the files' tokens."""
+        number, end = np.searchsorted(self.before, first, "right") - 1, np.searchsorted(self.before, last, "left")
+        starts, stops = self.starts[number:end].copy(), self.stops[number:end].copy()
+        starts[0] += first - self.before[number]
+        stops[-1] -= self.before[end] - last
+        return starts, stops
 
     def beginning(self) -> str:
         """A checksum of the first tokens, by which a corpus is recognized."""
@@ -178,6 +180,18 @@ class Tokens:
             if self.has_mask:
                 digest.update(self.trained(start, min(start + 4096, len(self))).tobytes())
         return f"{digest.hexdigest()[:20]}, {len(self):,} tokens"
+
+
+def ends_in(file_ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """The position after each document of stretches of files, counted in the tokens of the stretches; each stretch ends
+    one. `file_ends` are those of the files, of which only the ones inside are read."""
+    first = np.searchsorted(file_ends, starts, "right")  # index of the first end inside each stretch
+    counts = np.maximum(np.searchsorted(file_ends, stops, "left") - first, 0) + (stops > starts)
+    stretch = np.repeat(np.arange(len(counts)), counts)
+    number = first[stretch] + np.arange(len(stretch)) - np.repeat(np.cumsum(counts) - counts, counts)
+    ends = np.minimum(file_ends[np.minimum(number, len(file_ends) - 1)], stops[stretch])
+    before = np.cumsum(stops - starts) - (stops - starts)
+    return ends - starts[stretch] + before[stretch]
 
 
 def checksum_of_beginning(tokens: np.ndarray) -> str:
