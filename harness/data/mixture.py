@@ -137,12 +137,13 @@ class Mixture:
         source = int(order[-1])
         return self.names[source], int(block.taken[source]) + int(np.count_nonzero(order[:-1] == source))
 
-    def counts(self, samples: int) -> dict[str, int]:
-        """The numbers of the first `samples` of the run that are of each source."""
+    def counts(self, samples: int, first_shard: int = 0, stride: int = 1) -> np.ndarray:
+        """The number of samples of each source, in the order of `names`, among the first `samples` of the run that are
+        in the shards `first_shard`, `first_shard + stride`, and so on."""
         taken = np.zeros(len(self.names), np.int64)
-        for shard in range(min(self.num_shards, samples)):
+        for shard in range(first_shard, min(self.num_shards, samples), stride):
             taken += self.count_in_shard(self.samples_in_shard(samples, shard), shard)
-        return dict(zip(self.names, taken.tolist(), strict=True))
+        return taken
 
 
 def begin_segments(

@@ -9,6 +9,8 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from harness.data.eval_split import EvalData
 from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder
@@ -96,8 +98,15 @@ class TrainingData:
 
     def epochs(self, samples: int) -> dict[str, float]:
         """The times that each source is read by the first `samples` of the run; without streams, whose size is not
-        known."""
-        counts = self.mixture.counts(samples) if self.orders else {}
+        known. Every rank calls this: with streams, ranks divide the shards among them."""
+        if not self.orders:
+            return {}
+        if self.record.num_shards == 1:
+            taken = self.mixture.counts(samples)
+        else:
+            taken = self.mixture.counts(samples, dist.get_rank(), dist.get_world_size())
+            dist.all_reduce(torch.from_numpy(taken))
+        counts = dict(zip(self.mixture.names, taken.tolist(), strict=True))
         return {name: counts.get(name, 0) / order.sequences for name, order in self.orders.items()}
 
     def ends_epoch(self, step: int) -> bool:
@@ -109,7 +118,7 @@ class TrainingData:
 
     def metrics(self, samples: int, tokens: int) -> dict[str, float]:
         """The metrics of a log line after so many samples and tokens: for each source of a mixture its current share
-        and its epochs; the share of padding so far."""
+        and its epochs; the share of padding so far. Every rank calls this."""
         metrics = {}
         if len(self.mixture.names) > 1:
             shares = self.mixture.segment_at(max(samples - 1, 0)).shares()

@@ -43,7 +43,7 @@ def test_a_mixture_that_changes_at_resumes_reads_each_source_on_from_where_it_wa
         assert number == in_shard[name, sample % shards]
         taken[name] += 1
         in_shard[name, sample % shards] += 1
-    assert mixture.counts(6000) == taken and set(taken) == set("abce")
+    assert dict(zip(mixture.names, mixture.counts(6000).tolist(), strict=True)) == taken and set(taken) == set("abce")
     for sample in random.Random(0).sample(range(6000), 40):
         assert Mixture(run.segments, 42, shards).locate(sample) == mixture.locate(sample)
 
@@ -58,7 +58,9 @@ def test_each_shard_has_about_its_share_of_each_source(weights, shards):
         share = weights[name] / total
         spread = math.sqrt(1000 * share * (1 - share))  # of independent draws
         assert np.abs(by_shard - 1000 * share).max() < 6 * spread + 2, name
-    assert mixture.counts(samples) == dict(zip(mixture.names, found.sum(0).tolist(), strict=True))
+    assert mixture.counts(samples).tolist() == found.sum(0).tolist()
+    parts = [mixture.counts(samples, rank, 3) for rank in range(3)]
+    assert sum(parts).tolist() == found.sum(0).tolist()  # the shares of three ranks
 
 
 def test_the_order_of_sources_is_the_one_that_checkpoints_go_on_in():
