@@ -162,12 +162,18 @@ def costs_of_ranks(world: World, work: pathlib.Path) -> Iterator[tuple[str, Call
             mixture.locate(LATE // shards * shards + row)
 
     yield "resume of a mixture of streams", resume
-    yield "a mixture of streams in a log line", lambda: data.mixture.Mixture(segments, 0, shards).counts(LATE)
+    yield (
+        "a mixture of streams in a log line",
+        lambda: data.mixture.Mixture(segments, 0, shards).counts(LATE, 0, world.size),
+    )
     texts = data.files.find_files(str(work / "*.jsonl")).files_in_split("train")
     corpus = data.stream.Stream(
         texts, data.tokenize.TextFormat(AutoTokenizer.from_pretrained(DEMO), 1536), "text", SEQ_LEN, 0
     )
-    yield "eval sequences of a stream", lambda: corpus.eval_tokens(EVAL_SEQUENCES, tempfile.mkdtemp(dir=work), True)
+    yield (
+        "eval sequences of a stream",
+        lambda: corpus.eval_sequences(EVAL_SEQUENCES, lambda number: number // BATCH % world.size == 0),
+    )
     ids = np.tile(np.append(np.full(TOKENS_PER_DOCUMENT - 1, 5, np.uint16), np.uint16(0)), 10**7 // TOKENS_PER_DOCUMENT)
     files = [data.token_files.TokenFile(ids)]
     reader = data.CorpusReader(

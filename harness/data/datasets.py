@@ -27,6 +27,7 @@ from harness.data.eval_split import (
     refuse_changed_source,
 )
 from harness.data.header import describe, describe_eval_data, describe_packing, describe_step
+from harness.data.loader import is_evaluated_here
 from harness.data.mixture import DataRecord, SequenceOrder, make_record, read_record
 from harness.data.packing import PackedDataset, PaddedDataset, SyntheticDataset
 from harness.data.prompts import first_words
@@ -94,7 +95,7 @@ def load(
         }
     if settings.eval_interval:
         data.eval_data = {name: source_eval.sequences for name, source_eval in eval_data.items()}
-        data.eval_identity = {name: source_eval.identity() for name, source_eval in eval_data.items()}
+        data.eval_identity = {name: source_eval.sequences.fingerprint() for name, source_eval in eval_data.items()}
     if settings.num_steps:
         check_size(settings, data, corpora, per_step)
     data.header = describe(settings, data, opened, corpora, per_step, tokenizer)
@@ -332,9 +333,8 @@ def open_stream(
         count = settings.eval_sequences
         if not split:
             count = count or STREAM_EVAL_SEQUENCES
-        tokens = eval_stream.eval_tokens(count, settings.cache_dir, reader.is_main)
-        name = f"{dataset}, split {split!r}" if split else f"{dataset}, {rule}"
-        eval_data = EvalData(reader.pack(tokens, name), split or rule or "")
+        sequences = eval_stream.eval_sequences(count, functools.partial(is_evaluated_here, settings))
+        eval_data = EvalData(sequences, split or rule or "")
         if len(eval_data.sequences) == count:
             eval_data.name += f", the first {base.counted(count, 'sequence')}"
     recorded = {"held_out": rule} | fingerprint

@@ -15,7 +15,6 @@ import numpy as np
 
 from harness import base, flags
 from harness.data.corpora import DEFAULT_EVAL_SPLIT, Corpus, find_corpus, find_eval_dataset
-from harness.data.packing import PackedDataset
 from harness.data.tokens import Tokens
 
 EVERY = 20  # one of so many documents is an eval document
@@ -28,12 +27,8 @@ BY_CONTENT = f"{BY_NUMBER}, by content"
 class EvalData:
     """Sequences that are evaluated."""
 
-    sequences: Any
+    sequences: Any  # a data set of packed, held or synthetic sequences
     name: str  # in words
-
-    def identity(self) -> str:
-        """A checksum of its tokens; its name if they are random."""
-        return self.sequences.tokens.fingerprint() if isinstance(self.sequences, PackedDataset) else self.name
 
 
 def divide(tokens: Tokens) -> tuple[Tokens, Tokens]:
@@ -44,16 +39,16 @@ def divide(tokens: Tokens) -> tuple[Tokens, Tokens]:
         cut = len(tokens) * (EVERY - 1) // EVERY
         return tokens.between(0, cut), tokens.between(cut, len(tokens))
     numbers = eval_document_numbers(len(ends))
-    starts = np.concatenate([[0], ends[:-1]])
-    eval_starts, eval_stops = starts[numbers], ends[numbers]
+    eval_starts, eval_stops = np.where(numbers > 0, ends[numbers - 1], 0), ends[numbers]
     kept_starts, kept_stops = np.concatenate([[0], eval_stops]), np.concatenate([eval_starts, [len(tokens)]])
     return tokens.cut(kept_starts, kept_stops), tokens.cut(eval_starts, eval_stops)
 
 
 def eval_document_numbers(documents: int) -> np.ndarray:
     """The numbers, from 0 on, of the eval documents among so many, int64."""
-    groups = range(-(-documents // EVERY))
-    numbers = np.array([EVERY * group + zlib.crc32(str(group).encode()) % EVERY for group in groups], np.int64)
+    groups = -(-documents // EVERY)
+    checksums = np.fromiter((zlib.crc32(str(group).encode()) for group in range(groups)), np.int64, groups)
+    numbers = EVERY * np.arange(groups) + checksums % EVERY
     return numbers[numbers < documents]
 
 

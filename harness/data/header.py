@@ -13,7 +13,7 @@ from harness.data.chat import describe_examples
 from harness.data.corpora import Corpus, parse_split
 from harness.data.eval_split import EvalData
 from harness.data.formats import read_records
-from harness.data.packing import PackedDataset, PaddedDataset, SyntheticDataset, sequence_tokens
+from harness.data.packing import HeldSequences, PackedDataset, PaddedDataset, SyntheticDataset, sequence_tokens
 from harness.data.reader import CorpusReader
 from harness.data.schema import read_documents
 from harness.data.stream import Stream
@@ -83,7 +83,7 @@ def describe_eval_data(eval_data: EvalData | None) -> str:
     return line + describe_left_out(sequences)
 
 
-def describe_left_out(sequences: PackedDataset | SyntheticDataset) -> str:
+def describe_left_out(sequences: PackedDataset | SyntheticDataset | HeldSequences) -> str:
     """The number of sequences without a token to train on, in words to append; "" for none."""
     if not sequences.left_out:
         return ""

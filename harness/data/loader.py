@@ -14,7 +14,14 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from harness import base, flags, job
 from harness.base import IGNORE_INDEX
-from harness.data.packing import PackedDataset, PackedSequence, SyntheticDataset, create_collate_fn, document_lengths
+from harness.data.packing import (
+    HeldSequences,
+    PackedDataset,
+    PackedSequence,
+    SyntheticDataset,
+    create_collate_fn,
+    document_lengths,
+)
 from harness.data.training_data import Positions, SampleReader, TrainingData
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a shard reads its next chunk
@@ -197,7 +204,7 @@ class RankBatches(IterableDataset):
 
 
 def eval_batches(
-    settings: flags.Settings, dataset: PackedDataset | SyntheticDataset, device: torch.device
+    settings: flags.Settings, dataset: PackedDataset | SyntheticDataset | HeldSequences, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The share of the eval sequences of this rank's group. Each sequence is taken once over all groups, and every rank
     gets the same number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
@@ -212,6 +219,13 @@ def eval_batches(
         left_over = [index >= sequences for index in indices]
         batch["labels"][left_over] = IGNORE_INDEX
         yield {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def is_evaluated_here(settings: flags.Settings, number: int) -> bool:
+    """True if `eval_batches` takes the eval sequence of this number on this rank. All take the first one, where a batch
+    is left over."""
+    group, groups = find_group(settings)
+    return number == 0 or number // settings.batch_size % groups == group
 
 
 def mean_losses(sources: Iterable[str], totals: torch.Tensor) -> tuple[dict[str, float], int]:

@@ -129,6 +129,10 @@ class PackedDataset(Dataset):
         """Inputs of all sequences that are not padding."""
         return len(self) * self.seq_len
 
+    def fingerprint(self) -> str:
+        """A checksum of its tokens."""
+        return self.tokens.fingerprint()
+
     def num_documents(self) -> int:
         """Documents of all tokens."""
         return len(self.tokens.doc_ends)
@@ -391,6 +395,34 @@ class SyntheticDataset(Dataset):
 
     def total_tokens(self) -> int:
         return self.sequences * self.seq_len
+
+    def fingerprint(self) -> str:
+        return "synthetic"
+
+
+@dataclass(frozen=True, eq=False)
+class HeldSequences:
+    """Eval sequences of a stream. A rank holds those that it evaluates."""
+
+    held: dict[int, np.ndarray | PackedSequence]  # by number
+    count: int  # of all ranks
+    seq_len: int
+    checksum: str  # of all of them
+    has_mask = False
+    left_out = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> np.ndarray | PackedSequence:
+        """A KeyError if another rank holds it."""
+        return self.held[number]
+
+    def total_tokens(self) -> int:
+        return self.count * self.seq_len
+
+    def fingerprint(self) -> str:
+        return self.checksum
 
 
 def create_collate_fn(

@@ -15,24 +15,24 @@ import functools
 import hashlib
 import itertools
 import json
-import os
-import pathlib
+import math
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch.distributed as dist
 
 from harness import base
 from harness.data.eval_split import is_eval_document
 from harness.data.files import DataFile
 from harness.data.formats import find_format, read_records
-from harness.data.packing import PackedSequence, mask_boundaries
+from harness.data.packing import HeldSequences, PackedSequence, mask_boundaries
 from harness.data.schema import Field, read_documents
-from harness.data.tokenize import Encoded, TextFormat, open_cache, take, tokenize_once
-from harness.data.tokens import BEGINNING_TOKENS, Tokens, checksum_of_beginning
+from harness.data.tokenize import Encoded, TextFormat, take
+from harness.data.tokens import BEGINNING_TOKENS, checksum_of_beginning
 
 MIN_CHUNK = 2**12  # bytes: a corpus has no more shards than chunks
 MAX_CHUNK = 2**18  # bytes, and characters of a piece: about what an open shard holds in memory
@@ -115,27 +115,23 @@ class Stream:
                     )
             chunk, piece = chunk + 1, 0
 
-    def first_documents(self, tokens: int, counts: Counter) -> Iterator[Encoded]:
-        """The first documents, in the order of `cut_into_chunks`, with at least this number of tokens if there are that
-        many; `counts` gets how many there are and how many are left out."""
-        documents = itertools.chain.from_iterable(self.documents(chunk, counts) for chunk in self.chunks)
-        length = 0
+    def first_documents(self, chunks: list[list[Part]], tokens: int) -> Encoded:
+        """The first documents of chunks, with at least this number of tokens if there are that many."""
+        found = [Encoded(np.empty(0, self.encoder.dtype), np.empty(0, np.int64))]
+        documents, length = itertools.chain.from_iterable(map(self.documents, chunks)), 0
         while length < tokens and (batch := list(take(documents, BATCH))):
-            encoded = self.encoder.encode(batch, counts)
-            length += len(encoded.tokens)
-            yield encoded
-
-    def head(self, tokens: int) -> np.ndarray:
-        """The tokens of `first_documents`."""
-        parts = [encoded.tokens for encoded in self.first_documents(tokens, Counter())]
-        return np.concatenate([np.empty(0, self.encoder.dtype), *parts])
+            found.append(self.encoder.encode(batch, Counter()))
+            length += len(found[-1].tokens)
+        return Encoded(
+            np.concatenate([part.tokens for part in found]), np.concatenate([part.lengths for part in found])
+        )
 
     def fingerprint(self) -> dict[str, str]:
         """What tells the corpus from others, wherever it is stored: the names and sizes of its files, and its first
         tokens. A UserError if it holds no text."""
         tolerant = copy.copy(self)
         tolerant.skip_bad = True  # a bad record is an error when training reads it
-        beginning = tolerant.head(BEGINNING_TOKENS)
+        beginning = tolerant.first_documents(tolerant.chunks, BEGINNING_TOKENS).tokens
         if not len(beginning):
             raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
         names = [[file.name, file.size] for file in self.files]
@@ -144,27 +140,48 @@ class Stream:
         how = "streamed by row groups" if self.has_row_groups else "streamed"
         return {"dataset": f"{digest}, {how}", "beginning": checksum_of_beginning(beginning)}
 
-    def eval_tokens(self, sequences: int, cache_dir: str | os.PathLike | None, is_main: bool) -> Tokens:
-        """The tokens of the first `sequences`, or of all if it is 0. The process with `is_main` of each node writes
-        them to the token cache, unless they are there. A UserError if there are none. Every rank calls this."""
-        wanted = sequences * self.seq_len + 1 if sequences else sys.maxsize
-        content = [file.version() for file in self.files]
-        identity = ["eval", content, self.text_field, self.eval_only, wanted, *self.encoder.identity()]
+    def eval_sequences(self, count: int, is_held: Callable[[int], bool]) -> HeldSequences:
+        """The first `count` sequences, or all if it is 0, in the order of the chunks. This rank holds those with
+        `is_held(number)`. A UserError if there are none. Every rank calls this."""
+        held: dict[int, np.ndarray | PackedSequence] = {}
+        tokens, ends = np.empty(0, self.encoder.dtype), np.empty(0, np.int64)  # not yet in a sequence, documents' ends
+        number, total, digest = 0, 0, hashlib.sha256()
+        for encoded in self.documents_read_in_turn(count * self.seq_len + 1 if count else sys.maxsize):
+            ends = np.concatenate([ends, len(tokens) + np.cumsum(encoded.lengths)])
+            tokens = np.concatenate([tokens, encoded.tokens])
+            total += len(encoded.tokens)
+            first = 0
+            while len(tokens) > first + self.seq_len and number < (count or sys.maxsize):
+                digest.update(tokens[first : first + self.seq_len].tobytes())
+                if is_held(number):
+                    held[number] = self.first_sequence(tokens[first:], ends - first)
+                number, first = number + 1, first + self.seq_len
+            tokens, ends = tokens[first:], ends[ends > first] - first
+        if not number:
+            problem = f"{base.counted(total, 'token')} to evaluate, too few for one sequence of --sequence-length"
+            advice = "use a shorter sequence, more text or an --eval-split"
+            raise base.UserError(f"--dataset {self.files[0]}: {problem} {self.seq_len}; {advice}")
+        return HeldSequences(held, number, self.seq_len, digest.hexdigest()[:20])
 
-        def tokenize(counts: Counter) -> Iterator[Encoded]:
-            yield from self.first_documents(wanted, counts)
-            if not counts["tokens"]:
-                problem = "it has no document to evaluate"
-                raise base.UserError(
-                    f"--dataset {self.files[0]}: {problem}; use a shorter sequence, more text or an --eval-split"
-                )
-
-        def find() -> pathlib.Path:
-            return tokenize_once(identity, tokenize, cache_dir, self.skip_bad)[0]
-
-        vocab_size = self.encoder.vocab_size
-        tokens = Tokens([open_cache(base.broadcast_from_node_main(find, is_main), vocab_size)], vocab_size)
-        return tokens.between(0, min(wanted, len(tokens)))
+    def documents_read_in_turn(self, tokens: int) -> Iterator[Encoded]:
+        """The documents of the first chunks, until they have this number of tokens, in the order of the chunks. Ranks
+        divide the reading: first one chunk, then each time twice as many, or as many as seem to be needed. Every rank
+        calls this."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        first, found, width = 0, 0, 1
+        while first < len(self.chunks) and found < tokens:
+            width = min(width, len(self.chunks) - first)
+            borders = [first + width * number // world for number in range(world + 1)]
+            mine = self.chunks[borders[rank] : borders[rank + 1]]
+            part = base.call_on_all_ranks(functools.partial(self.first_documents, mine, tokens - found))
+            for reader in range(world):
+                if borders[reader] < borders[reader + 1]:
+                    answer = [part]
+                    dist.broadcast_object_list(answer, src=reader)
+                    found += len(answer[0].tokens)
+                    yield answer[0]
+            first += width
+            width = min(2 * width, math.ceil((tokens - found) * first / max(found, 1)))
 
     def first_sequence(self, tokens: np.ndarray, ends: np.ndarray) -> np.ndarray | PackedSequence:
         """The sequence that tokens begin with, whose documents end at `ends`, counted from its first token."""

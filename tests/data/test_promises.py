@@ -490,8 +490,7 @@ def test_a_resumed_stream_reads_from_its_chunk_on(start, large):
 
 @pytest.mark.slow
 def test_one_rank_lists_a_streamed_corpus_once_and_each_reads_its_share(small, large, tmp_path):
-    # without an evaluation, whose sequences one process of a node reads
-    flags = [*small, "--output-dir", tmp_path, "--dataset", large, "--streaming", "--eval-interval", 0]
+    flags = [*small, "--output-dir", tmp_path, "--dataset", large, "--streaming", "--eval-interval", 2]
     said = forked(2, reading_rank, large, *map(str, flags))
     listed, read = zip(*sorted(re.findall(r"rank \d: listed (\d), read (\d+)", said), reverse=True), strict=True)
     assert listed == ("1", "0")

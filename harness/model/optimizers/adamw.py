@@ -129,7 +129,7 @@ def update(
 def compiles_updates(groups: list[dict], settings: flags.Settings) -> bool:
     """True if the parameters are on a GPU, or the GPU of a plan, and layers are compiled."""
     on_gpu = all(parameter.is_cuda for group in groups for parameter in group["params"])
-    return settings.compile and (on_gpu or bool(settings.plan) and not settings.cpu_offload)
+    return settings.compile and (on_gpu or (bool(settings.plan) and not settings.cpu_offload))
 
 
 def compiled_update(groups: list[dict], settings: flags.Settings) -> dict[str, Any]:
