@@ -225,20 +225,26 @@ def parse_split(split: str) -> tuple[str, list[str]]:
     return part[1], [part[3] or "0%", part[4] or "100%"]
 
 
+def parse_bound(bound: str, documents: int) -> tuple[int, int]:
+    """Return (number, size): a slice's bound, such as 95% or -100, is at number / size of the documents."""
+    number = int(bound.rstrip("%"))
+    size = 100 if bound.endswith("%") else documents
+    return (number + size if number < 0 else number), size
+
+
 def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
-    """The number of documents before each bound of a slice, such as 95% or -100; None if a percentage would cut off
-    none or all of them."""
+    """The number of documents before each bound of a slice; None if a percentage would cut off none or all of them."""
     cuts: list[int | None] = []
     for bound in bounds:
-        number = int(bound.rstrip("%"))
-        size = 100 if bound.endswith("%") else documents
-        if abs(number) > size:
-            raise base.UserError(f"--dataset-split: the slice's bound {bound} is beyond the {documents:,} documents")
-        if number < 0:
-            number += size
+        number, size = parse_bound(bound, documents)
+        if not 0 <= number <= size:
+            raise bad_slice(bounds, f"{bound} is beyond the {documents:,} documents")
         cut = round(documents * number / size) if size else 0
         cuts_nothing = 0 < number < size and cut in (0, documents)
         cuts.append(None if cuts_nothing else cut)
+    first, last = cuts
+    if first is not None and last is not None and first > last:
+        raise bad_slice(bounds, "it ends before it begins")
     return cuts
 
 
@@ -248,10 +254,17 @@ def cut_positions(bounds: list[str], ends: np.ndarray, length: int) -> list[int]
     positions = []
     for cut, bound in zip(cut_documents(bounds, len(ends)), bounds, strict=True):
         if cut is None:
-            positions.append(length * int(bound.rstrip("%")) // 100)
+            number, size = parse_bound(bound, len(ends))
+            positions.append(length * number // size)
         else:
             positions.append(int(ends[cut - 1]) if cut else 0)
+    if positions[0] > positions[1]:  # a share of the tokens, and an end of a document
+        raise bad_slice(bounds, f"it ends before it begins in these {len(ends):,} documents")
     return positions
+
+
+def bad_slice(bounds: list[str], problem: str) -> base.UserError:
+    return base.UserError(f"--dataset, split [{':'.join(bounds)}]: {problem}; give other bounds")
 
 
 def slice_rows(split_files: list[DataFile], bounds: list[str]) -> tuple[int, int] | None:

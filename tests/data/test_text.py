@@ -132,6 +132,35 @@ def test_a_bad_byte_of_a_text_costs_its_line_and_a_pdf_is_left_out(load, line_of
     assert line_of(tmp_path / "data", skip_bad_records=True).endswith(", left out: bad records 4")
 
 
+SLICES = {  # of 6 documents, 3 of them short: the same slice with other bounds, or what is wrong with it
+    "[-5%:]": "[95%:]",
+    "[:-5%]": "[:95%]",
+    "[-50%:]": "[50%:]",
+    "[-2:]": "[4:]",
+    "[-5:-3]": "[1:3]",
+    "[4:1]": r"split \[4:1\]: it ends before it begins; give other bounds",
+    "[-3:2]": "it ends before it begins",
+    "[60%:40%]": "it ends before it begins",
+    "[5%:50%]": "it ends before it begins in these 6 documents",
+    "[7:]": "7 is beyond the 6 documents",
+    "[:-7]": "-7 is beyond the 6 documents",
+    "[:101%]": "101% is beyond the 6 documents",
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_a_slice_counted_from_the_end_is_that_from_the_beginning_and_an_impossible_one_is_refused(
+    load, write_jsonl, tmp_path, name
+):
+    file = write_jsonl(tmp_path / "data.jsonl", ["A", "B", "C"] + [f"{number} " * 40 for number in range(3)])
+    wanted = SLICES[name]
+    if wanted.startswith("["):
+        assert tokens_of(load(file, split=f"train{name}")) == tokens_of(load(file, split=f"train{wanted}"))
+    else:
+        with pytest.raises(UserError, match=wanted):
+            load(file, split=f"train{name}")
+
+
 LONG = ["Tom", "düne 🌊", "ж" * 9, "two\nlines", "long " * 60, "end", "x"]
 CUTTABLE = {
     "no last newline.jsonl": "\n\r\n".join(json.dumps({"text": text}) for text in LONG).encode(),
