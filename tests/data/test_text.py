@@ -152,7 +152,7 @@ SLICES = {  # of 6 documents, 3 of them short: the same slice with other bounds,
 def test_a_slice_counted_from_the_end_is_that_from_the_beginning_and_an_impossible_one_is_refused(
     load, write_jsonl, tmp_path, name
 ):
-    file = write_jsonl(tmp_path / "data.jsonl", ["A", "B", "C"] + [f"{number} " * 40 for number in range(3)])
+    file = write_jsonl(tmp_path / "data.jsonl", ["A red ball."] * 3 + [f"{number} " * 400 for number in range(3)])
     wanted = SLICES[name]
     if wanted.startswith("["):
         assert tokens_of(load(file, split=f"train{name}")) == tokens_of(load(file, split=f"train{wanted}"))
