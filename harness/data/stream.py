@@ -131,7 +131,8 @@ class Stream:
         tokens. A UserError if it holds no text."""
         tolerant = copy.copy(self)
         tolerant.skip_bad = True  # a bad record is an error when training reads it
-        beginning = tolerant.first_documents(tolerant.chunks, BEGINNING_TOKENS).tokens
+        in_file_order = [[Part(file)] for file in self.files]  # as in a token cache; chunks may have another order
+        beginning = tolerant.first_documents(in_file_order, BEGINNING_TOKENS).tokens
         if not len(beginning):
             raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
         names = [[file.name, file.size] for file in self.files]

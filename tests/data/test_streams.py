@@ -6,6 +6,7 @@ import shutil
 import tracemalloc
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from conftest import STORIES, losses_of, metrics_of, train, words
@@ -122,6 +123,35 @@ def test_a_stream_is_resumed_on_a_copy_of_its_data_elsewhere(device, flags, corp
     with pytest.raises(UserError, match=f"if it is a copy, give --dataset {corpus.name}=/.*/copy"):
         train([*run, 4, "--dataset", tmp_path / "copy"], device)
     assert train([*run, 4, "--dataset", f"{corpus.name}={tmp_path / 'copy'}"], device) == 0
+
+
+FILES = {  # of a folder, in their order: a stream may cut it into chunks of another order
+    "compressed and plain": ("a.jsonl.gz", "b.jsonl"),
+    "plain and compressed": ("a.jsonl", "b.jsonl.gz"),
+    "Parquet and lines": ("a.parquet", "b.jsonl"),
+    "lines, Parquet and text": ("a.jsonl", "b.parquet", "c.txt"),
+    "a list and Parquet": ("a.md", "b.arrow", "c.parquet"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_stream_and_a_token_cache_begin_alike_whatever_the_formats_of_the_files(tmp_path, tokenizer, load, name):
+    (tmp_path / "data").mkdir()
+    for file in FILES[name]:
+        texts = [f"{file}, story {number}: the fox ran {number} times." for number in range(20)]
+        path, lines = tmp_path / "data" / file, "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        table = pyarrow.table({"text": texts})
+        if file.endswith(".parquet"):
+            pyarrow.parquet.write_table(table, path, row_group_size=3)
+        elif file.endswith(".arrow"):
+            with pyarrow.ipc.new_file(path, table.schema) as writer:
+                writer.write_table(table)
+        else:
+            content = lines.encode() if "jsonl" in file else DOCUMENT_MARK.join(texts).encode()
+            path.write_bytes(gzip.compress(content) if file.endswith(".gz") else content)
+    files = find_files(str(tmp_path / "data")).files_in_split("train")
+    stream = Stream(files, TextFormat(tokenizer, 1536), ("input_ids", "text"), SEQ_LEN, 7, num_shards=4)
+    assert stream.fingerprint()["beginning"] == load(tmp_path / "data").tokens.beginning()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
