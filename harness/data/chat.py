@@ -260,7 +260,8 @@ class ChatFormat(TextFormat):
         if shape not in self.omissions:
             self.omissions[shape] = self.find_omissions(conversation, template)
         rendered = self.special_tokens_in(conversation, text)
-        for omission in (*self.omissions[shape], *changed_contents(conversation, text), *rendered):
+        found = (*self.omissions[shape], *changed_contents(conversation, text), *rendered)
+        for omission in dict.fromkeys(found):  # once, though several messages may have it
             if omission.is_fault:
                 raise BadConversationError(omission.text)
             position = self.first_positions.setdefault(omission.text, conversation.position)

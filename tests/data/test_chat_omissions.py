@@ -125,6 +125,27 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
 
 
+TWICE = {  # messages of a conversation, two of which lack the same
+    "changed contents": ([SYSTEM, HI, HELLO, says("user", "Hi!"), HELLO], "{{ m.content | upper }}"),
+    "special tokens": (
+        [says("user", "a<|endoftext|>"), HELLO, says("user", "b<|endoftext|>"), HELLO],
+        "{{ m.content }}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_warning_counts_conversations_not_messages(tokenizer, name):
+    messages, content = TWICE[name]
+    template = (
+        f"{{% for m in messages %}}{{% if m.role == 'user' %}}{content}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    )
+    counts: Counter = Counter()
+    chat = ChatFormat(tokenizer, 1536, f"{template}{{% endfor %}}", "all")
+    chat.encode([Conversation(messages)] * 3, counts)
+    assert [count for key, count in counts.items() if key.startswith("warning: ")] == [3]
+
+
 def said_of(chat: ChatFormat, conversation: Conversation) -> str:
     """The error or the warnings about a conversation that a run trains on ten times."""
     counts: Counter = Counter()
