@@ -191,9 +191,10 @@ def read_documents(
             yield record
         else:
             texts = [part.strip("\n") for part in record.split(DOCUMENT_MARK)] if DOCUMENT_MARK in record else [record]
-            if not any(text.strip("\n") for text in texts):
+            texts = [text for text in texts if text]
+            if not texts:
                 counts["empty documents"] += 1
-            yield from filter(None, texts)
+            yield from texts
 
 
 def refuse_or_count(position: str, fault: str, skip_bad: bool, counts: Counter) -> None:

@@ -161,6 +161,16 @@ def test_a_slice_counted_from_the_end_is_that_from_the_beginning_and_an_impossib
             load(file, split=f"train{name}")
 
 
+EMPTY = {"": [], "\n": ["\n"], " ": [" "], DOCUMENT_MARK: [], f"\n{DOCUMENT_MARK}\n": [], f"a{DOCUMENT_MARK}\n": ["a"]}
+
+
+@pytest.mark.parametrize("text", EMPTY)
+def test_an_empty_document_is_one_that_is_left_out(text):
+    counts = Counter()
+    assert list(read_documents(iter([("line 1", text)]), 10, False, counts)) == EMPTY[text]
+    assert counts["empty documents"] == (not EMPTY[text])
+
+
 LONG = ["Tom", "düne 🌊", "ж" * 9, "two\nlines", "long " * 60, "end", "x"]
 CUTTABLE = {
     "no last newline.jsonl": "\n\r\n".join(json.dumps({"text": text}) for text in LONG).encode(),
