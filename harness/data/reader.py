@@ -152,7 +152,8 @@ class CorpusReader:
         if packing != "concatenate":
             tokenizer = self.tokenizer
             ids = [getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0]
-            padding = next(token for token in ids if token is not None)
+            # an added padding token may have no embedding
+            padding = next(token for token in ids if token is not None and token < self.vocab_size)
             tokens = self.with_doc_ends(tokens)
             path, counts = base.broadcast_from_node_main(
                 lambda: pack_once(tokens, self.seq_len, packing, self.seed, self.cache_dir), self.is_main
