@@ -68,7 +68,7 @@ class CorpusReader:
         slice is cut at document boundaries."""
         name, bounds = parse_split(split)
         split_files = corpus.listing.files_in_split(name)
-        if corpus.from_token_files and are_token_files(split_files):
+        if are_token_files(split_files):  # of another kind than the corpus' training split, if there are both
             opened = base.call_on_all_ranks(  # raises on all ranks if a file is missing on one node
                 lambda: [formats.open_token_file(file, self.vocab_size) for file in split_files]
             )

@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, losses_of, parse, train, words
+from conftest import ROOT, losses_of, metrics_of, parse, train, words
 from transformers import AutoTokenizer
 
 from harness import data
@@ -124,6 +124,21 @@ def test_documents_longer_than_a_sequence_are_counted_where_boundaries_are_known
     assert data.PackedDataset(tokens, 16).describe() == ""
     unknown = Tokens([TokenFile(np.arange(30))], end_of_text=END)
     assert data.PackedDataset(unknown, 8).describe() == "" and unknown.known_doc_ends is None
+
+
+@pytest.mark.parametrize("tokens_split", ["train", "val"])
+def test_one_split_may_be_a_token_file_and_the_other_text(arguments, device, tmp_path, tokens_split):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split in ("train", "val"):
+        if split == tokens_split:
+            flat(folder / f"{split}.bin")
+        else:
+            lines = [json.dumps({"text": f"Story {number} of a fox and a red ball."}) for number in range(60)]
+            (folder / f"{split}.jsonl").write_text("\n".join(lines))
+    flags = words("--sequence-length 16 --batch-size 1 --num-steps 2 --eval-interval 2 --eval-steps 2")
+    assert train([*arguments, *flags, "--dataset", folder], device) == 0
+    assert any("eval_loss" in line for line in metrics_of(tmp_path / "out" / "r"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
