@@ -504,6 +504,36 @@ def test_messages_win_over_text_unless_somebody_names_the_text(tmp_path, load, t
     assert load(ids, text_field="input_ids").tokens[:].tolist() == IDS * 5
 
 
+TEXT = "No messages."
+NAMED_AS_LAYOUTS = {  # records with a text whose field is named as a layout, --text-field: the beginning of what is read
+    "beside a conversation": (
+        {"messages": TEXT, "conversations": chat("What?", "A ball.")["messages"]},
+        None,
+        "user: What?",
+    ),
+    "nulls beside a conversation": (
+        {"messages": None, "conversations": chat("What?", "A ball.")["messages"]},
+        None,
+        "user: What?",
+    ),
+    "beside a text": ({"messages": TEXT, "conversation": TEXT, "text": "Only text."}, None, "Only text."),
+    "as the only field": ({"messages": TEXT}, "messages", TEXT),
+    "beside another text": ({"messages": TEXT, "text": "Only text."}, "messages", TEXT),
+}
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("name", NAMED_AS_LAYOUTS)
+def test_a_text_that_is_named_as_a_layout_is_no_conversation(tmp_path, load, template, name, suffix):
+    record, text_field, wanted = NAMED_AS_LAYOUTS[name]
+    file = WRITERS[suffix](tmp_path / f"a.{suffix}", [record] * 5)
+    options = {"text_field": text_field} if text_field else {}
+    if "user" in wanted:
+        options["chat_template"] = template[1]
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    assert tokenizer.decode(load(file, **options).tokens[:].tolist()).startswith(wanted)
+
+
 def test_empty_files_before_the_first_record_do_not_decide_what_a_corpus_is(tmp_path, load, template):
     (tmp_path / "corpus").mkdir()
     for name in "ab":
