@@ -117,9 +117,8 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
     UserError if it would read a part of the training data, or these and more."""
     before = manifest["flags"]
     dataset = before["dataset"] if isinstance(before["dataset"], str) else tuple(before["dataset"])
-    run = dataclasses.replace(
-        settings, dataset=dataset, dataset_split=before["dataset_split"], streaming=before["streaming"]
-    )
+    others = {name: before[name] for name in ("dataset_split", "dataset_config", "text_field", "streaming")}
+    run = dataclasses.replace(settings, dataset=dataset, **others)
     if flags.is_eval_dataset(settings.eval_split):
         trained = training_files(run) if dataset != "synthetic" else {}
         for eval_file in find_eval_dataset(settings).files:

@@ -505,7 +505,7 @@ def test_messages_win_over_text_unless_somebody_names_the_text(tmp_path, load, t
 
 
 TEXT = "No messages."
-NAMED_AS_LAYOUTS = {  # records with a text whose field is named as a layout, --text-field: the beginning of what is read
+NAMED_AS_LAYOUTS = {  # a record, a text of which is named as a layout; --text-field; the beginning of what is read
     "beside a conversation": (
         {"messages": TEXT, "conversations": chat("What?", "A ball.")["messages"]},
         None,
