@@ -60,8 +60,9 @@ class Segment:
 
     def divide(self, samples: int) -> dict[str, int]:
         """The numbers of the first `samples`, in whole blocks, that come from each source: from the heaviest on, each
-        takes its share of what is left, rounded. With up to three sources each is within one sample of its share,
-        with up to ten within two. More samples never give a source fewer; by largest remainder they could."""
+        takes its share of what is left, rounded. Each of n sources is within (2 + 1/2 + 1/3 + ... + 1/(n - 2)) / 2
+        samples of its share: within 1 with up to 3 sources, within 2 with up to 12, within 3 with up to 84. More
+        samples never give a source fewer; by largest remainder they could."""
         counts, left, total = {}, samples, sum(self.sample_weights.values())
         for name, weight in self.sample_weights.items():
             counts[name] = (2 * weight * left + total) // (2 * total)

@@ -125,23 +125,18 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
 
 
-TWICE = {  # messages of a conversation, two of which lack the same
-    "changed contents": ([SYSTEM, HI, HELLO, says("user", "Hi!"), HELLO], "{{ m.content | upper }}"),
-    "special tokens": (
-        [says("user", "a<|endoftext|>"), HELLO, says("user", "b<|endoftext|>"), HELLO],
-        "{{ m.content }}",
-    ),
+TWICE = {  # contents of the user, both of which are not written as they are, and a template
+    "changed contents": (("Hi", "Hi!"), "{{ m.content | replace('Hi', 'Ho') }}"),
+    "special tokens": (("a<|endoftext|>b", "c<|endoftext|>d"), "{{ m.content }} {{ eos_token }}"),
 }
 
 
 @pytest.mark.parametrize("name", TWICE)
 def test_a_warning_counts_conversations_not_messages(tokenizer, name):
-    messages, content = TWICE[name]
-    template = (
-        f"{{% for m in messages %}}{{% if m.role == 'user' %}}{content}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
-    )
+    (first, second), template = TWICE[name]
     counts: Counter = Counter()
-    chat = ChatFormat(tokenizer, 1536, f"{template}{{% endfor %}}", "all")
+    chat = ChatFormat(tokenizer, 1536, "{% for m in messages %}" + template + "{% endfor %}", "all")
+    messages = [says("user", first), says("assistant", "Yes."), says("user", second), says("assistant", "No.")]
     chat.encode([Conversation(messages)] * 3, counts)
     assert [count for key, count in counts.items() if key.startswith("warning: ")] == [3]
 

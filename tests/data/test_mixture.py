@@ -105,6 +105,17 @@ def test_the_same_shares_written_otherwise_are_the_same_mixture():
     assert other.segments != first.segments and describe_changes(first, other, 200)
 
 
+@pytest.mark.parametrize("sources, within", [(3, 1), (12, 2), (84, 3)])
+def test_each_source_is_within_a_few_samples_of_its_share_at_a_blocks_end(sources, within):
+    generator = random.Random(sources)
+    for largest in (1, 10, 1000):  # weights that are equal, alike and very different
+        weights = {f"s{number}": generator.randint(1, largest) ** 2 for number in range(sources)}
+        mixed = segment(0, **weights)
+        for blocks in range(1, 20):
+            for name, count in mixed.divide(blocks * BLOCK).items():
+                assert abs(count - blocks * BLOCK * weights[name] / sum(weights.values())) <= within
+
+
 UNMIXABLE = {  # sources, by "/" that of the folder: what is wrong with them
     "a name given twice": (["x=/a.jsonl:1", "x=/b.jsonl:1"], "two sources are named x"),
     "a weight that is missing": (["x=/a.jsonl:1", "y=/b.jsonl"], "has no weight, others have one"),
