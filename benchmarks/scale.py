@@ -115,10 +115,10 @@ def open_tokens(count: int, work: pathlib.Path) -> data.tokens.Tokens:
     return data.tokens.Tokens([file], 2**16)
 
 
-def open_packed(tokens: data.tokens.Tokens, work: pathlib.Path) -> data.packing.PaddedDataset:
+def open_packed(tokens: data.tokens.Tokens, work: pathlib.Path) -> data.packing.WholeDocumentDataset:
     """As `CorpusReader.pack` opens it."""
     path, counts = data.packing.pack_once(tokens, SEQ_LEN, "best-fit", 0, work)
-    return data.packing.PaddedDataset(tokens, SEQ_LEN, path, counts, 0, True)
+    return data.packing.WholeDocumentDataset(tokens, SEQ_LEN, path, counts, 0, True)
 
 
 def costs_of_tokens(count: int, work: pathlib.Path) -> Iterator[tuple[str, Call]]:
@@ -128,7 +128,7 @@ def costs_of_tokens(count: int, work: pathlib.Path) -> Iterator[tuple[str, Call]
     packed = open_packed(tokens, work)
     yield (
         "best-fit packing, any other rank",
-        lambda: data.packing.PaddedDataset(tokens, SEQ_LEN, packed.path, packed.counts, 0, True)[0],
+        lambda: data.packing.WholeDocumentDataset(tokens, SEQ_LEN, packed.path, packed.counts, 0, True)[0],
     )
     yield (
         "best-fit packing, a later start of a node",
@@ -168,7 +168,11 @@ def costs_of_ranks(world: World, work: pathlib.Path) -> Iterator[tuple[str, Call
     )
     texts = data.files.find_files(str(work / "*.jsonl")).files_in_split("train")
     corpus = data.stream.Stream(
-        texts, data.tokenize.TextFormat(AutoTokenizer.from_pretrained(DEMO), 1536), "text", SEQ_LEN, 0
+        files=texts,
+        encoder=data.tokenize.TextEncoder(AutoTokenizer.from_pretrained(DEMO), 1536),
+        text_field="text",
+        seq_len=SEQ_LEN,
+        seed=0,
     )
     yield (
         "eval sequences of a stream",

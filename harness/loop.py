@@ -126,7 +126,7 @@ def check_prompts(opened: Opened) -> None:
 def render_prompts(opened: Opened, prompts: list[str | data.Conversation]) -> list[str]:
     """The texts that samples continue, rendered by rank 0."""
     settings, tokenizer = opened.settings, opened.tokenizer
-    is_chat = data.are_chats(opened.corpora, data.read_record(opened.manifest) if opened.manifest else None)
+    is_chat = data.reads_chats(opened.corpora, data.read_record(opened.manifest) if opened.manifest else None)
     return base.broadcast_from_rank_0(
         lambda: [data.render_prompt(settings, is_chat, tokenizer, prompt) for prompt in prompts]
     )
@@ -395,8 +395,8 @@ def generate_samples(opened: Opened, model: transformers.PreTrainedModel, device
     """Generate a continuation of each prompt; for conversations, an answer to it."""
     job.enter_phase("sampling")
     settings, prompts, dataset = opened.settings, opened.prompts, opened.dataset
-    if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.beginning:
-        prompts = [dataset.beginning]  # --demo has no prompt for other data: continue their first words
+    if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.first_words:
+        prompts = [dataset.first_words]  # --demo has no prompt for other data: continue their first words
     stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, opened.record, opened.tokenizer))
     texts = render_prompts(opened, prompts)
     return [models.sample(settings, text, stop_ids, model, opened.tokenizer, device) for text in texts]

@@ -1,10 +1,27 @@
 """Data: from files, buckets and the hub to the microbatches of a rank.
 
-    corpora = data.find(settings)                     one listing, by rank 0
+    corpora = data.find(args)                     one listing, by rank 0
     train_set = data.load(settings, corpora, tokenizer, config, manifest)
     for batch in data.training_batches(settings, train_set, state, device): ...
 
-Each name of the list has a docstring in its file.
+The files, in the order of what happens to a corpus:
+
+    files, stores, data_file    a name of --dataset -> its files; own, cache: files that a run writes
+    corpora                     a source as found, nothing read yet
+    formats, schema             a file -> records -> documents
+    tokenize, chat              documents -> token ids, the token cache
+    tokens                      token ids end to end, document ends
+    packing                     token ids -> sequences
+    eval_split                  what is not trained on
+    stream                      files -> sequences while training
+    mixture, permutation        sample number -> source and sequence
+    training_data               the samples of a run
+    reader                      corpus -> sequences
+    datasets                    opens all of it: start here
+    loader                      samples -> batches of a rank
+    header, prompts             what is printed about it; the texts that samples continue
+
+A plural name of an int (samples, sequences, documents) is a number of them.
 """
 
 from harness.data.chat import read_prompt
@@ -12,13 +29,14 @@ from harness.data.corpora import Corpus, find, masks_documents, needs_tokenizer
 from harness.data.datasets import load, open_sequences, open_sources, show_samples
 from harness.data.eval_split import evaluates_own_data
 from harness.data.loader import Batches, eval_batches, mean_losses, training_batches
-from harness.data.mixture import DataRecord, SequenceOrder, describe_changes, read_record
+from harness.data.mixture import DataRecord, SequenceOrder, Spec, describe_changes, read_record
 from harness.data.packing import PackedDataset, SyntheticDataset, create_collate_fn
-from harness.data.prompts import are_chats, end_tokens, render_prompt
+from harness.data.prompts import end_tokens, reads_chats, render_prompt
 from harness.data.reader import CorpusReader
 from harness.data.schema import Conversation
+from harness.data.stream import Position
 from harness.data.tokenize import vocabulary_of
-from harness.data.training_data import TrainingData, mix
+from harness.data.training_data import Positions, TrainingData, mix
 
 __all__ = [
     "Batches",
@@ -27,10 +45,12 @@ __all__ = [
     "CorpusReader",
     "DataRecord",
     "PackedDataset",
+    "Position",
+    "Positions",
     "SequenceOrder",
+    "Spec",
     "SyntheticDataset",
     "TrainingData",
-    "are_chats",
     "create_collate_fn",
     "describe_changes",
     "end_tokens",
@@ -46,6 +66,7 @@ __all__ = [
     "open_sources",
     "read_prompt",
     "read_record",
+    "reads_chats",
     "render_prompt",
     "show_samples",
     "training_batches",

@@ -42,7 +42,7 @@ from harness.data.schema import (
     parts_of,
     refuse_or_count,
 )
-from harness.data.tokenize import WARNING, Encoded, TextFormat, backend_of, encode_texts, own_tokens_around, take
+from harness.data.tokenize import WARNING, Encoded, TextEncoder, backend_of, encode_texts, own_tokens_around, take
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,7 +82,7 @@ class BadConversationError(Exception):
     """A conversation that cannot be trained on; the argument is the fault."""
 
 
-class ChatFormat(TextFormat):
+class ChatEncoder(TextEncoder):
     """Encoder of conversations."""
 
     def __init__(
@@ -163,10 +163,11 @@ class ChatFormat(TextFormat):
         if not self.has_template:
             return self.end_to_end(conversation)
         template = self.template_for(conversation)
-        marks = self.loss != "all"
-        text, spans = self.render_messages(conversation, template, len(conversation.messages), mark=marks)
+        wants_spans = self.loss != "all"
+        count = len(conversation.messages)
+        text, spans = self.render_messages(conversation, template, count, with_spans=wants_spans)
         self.check_text(conversation, template, text, Counter() if counts is None else counts)
-        if not marks:
+        if not wants_spans:
             return Rendered(text, [(0, len(text))])
         if not has_generation(template):
             return Rendered(text, self.spans_by_prefixes(conversation, template, text))
@@ -183,10 +184,10 @@ class ChatFormat(TextFormat):
         return with_fixed_date(self.tokenizer.get_chat_template(self.template, conversation.tools))
 
     def render_messages(
-        self, conversation: Conversation, template: str, count: int, prompt: bool = False, mark: bool = False
+        self, conversation: Conversation, template: str, count: int, prompt: bool = False, with_spans: bool = False
     ) -> Rendered:
-        """Render the first `count` messages, with the generation prompt if `prompt`, and with the spans that the
-        template marks if `mark`."""
+        """Render the first `count` messages, with the generation prompt if `prompt`, and `with_spans` with those that
+        the template marks."""
         from transformers.utils.chat_template_utils import render_jinja_template  # takes long to import
 
         tools: Any = conversation.tools  # transformers types them as objects or functions
@@ -194,7 +195,7 @@ class ChatFormat(TextFormat):
             conversations=[conversation.messages[:count]],
             tools=tools,
             chat_template=template,
-            return_assistant_tokens_mask=mark and has_generation(template),
+            return_assistant_tokens_mask=with_spans and has_generation(template),
             add_generation_prompt=prompt,
             **self.tokenizer.special_tokens_map,
         )
@@ -530,7 +531,7 @@ def render_user_message(
     """Render a user's message, or a conversation, with the generation prompt."""
     if isinstance(prompt, str):
         prompt = Conversation([{"role": "user", "content": prompt}])
-    chat = ChatFormat(tokenizer, len(tokenizer), template, "all")
+    chat = ChatEncoder(tokenizer, len(tokenizer), template, "all")
     try:
         return chat.render_messages(prompt, chat.template_for(prompt), len(prompt.messages), prompt=True).text
     except Exception as error:  # a template may raise anything
@@ -543,7 +544,7 @@ def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None =
     answer = "Zq"  # not part of a special token
     messages = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}]
     try:
-        text, _ = ChatFormat(tokenizer, len(tokenizer), template, "all").render(Conversation(messages))
+        text, _ = ChatEncoder(tokenizer, len(tokenizer), template, "all").render(Conversation(messages))
     except Exception:  # a template may raise anything
         return []
     end = text.rpartition(answer)[2]
@@ -553,7 +554,7 @@ def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None =
     return []
 
 
-def describe_examples(documents: Iterator, encoder: TextFormat) -> str:
+def describe_examples(documents: Iterator, encoder: TextEncoder) -> str:
     """Return the first conversation of each kind, or the first rows, up to MAX_EXAMPLES: for each a line with its
     position and kind, and its text, at most EXAMPLE_TOKENS tokens, with [[ ]] around what is trained on."""
     found: dict[str, str] = {}

@@ -30,7 +30,7 @@ class Corpus:
     text_field: Field  # or the layout of conversations
     from_token_files: bool  # True if its files are token files
     kind: str  # of its records, one of `schema.KINDS`; "ids" for token files
-    is_eval_only: bool = False  # an eval dataset of its own: evaluated in full, never trained on
+    is_eval_dataset: bool = False  # an eval dataset of its own: evaluated in full, never trained on
 
     @property
     def name(self) -> str:
@@ -46,41 +46,39 @@ class Corpus:
         return self.kind == "chat"
 
     @property
-    def has_mask(self) -> bool:
+    def has_loss_mask(self) -> bool:
         """True if some of its tokens are not trained on."""
         return self.kind in MASKED_KINDS
 
 
-def find(settings: flags.Args) -> list[Corpus]:
+def find(args: flags.Args) -> list[Corpus]:
     """Find the corpora of a run: its sources (none for synthetic data), then the eval dataset if --eval-split is a
     dataset of its own; the eval dataset alone if nothing is trained. Rank 0 lists the files. Every rank calls this."""
     chat_flags = {"chat_template": "--chat-template", "chat_loss": "--chat-loss"}
-    typed = [flag for name, flag in chat_flags.items() if name in settings.explicit and settings.trains()]
-    own.write_all(settings)
-    corpora = base.broadcast_from_rank_0(lambda: find_all(settings))
+    typed = [flag for name, flag in chat_flags.items() if name in args.explicit and args.trains()]
+    own.write_all(args)
+    corpora = base.broadcast_from_rank_0(lambda: find_all(args))
     refuse_unused(typed, corpora)
     return corpora
 
 
-def find_all(settings: flags.Args) -> list[Corpus]:
+def find_all(args: flags.Args) -> list[Corpus]:
     """The corpora of `find`, listed by this process."""
-    has_eval_dataset = (
-        settings.eval_interval and flags.is_eval_dataset(settings.eval_split) and not settings.show_samples
-    )
-    if has_eval_dataset and settings.num_steps == 0:
-        return [find_eval_dataset(settings)]
+    has_eval_dataset = args.eval_interval and flags.is_eval_dataset(args.eval_split) and not args.show_samples
+    if has_eval_dataset and args.num_steps == 0:
+        return [find_eval_dataset(args)]
     corpora = []
-    if settings.dataset != "synthetic":
-        corpora = [find_corpus(settings, source) for source in settings.sources()]
+    if args.dataset != "synthetic":
+        corpora = [find_corpus(args, source) for source in args.sources()]
     if not has_eval_dataset:
         return corpora
-    eval_corpus = find_eval_dataset(settings)
-    eval_files = {file.version()[0] for file in eval_corpus.files}
+    eval_corpus = find_eval_dataset(args)
+    eval_files = {file.real_path for file in eval_corpus.files}
     for corpus in corpora:
-        if shared := [file for file in corpus.files if file.version()[0] in eval_files]:
+        if shared := [file for file in corpus.files if file.real_path in eval_files]:
             problem = f"{shared[0]} is in --dataset {corpus.source.dataset} too, which is trained on"
             advice = "take it out of there, or name a pattern without it"
-            raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; {advice}")
+            raise base.UserError(f"--eval-split {args.eval_split}: {problem}; {advice}")
     return [*corpora, eval_corpus]
 
 
@@ -92,10 +90,10 @@ def find_eval_dataset(settings: flags.Flags) -> Corpus:
         split = "train"
         if name not in flags.DATASETS:
             splits = files.find_files(name).splits
-            split = next((name for name in (DEFAULT_EVAL_SPLIT, "test") if name in splits), "train")
+            split = next((split for split in (DEFAULT_EVAL_SPLIT, "test") if split in splits), "train")
         source = flags.Source(flags.source_name(name), name, None)
         corpus = inspect_source(source, split, wanted_text_field(settings), None, cache_dir=settings.cache_dir)
-    return dataclasses.replace(corpus, is_eval_only=True)
+    return dataclasses.replace(corpus, is_eval_dataset=True)
 
 
 @contextlib.contextmanager
@@ -140,7 +138,7 @@ def inspect_source(
     if path == "demo":
         path = str(flags.ASSETS / "demo" / "stories")
     elif path in flags.DATASETS:
-        path = str(own.find(path, cache_dir))
+        path = str(own.write_once(path, cache_dir))
     listing = files.find_files(path, subset)
     split = split or flags.default_split(source.dataset, streaming)
     split_files = listing.files_in_split(parse_split(split)[0])
@@ -210,8 +208,8 @@ def masks_documents(settings: flags.Flags, corpora: Sequence[Corpus]) -> bool:
     if settings.packing == "none":
         return False
     if settings.document_mask is None:
-        sources = [corpus for corpus in corpora if not corpus.is_eval_only] or corpora
-        return any(corpus.has_mask for corpus in sources)
+        sources = [corpus for corpus in corpora if not corpus.is_eval_dataset] or corpora
+        return any(corpus.has_loss_mask for corpus in sources)
     return settings.document_mask
 
 

@@ -13,7 +13,7 @@ from harness.data.chat import describe_examples
 from harness.data.corpora import Corpus, parse_split
 from harness.data.eval_split import EvalData
 from harness.data.formats import read_records
-from harness.data.packing import HeldSequences, PackedDataset, PaddedDataset, SyntheticDataset, sequence_tokens
+from harness.data.packing import HeldSequences, PackedDataset, SyntheticDataset, WholeDocumentDataset, sequence_tokens
 from harness.data.reader import CorpusReader
 from harness.data.schema import read_documents
 from harness.data.stream import Stream
@@ -50,10 +50,15 @@ def describe(
             size = f"{train.total_tokens():,} tokens, {read}{describe_left_out(train)}"
         name = ", ".join(filter(None, [corpus.source.dataset, settings.dataset_config, corpus.split]))
         files = corpus.listing.describe(parse_split(corpus.split)[0])
-        own = [f"{name}: {size}", files, describe_tokenizer(train), describe_eval_data(source.eval_data)]
-        for texts, text in zip(found.values(), own, strict=True):
+        own = {
+            "data": f"{name}: {size}",
+            "files": files,
+            "tokenizer": describe_tokenizer(train),
+            "eval data": describe_eval_data(source.eval_data),
+        }
+        for word, text in own.items():
             if text:
-                texts.append(text if is_single else f"{corpus.name}: {text}")
+                found[word].append(text if is_single else f"{corpus.name}: {text}")
     lines = {word: "; ".join(texts) for word, texts in found.items() if texts}
     if any(corpus.kind == "text" for corpus in corpora):
         lines["documents"] = describe_ends(tokenizer)
@@ -78,7 +83,7 @@ def describe_eval_data(eval_data: EvalData | None) -> str:
         return ""
     sequences = eval_data.sequences
     line = f"{eval_data.name}: {sequences.total_tokens():,} tokens"
-    if sequences.has_mask:
+    if sequences.has_loss_mask:
         line += f", {sequences.total_trained():,} of them in the loss"
     return line + describe_left_out(sequences)
 
@@ -113,23 +118,23 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader,
     """The lines about documents that are packed whole, and about what is trained on of conversations and rows."""
     lines: dict[str, str] = {}
     if corpus.is_chat:
-        lines |= base.broadcast_from_rank_0(lambda: reader.chat_format(corpus).describe())
+        lines |= base.broadcast_from_rank_0(lambda: reader.chat_encoder(corpus).describe())
     if packing := base.broadcast_from_rank_0(train.describe):
         lines["packing"] = packing
-    if train.has_mask:
+    if train.has_loss_mask:
         share = train.total_trained() / len(train.tokens)
         word, document = ("chat", "conversation") if corpus.is_chat else ("labels", "row")
-        if isinstance(train, PaddedDataset) and (warning := warn_of_cuts(train, document)):
+        if isinstance(train, WholeDocumentDataset) and (warning := warn_of_cuts(train, document)):
             job.warn(warning)
         documents = base.counted(train.num_documents(), document)
         lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
-    if train.has_mask and with_example:
+    if train.has_loss_mask and with_example:
         examples = base.broadcast_from_rank_0(lambda: find_examples(corpus, reader))
         lines["examples"] = f"([[ ]] is around what is trained on)\n{examples}"
     return lines
 
 
-def warn_of_cuts(train: PaddedDataset, document: str) -> str:
+def warn_of_cuts(train: WholeDocumentDataset, document: str) -> str:
     """A warning if more documents than MAX_CUT_SHARE are longer than a sequence; else ""."""
     cut, documents, longest = train.counts["cut"], train.num_documents(), train.counts["longest"]
     if cut <= MAX_CUT_SHARE * documents:

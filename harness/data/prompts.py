@@ -41,9 +41,9 @@ def end_tokens(
     return [end for end in dict.fromkeys(ends) if end is not None]
 
 
-def are_chats(corpora: list[Corpus], record: DataRecord | None) -> bool:
+def reads_chats(corpora: list[Corpus], record: DataRecord | None) -> bool:
     """True if the corpora that a run reads are conversations; if it reads none, those that `record` is of."""
-    sources = [corpus for corpus in corpora if not corpus.is_eval_only] or corpora
+    sources = [corpus for corpus in corpora if not corpus.is_eval_dataset] or corpora
     return any(corpus.is_chat for corpus in sources) if sources else is_chat(record)
 
 

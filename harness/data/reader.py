@@ -16,14 +16,14 @@ import numpy as np
 from harness import base, job
 from harness.data import formats, token_files
 from harness.data.cache import make_once
-from harness.data.chat import ChatFormat, no_assistant_mask
+from harness.data.chat import ChatEncoder, no_assistant_mask
 from harness.data.corpora import Corpus, are_token_files, cut_positions, parse_split, slice_rows
 from harness.data.files import DataFile
 from harness.data.formats import read_records
-from harness.data.packing import PackedDataset, PaddedDataset, pack_once
+from harness.data.packing import PackedDataset, WholeDocumentDataset, pack_once
 from harness.data.schema import read_documents
 from harness.data.token_files import map_numbers
-from harness.data.tokenize import RowFormat, TextFormat, describe_cache, open_cache, take, tokenize_once, warnings_in
+from harness.data.tokenize import RowEncoder, TextEncoder, describe_cache, open_cache, take, tokenize_once, warnings_in
 from harness.data.tokens import Tokens
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
@@ -49,19 +49,19 @@ class CorpusReader:
     def end_of_text(self) -> int | None:
         return None if self.tokenizer is None else self.tokenizer.eos_token_id
 
-    def encoder(self, corpus: Corpus) -> TextFormat:
+    def encoder(self, corpus: Corpus) -> TextEncoder:
         if corpus.kind == "labels":
-            return RowFormat(self.tokenizer, self.vocab_size)
+            return RowEncoder(self.tokenizer, self.vocab_size)
         if not corpus.is_chat:
-            return TextFormat(self.tokenizer, self.vocab_size)
-        chat = self.chat_format(corpus)
+            return TextEncoder(self.tokenizer, self.vocab_size)
+        chat = self.chat_encoder(corpus)
         chat.check(corpus.source.dataset)
         return chat
 
-    def chat_format(self, corpus: Corpus) -> ChatFormat:
+    def chat_encoder(self, corpus: Corpus) -> ChatEncoder:
         template = base.read_template(self.chat_template)
         layout = str(corpus.text_field)
-        return ChatFormat(self.tokenizer, self.vocab_size, template, self.chat_loss, self.skip_bad_records, layout)
+        return ChatEncoder(self.tokenizer, self.vocab_size, template, self.chat_loss, self.skip_bad_records, layout)
 
     def open_tokens(self, corpus: Corpus, split: str) -> tuple[Tokens, str]:
         """(the tokens of a split, mapped; where they come from, in words). Text is tokenized unless the cache has it. A
@@ -95,7 +95,7 @@ class CorpusReader:
         """Call `tokenize_once` for these files, or for some of their rows."""
         encoder = self.encoder(corpus)
         content = [file.version() for file in split_files]
-        identity = [content, rows, corpus.text_field, corpus.has_mask, *encoder.identity()]
+        identity = [content, rows, corpus.text_field, corpus.has_loss_mask, *encoder.identity()]
 
         def tokenize(counts: Counter) -> Iterator:
             records = itertools.chain.from_iterable(read_records(file, corpus.text_field) for file in split_files)
@@ -145,8 +145,8 @@ class CorpusReader:
 
     def pack(self, tokens: Tokens, name: str) -> PackedDataset:
         """Pack tokens as sequences; a UserError, which names the data `name`, if there is not one to train on."""
-        packing = self.packing or ("best-fit" if tokens.has_mask else "concatenate")
-        mask = tokens.has_mask if self.document_mask is None else self.document_mask
+        packing = self.packing or ("best-fit" if tokens.has_loss_mask else "concatenate")
+        mask = tokens.has_loss_mask if self.document_mask is None else self.document_mask
         mask = mask and packing != "none"  # a sequence has one document
         packed: PackedDataset
         if packing != "concatenate":
@@ -158,7 +158,7 @@ class CorpusReader:
             path, counts = base.broadcast_from_node_main(
                 lambda: pack_once(tokens, self.seq_len, packing, self.seed, self.cache_dir), self.is_main
             )
-            packed = PaddedDataset(tokens, self.seq_len, path, counts, padding, mask)
+            packed = WholeDocumentDataset(tokens, self.seq_len, path, counts, padding, mask)
         else:
             if mask:
                 self.check_doc_ends(tokens)

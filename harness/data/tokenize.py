@@ -30,7 +30,9 @@ LEFT_OUT = (
     "bad records",
     *(f"{name} without a trained token" for name in ("conversations", "rows")),
 )
-WARNING = "warning: "  # prefix of the counts of warnings; then the position of the first conversation and the warning
+# Prefix of the counts of warnings. The rest of a count's key is the position of the first conversation and the text of
+# the warning, so that the text stays in the cache's counts, for later starts.
+WARNING = "warning: "
 FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # until the first line of progress, and between lines
 
 
@@ -51,7 +53,7 @@ def take(documents: Iterator, count: int, characters: int = BATCH_CHARACTERS) ->
             return
 
 
-class TextFormat:
+class TextEncoder:
     """Encoder of texts, with an end-of-text token after each, and of token ids, which are kept."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
@@ -108,7 +110,7 @@ class TextFormat:
         return Encoded(tokens.astype(self.dtype), lengths, trained)
 
 
-class RowFormat(TextFormat):
+class RowEncoder(TextEncoder):
     """Encoder of token ids with labels, which are kept."""
 
     def encode(self, documents: list[LabelledIds], counts: Counter) -> Encoded:

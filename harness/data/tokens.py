@@ -104,7 +104,7 @@ class Tokens:
         return unsigned.astype(self.dtype, copy=False)
 
     @property
-    def has_mask(self) -> bool:
+    def has_loss_mask(self) -> bool:
         """True if there is a mask of the tokens to train on: for conversations, and for rows with labels."""
         return self.files[0].trained is not None
 
@@ -177,7 +177,7 @@ class Tokens:
         digest = hashlib.sha256()
         for start in starts:
             digest.update(self[start : start + 4096].tobytes())
-            if self.has_mask:
+            if self.has_loss_mask:
                 digest.update(self.trained(start, min(start + 4096, len(self))).tobytes())
         return f"{digest.hexdigest()[:20]}, {len(self):,} tokens"
 
@@ -185,11 +185,17 @@ class Tokens:
 def ends_in(file_ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
     """The position after each document of stretches of files, counted in the tokens of the stretches; each stretch ends
     one. `file_ends` are those of the files, of which only the ones inside are read."""
-    first = np.searchsorted(file_ends, starts, "right")  # index of the first end inside each stretch
+    # of each stretch: the index of its first end in `file_ends`
+    first = np.searchsorted(file_ends, starts, "right")
+    # of each stretch: the ends before its stop, and the stop itself, unless it is empty
     counts = np.maximum(np.searchsorted(file_ends, stops, "left") - first, 0) + (stops > starts)
+    # of each end: the number of its stretch
     stretch = np.repeat(np.arange(len(counts)), counts)
+    # of each end: its index in `file_ends`, which counts up from the first one of its stretch
     number = first[stretch] + np.arange(len(stretch)) - np.repeat(np.cumsum(counts) - counts, counts)
+    # of each end: its position in the files; the last one of a stretch is the stop, also after all `file_ends`
     ends = np.minimum(file_ends[np.minimum(number, len(file_ends) - 1)], stops[stretch])
+    # of each stretch: the tokens of those before it
     before = np.cumsum(stops - starts) - (stops - starts)
     return ends - starts[stretch] + before[stretch]
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from harness.data.eval_split import EvalData
-from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder
-from harness.data.packing import PackedSequence, PaddedDataset
+from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder, Spec
+from harness.data.packing import PackedSequence, WholeDocumentDataset
 from harness.data.stream import BEGINNING, Position, ShardReader, Stream
 
 Positions = dict[str, dict[int, Position]]  # by source and shard
@@ -26,7 +26,7 @@ class OpenedSource:
 
     train: Any  # a data set of sequences, or a Stream
     eval_data: EvalData | None  # None if nothing of it is evaluated
-    spec: dict[str, Any]  # how it is read and what tells it from others, as a checkpoint records it
+    spec: Spec
 
 
 @dataclass(eq=False)
@@ -44,13 +44,15 @@ class TrainingData:
     eval_data: dict[str, Any] | None = None  # sequences of each source, or of an eval dataset; None: no evaluation
     eval_identity: dict[str, str] = field(default_factory=dict)  # what tells each of these from others
     header: dict[str, str] = field(default_factory=dict)  # lines of the header
-    beginning: str = ""  # the first words of the text, a prompt for a sample
+    first_words: str = ""  # of the text, a prompt for a sample
 
     def __post_init__(self) -> None:
         self.mixture, self.orders = Mixture(self.record.segments, self.seed, self.record.num_shards), {}
         for name, source in self.sources.items():
             if not isinstance(source, Stream):
-                self.orders[name] = SequenceOrder(len(source), self.seed, None if name == self.record.plain else name)
+                self.orders[name] = SequenceOrder(
+                    len(source), self.seed, None if name == self.record.ordered_without_name else name
+                )
 
     def __len__(self) -> int:
         """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
@@ -75,7 +77,7 @@ class TrainingData:
 
     @functools.cached_property
     def has_padding(self) -> bool:
-        padded = [source for source in self.sources.values() if isinstance(source, PaddedDataset)]
+        padded = [source for source in self.sources.values() if isinstance(source, WholeDocumentDataset)]
         return any(source.total_tokens() < len(source) * self.seq_len for source in padded)
 
     @property
@@ -135,9 +137,13 @@ def mix(sequences: dict[str, Any], weights: dict[str, Fraction | None], seq_len:
     """The sequences of sources in the order of a run without stages, by these weights or by size."""
     per_sample = {name: Fraction(source.total_tokens(), len(source)) for name, source in sequences.items()}
     resolved = {name: Fraction(sequences[name].total_tokens()) if w is None else w for name, w in weights.items()}
-    plain = next(iter(sequences)) if len(sequences) == 1 else None
-    segments = [Segment(0, resolved, per_sample)]
-    record = DataRecord({name: {} for name in sequences}, plain, 1, {"weights": {}}, segments)
+    record = DataRecord(
+        sources={name: {} for name in sequences},
+        ordered_without_name=next(iter(sequences)) if len(sequences) == 1 else None,
+        num_shards=1,
+        asked={"weights": {}},
+        segments=[Segment(0, resolved, per_sample)],
+    )
     return TrainingData(sequences, record, seq_len, seed)
 
 

@@ -85,7 +85,7 @@ def read_export_header(folder: pathlib.Path) -> dict[str, str]:
     return {}
 
 
-def trained_on(settings: flags.Settings, record: data.DataRecord | None) -> list[dict[str, Any]]:
+def trained_on(settings: flags.Settings, record: data.DataRecord | None) -> list[data.Spec]:
     """Return the records of the sources that weights were trained on, as far as they are known: those in `record`, and
     those of the run whose export the weights came from. Every rank calls this."""
     sources = list(record.sources.values()) if record else []
@@ -106,7 +106,7 @@ def export(
     state: TrainState,
     tokenizer: PreTrainedTokenizerBase | None,
     stop_ids: list[int],
-    trained_on: list[dict[str, Any]],
+    trained_on: list[data.Spec],
 ) -> None:
     """Write the folder of --export, for AutoModelForCausalLM and AutoTokenizer.from_pretrained. It replaces an earlier
     export. Every rank calls this.
@@ -193,7 +193,7 @@ def export_bytes(settings: flags.Settings, model: PreTrainedModel) -> int:
 
 
 def write_weights(
-    folder: pathlib.Path, settings: flags.Settings, state: TrainState, trained_on: list[dict[str, Any]]
+    folder: pathlib.Path, settings: flags.Settings, state: TrainState, trained_on: list[data.Spec]
 ) -> None:
     """Write the weights, under their names on the hub. Every rank calls this.
 

@@ -149,7 +149,7 @@ def check_data(settings: flags.Settings, now: corpora.DataRecord, manifest: dict
     return corpora.describe_changes(before, now, manifest["samples"])
 
 
-def differences(before: dict[str, dict], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:
+def differences(before: dict[str, corpora.Spec], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:
     """Yield (source, field of its record) for each field that changed."""
     for name, spec in now.sources.items():
         for key, value in before.get(name, {}).items():

@@ -11,7 +11,7 @@ from conftest import ROOT
 from transformers import AutoTokenizer
 
 from harness.base.errors import UserError
-from harness.data.chat import ChatFormat
+from harness.data.chat import ChatEncoder
 from harness.data.schema import Conversation
 
 MARKS = re.compile(r"{%-? (end)?generation -?%}")
@@ -80,8 +80,8 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
 
 
-def chat_format(tokenizer, template: str, loss: str = "assistant") -> ChatFormat:
-    return ChatFormat(tokenizer, len(tokenizer), template, loss)
+def chat_format(tokenizer, template: str, loss: str = "assistant") -> ChatEncoder:
+    return ChatEncoder(tokenizer, len(tokenizer), template, loss)
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)

@@ -23,12 +23,24 @@ def segment(first: int, **weights) -> Segment:
     return Segment(first, fractions, dict.fromkeys(weights, Fraction(1)))
 
 
-def record(dataset: str, stages: str = "", *before, num_shards: int = 1, samples_per_step: int = 8):
-    """What a run of these flags records, that begins or goes on from (record, steps, samples)."""
+def record(
+    dataset: str, stages: str = "", before=None, step=0, samples=0, num_shards: int = 1, samples_per_step: int = 8
+):
+    """What a run of these flags records, that begins or goes on from a record after so many steps and samples."""
     settings = parse_args(["--dataset", *dataset.split(), "--num-steps", "100", *stages.split()])
     weights = {source.name: source.weight for source in settings.sources()}
     ones, rules = dict.fromkeys("abcde", Fraction(1)), {name: {} for name in weights}
-    return make_record(settings, rules, weights, ones, samples_per_step, num_shards, *before)
+    return make_record(
+        settings=settings,
+        sources=rules,
+        weights=weights,
+        per_sample=ones,
+        samples_per_step=samples_per_step,
+        num_shards=num_shards,
+        before=before,
+        step=step,
+        samples=samples,
+    )
 
 
 @pytest.mark.parametrize("shards", [1, 4, 7, 24])

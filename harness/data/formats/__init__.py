@@ -14,7 +14,7 @@ end to end hold each record once. With `row_group_parts(file)` too, a file is cu
 begins where its row group does. Other files, and compressed ones, are read as a whole.
 
 Files that cannot be read raise an OSError or a ValueError. `HAS_FIELDS = False`: records have no fields that
---text-field could name. `ONLY_ALONE = True`: files are data only if no other data files are in their folder.
+--text-field could name. `IS_FALLBACK = True`: files are data only if no other data files are in their folder.
 `COMPANIONS`: suffixes of files that belong to a data file. `harness/flags/choices.py` has the suffixes too.
 """
 

@@ -12,7 +12,7 @@ from harness.data.schema import Field, Record, field_names, find_document
 
 SUFFIXES = (".json",)
 RECORD_NAME = "record"
-ONLY_ALONE = True  # next to other data files, JSON files are metadata
+IS_FALLBACK = True  # next to other data files, JSON files are metadata
 
 SEPARATORS = {True: re.compile(r"[\s,]*"), False: re.compile(r"\s*")}  # between values, by whether in a list
 
@@ -28,7 +28,7 @@ def values_in(stream: BinaryIO) -> Iterator[Any]:
     decoder, utf8 = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
     text, at, is_list, number, at_end = "", 0, False, 0, False
     while True:
-        at = next(SEPARATORS[is_list].finditer(text, at)).end()
+        at = SEPARATORS[is_list].match(text, at).end()
         if text[at : at + 1] == ("]" if is_list else "["):
             at, is_list = at + 1, not is_list
             continue

@@ -108,7 +108,8 @@ def count(stream: io.RawIOBase) -> int:
 
 
 def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
-    """Yield the documents of Arrow rows."""
+    """Yield the documents of Arrow rows: token ids and what is read with them as slices of arrays, all else through
+    Python objects."""
     columns = {name: rows_of_integers(batch[name]) for name in batch.schema.names}
     ids = columns.pop(field, None)
     if ids is None or None in columns.values() or not are_token_ids(ids):

@@ -75,8 +75,9 @@ def split_records(stream: BinaryIO, mark: bytes, start: int, end: int | None) ->
     position = max(0, start - len(mark))  # of the next byte; a mark may end at `start`
     if position:
         stream.seek(position)
-    is_begun, record_start, rest = start == 0, position, b""
-    while is_begun or position < end:
+    is_ours = start == 0  # False until a mark is found: the part before it belongs to a record that began earlier
+    record_start, rest = position, b""
+    while is_ours or position < end:
         size = min(BLOCK, end - position) if position < end else FIRST_TAIL
         block = stream.read(max(size, len(rest)))  # blocks grow with a record, which is joined less often
         if not block:
@@ -84,11 +85,11 @@ def split_records(stream: BinaryIO, mark: bytes, start: int, end: int | None) ->
         position += len(block)
         *records, rest = (rest + block).split(mark)
         for record in records:
-            if is_begun:
+            if is_ours:
                 yield record_start, record
-            is_begun = True
+            is_ours = True
             record_start += len(record) + len(mark)
             if record_start >= end:
                 return
-    if is_begun and rest:
+    if is_ours and rest:
         yield record_start, rest
