@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import Subset
 
 from harness import base, flags, job
-from harness.data import stream, token_files
+from harness.data import stream
 from harness.data.corpora import Corpus, are_token_files, blame_eval_split, inspect_source, parse_split, refuse_unused
 from harness.data.eval_split import (
     BY_CONTENT,
@@ -34,6 +34,7 @@ from harness.data.prompts import first_words
 from harness.data.reader import CorpusReader
 from harness.data.schema import Field
 from harness.data.stream import Stream
+from harness.data.tokens import differing_tokenizer
 from harness.data.training_data import OpenedSource, TrainingData, mix
 
 if TYPE_CHECKING:
@@ -247,7 +248,7 @@ def open_cached(
     beginning = tokens.beginning()
     prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
     job.print0("data      ", prefix + line)
-    warning = token_files.differing_tokenizer(tokens.files, reader.tokenizer)
+    warning = differing_tokenizer(tokens.files, reader.tokenizer)
     if warning:
         job.warn(warning)
     eval_data = None

@@ -16,8 +16,7 @@ from torch.utils.data import Dataset
 from harness import base
 from harness.base import IGNORE_INDEX
 from harness.data.cache import make_once
-from harness.data.token_files import TokenFile, map_numbers
-from harness.data.tokens import Tokens
+from harness.data.tokens import TokenFile, Tokens, map_numbers
 
 VERSION = 1  # of a packing's files; another version is not read
 MASK_PART = 2**22  # tokens whose mask is read at once

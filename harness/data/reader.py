@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from harness import base, job
-from harness.data import formats, token_files
+from harness.data import formats
 from harness.data.cache import make_once
 from harness.data.chat import ChatEncoder, no_assistant_mask
 from harness.data.corpora import Corpus, are_token_files, cut_positions, parse_split, slice_rows
@@ -22,9 +22,8 @@ from harness.data.files import DataFile
 from harness.data.formats import read_records
 from harness.data.packing import PackedDataset, WholeDocumentDataset, pack_once
 from harness.data.schema import read_documents
-from harness.data.token_files import map_numbers
 from harness.data.tokenize import RowEncoder, TextEncoder, describe_cache, open_cache, take, tokenize_once, warnings_in
-from harness.data.tokens import Tokens
+from harness.data.tokens import Tokens, describe_files, map_numbers
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
 
@@ -72,7 +71,7 @@ class CorpusReader:
             opened = base.call_on_all_ranks(  # raises on all ranks if a file is missing on one node
                 lambda: [formats.open_token_file(file, self.vocab_size) for file in split_files]
             )
-            line = token_files.describe(opened)
+            line = describe_files(opened)
         else:
             rows = None
             if corpus.listing.is_hub and bounds:

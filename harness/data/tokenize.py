@@ -17,7 +17,7 @@ import numpy as np
 from harness import base, job
 from harness.data.cache import make_once
 from harness.data.schema import LabelledIds
-from harness.data.token_files import TokenFile, map_numbers
+from harness.data.tokens import TokenFile, map_numbers
 
 if TYPE_CHECKING:
     import tokenizers

@@ -18,8 +18,7 @@ import utils
 from harness.base import UserError
 from harness.data import packing
 from harness.data.reader import CorpusReader
-from harness.data.token_files import TokenFile
-from harness.data.tokens import Tokens
+from harness.data.tokens import TokenFile, Tokens
 
 TEMPLATE = """{% for message in messages %}{% if message.role == 'assistant' %}A: {% generation %}
 {{- message.content + eos_token }}{% endgeneration %}{% else %}{{ message.role }}: {{ message.content }}

@@ -25,8 +25,7 @@ from harness.data.eval_split import divide, eval_document_numbers
 from harness.data.files import find_files
 from harness.data.formats import open_token_file
 from harness.data.packing import PackedSequence
-from harness.data.token_files import TokenFile
-from harness.data.tokens import Tokens
+from harness.data.tokens import TokenFile, Tokens
 
 VOCAB = 1536  # of the demo model
 END = 0  # end-of-text of its tokenizer

@@ -6,8 +6,8 @@ A format has `SUFFIXES`, the ends of its files' names, and one of these:
   that says what is wrong, or None for nothing. `stream` has the file's bytes, decompressed. `RECORD_NAME` is what its
   records are called ("line", "row"). In `schema`, `find_document` (for objects) or `choose_field` and `read_fields`
   (for columns) find what is read of a record and check it. `text_field` may be several names, the best first.
-- `open_tokens(file, vocab_size)`: maps a file of token ids as a `token_files.TokenFile`. Tokens are neither copied nor
-  read. What is cheap to check is checked here; a fault is `token_files.damaged`.
+- `open_tokens(file, vocab_size)`: maps a file of token ids as a `tokens.TokenFile`. Tokens are neither copied nor
+  read. What is cheap to check is checked here; a fault is `tokens.damaged`.
 
 `CAN_BE_CUT = True`: `read(stream, text_field, start, end)` gives the records that begin within these bytes, so parts
 end to end hold each record once. With `row_group_parts(file)` too, a file is cut at these positions only; a record
@@ -34,7 +34,7 @@ from typing import Any, BinaryIO, cast
 from harness import base
 from harness.data.data_file import COMPRESSIONS, DataFile
 from harness.data.schema import Field, Record
-from harness.data.token_files import TokenFile, damaged
+from harness.data.tokens import TokenFile, damaged
 
 BLOCK = 2**18  # bytes per read
 

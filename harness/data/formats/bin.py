@@ -14,7 +14,7 @@ import struct
 
 import numpy as np
 
-from harness.data.token_files import TokenFile, damaged, map_numbers
+from harness.data.tokens import TokenFile, damaged, map_numbers
 
 SUFFIXES = (".bin",)
 COMPANIONS = (".idx",)

@@ -5,7 +5,7 @@ are little-endian, also in shuffled files. The layout is that of `datatrove.pipe
 import functools
 import os
 
-from harness.data.token_files import TokenFile, damaged, map_numbers
+from harness.data.tokens import TokenFile, damaged, map_numbers
 
 SUFFIXES = (".ds",)
 COMPANIONS = (".ds.index", ".ds.metadata")

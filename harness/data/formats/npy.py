@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from harness.data.token_files import TokenFile, damaged
+from harness.data.tokens import TokenFile, damaged
 
 SUFFIXES = (".npy",)
 HAS_FIELDS = False
