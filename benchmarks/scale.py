@@ -175,7 +175,7 @@ def costs_of_ranks(world: World, work: pathlib.Path) -> Iterator[tuple[str, Call
         lambda: corpus.eval_sequences(EVAL_SEQUENCES, lambda number: number // BATCH % world.size == 0),
     )
     ids = np.tile(np.append(np.full(TOKENS_PER_DOCUMENT - 1, 5, np.uint16), np.uint16(0)), 10**7 // TOKENS_PER_DOCUMENT)
-    files = [data.tokens.TokenFile(ids)]
+    files = [data.tokens.TokenFile(ids, version=["ids", ids.nbytes, ""])]
     reader = data.CorpusReader(
         tokenizer=SimpleNamespace(eos_token_id=0), seq_len=SEQ_LEN, vocab_size=2**16, cache_dir=work
     )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import os
 import pathlib
@@ -117,8 +116,9 @@ class CorpusReader:
         return tokenize_once(identity, tokenize, self.cache_dir, self.skip_bad_records)
 
     def with_doc_ends(self, tokens: Tokens) -> Tokens:
-        """The tokens with their document boundaries. If the files do not have these, one process of a node reads all
-        tokens for them, and the others map what it found. A UserError if nothing says where documents end."""
+        """The tokens of token files or of the cache with their document boundaries. If the files do not have these, one
+        process of a node reads all tokens for them, at the first start, and the others map what it found. A UserError
+        if nothing says where documents end."""
         if tokens.has_doc_ends:
             return tokens
         self.check_doc_ends(tokens)
@@ -127,11 +127,10 @@ class CorpusReader:
             tokens.file_doc_ends.tofile(folder / "ends")
             return {}
 
-        def keep_doc_ends() -> pathlib.Path:
-            digest = hashlib.sha256(tokens.file_doc_ends.data).hexdigest()
-            return make_once("ends", [digest], write, self.cache_dir)[0]
-
-        path = base.broadcast_from_node_main(keep_doc_ends, self.is_main)
+        identity = [[file.version for file in tokens.files], tokens.end_of_text]
+        path, _ = base.broadcast_from_node_main(
+            lambda: make_once("ends", identity, write, self.cache_dir), self.is_main
+        )
         return dataclasses.replace(tokens, known_doc_ends=map_numbers(str(path.with_suffix(".ends")), np.int64))
 
     def check_doc_ends(self, tokens: Tokens) -> None:

@@ -37,6 +37,7 @@ class TokenFile:
     is_checked: bool = False  # whether each id is known to be below the vocabulary's size
     trained: np.ndarray | None = None  # the mask, if there is one, uint8: 1 for each token that is trained on
     cache_key: str = ""  # tells the content of a token cache from others; empty for a token file and for an array
+    version: list | None = None  # of a token file, see `DataFile.version`; None for a token cache and for an array
     reopen: Callable[[], "TokenFile"] | None = None  # opens the same file again; None for an array
 
     def __reduce__(self) -> Any:

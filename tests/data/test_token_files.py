@@ -9,6 +9,7 @@ import os
 import pathlib
 import pickle
 import re
+import types
 
 import formats
 import numpy as np
@@ -113,6 +114,41 @@ def test_boundaries_are_the_same_before_and_after_they_are_searched_for_in_all_f
     for first, last in itertools.combinations(range(8), 2):
         assert tokens.starts_between(first, last).tolist() == searched.starts_between(first, last).tolist()
     assert tokens.starts_between(1, 7).tolist() == [0, 1, 3]
+
+
+def append_document(file: pathlib.Path) -> int:
+    with file.open("ab") as opened:
+        opened.write(np.array([5, END], "<u2").tobytes())
+    return END
+
+
+OTHER_ENDS = {  # what changes before the next start: (the end-of-text token then, whether the tokens are read again)
+    "nothing": (lambda file: END, False),
+    "the file": (append_document, True),
+    "the end-of-text token": (lambda file: 7, True),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ENDS)
+def test_later_starts_do_not_read_a_token_file_for_its_boundaries(tmp_path, monkeypatch, name):
+    file = flat(tmp_path / "a.bin")
+    reads, find_doc_ends = [], Tokens._find_doc_ends
+    monkeypatch.setattr(Tokens, "_find_doc_ends", lambda *found: reads.append(1) or find_doc_ends(*found))
+
+    def start(end_of_text: int) -> list[int]:
+        reads.clear()
+        tokenizer = types.SimpleNamespace(eos_token_id=end_of_text)
+        reader = data.CorpusReader(tokenizer=tokenizer, seq_len=4, vocab_size=VOCAB, cache_dir=tmp_path / "cache")
+        tokens = dataclasses.replace(open_tokens(file), end_of_text=end_of_text)
+        return reader.with_doc_ends(tokens).doc_ends.tolist()
+
+    assert start(END) == ENDS.tolist() and reads
+    change, are_read = OTHER_ENDS[name]
+    end_of_text = change(file)
+    found = start(end_of_text)
+    assert bool(reads) == are_read
+    tokens = open_tokens(file)[:]
+    assert found == sorted({*(np.flatnonzero(tokens == end_of_text) + 1).tolist(), len(tokens)})
 
 
 def test_documents_longer_than_a_sequence_are_counted_where_boundaries_are_known():
