@@ -85,11 +85,6 @@ class PackedDataset(Dataset):
         return np.flatnonzero(self.label_counts) if self.has_loss_mask else range(self.total_sequences)
 
     @functools.cached_property
-    def trained_counts(self) -> np.ndarray:
-        """Labels that count in each sequence, of data with a mask."""
-        return self.label_counts[self.kept]
-
-    @functools.cached_property
     def left_out(self) -> int:
         """The number of sequences that were left out because none of their labels counts."""
         return self.total_sequences - len(self.kept)
@@ -122,7 +117,7 @@ class PackedDataset(Dataset):
 
     def total_trained(self) -> int:
         """Labels of all sequences that count, of data with a mask."""
-        return int(self.trained_counts.sum())
+        return int(self.label_counts.sum())
 
     def total_tokens(self) -> int:
         """Inputs of all sequences that are not padding."""
