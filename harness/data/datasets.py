@@ -29,13 +29,13 @@ from harness.data.eval_split import (
 from harness.data.header import describe, describe_eval_data, describe_packing, describe_step
 from harness.data.loader import is_evaluated_here
 from harness.data.mixture import DataRecord, SequenceOrder, Spec, make_record, read_record
-from harness.data.packing import PackedDataset, SyntheticDataset, WholeDocumentDataset
+from harness.data.packing import PackedDataset, SyntheticDataset
 from harness.data.prompts import first_words
 from harness.data.reader import CorpusReader
 from harness.data.schema import Field
 from harness.data.stream import Stream
 from harness.data.tokens import differing_tokenizer
-from harness.data.training_data import OpenedSource, TrainingData, mix
+from harness.data.training_data import OpenedSource, TrainingData, mix, tokens_per_sample
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -77,7 +77,7 @@ def load(
         settings=settings,
         sources={name: source.spec for name, source in opened.items()},
         weights=source_weights(settings, opened),
-        per_sample={name: tokens_per_sample(source.train, settings) for name, source in opened.items()},
+        per_sample={name: tokens_per_sample(source.train, settings.sequence_length) for name, source in opened.items()},
         samples_per_step=per_step,
         num_shards=choose_num_shards(settings, corpora, before, per_step),
         before=before,
@@ -377,13 +377,6 @@ def source_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) ->
         else:
             weights[source.name] = Fraction(train.total_tokens())
     return weights
-
-
-def tokens_per_sample(train: PackedDataset | SyntheticDataset | Stream, settings: flags.Settings) -> Fraction:
-    """The mean number of tokens in a sequence, without padding."""
-    if isinstance(train, WholeDocumentDataset):
-        return Fraction(train.total_tokens(), len(train))
-    return Fraction(settings.sequence_length)
 
 
 def check_size(settings: flags.Settings, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:

@@ -1,7 +1,6 @@
 """Training data: the samples of a run, each found by its number."""
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -56,10 +55,9 @@ class TrainingData:
 
     def __len__(self) -> int:
         """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
-        first = self.record.segments[0]
-        weights = {name: weight / first.per_sample[name] for name, weight in first.weights.items() if weight}
-        total = sum(weights.values())  # weights of samples: those of tokens, divided by the tokens per sample
-        return max(math.ceil(self.orders[name].sequences * total / weight) for name, weight in weights.items())
+        weights = self.record.segments[0].sample_weights
+        total = sum(weights.values())
+        return max(-(-self.orders[name].sequences * total // weight) for name, weight in weights.items())
 
     def __getitem__(self, sample: int) -> np.ndarray | PackedSequence:
         """A global sample; not of streams."""
@@ -135,7 +133,7 @@ class TrainingData:
 
 def mix(sequences: dict[str, Any], weights: dict[str, Fraction | None], seq_len: int, seed: int) -> TrainingData:
     """The sequences of sources in the order of a run without stages, by these weights or by size."""
-    per_sample = {name: Fraction(source.total_tokens(), len(source)) for name, source in sequences.items()}
+    per_sample = {name: tokens_per_sample(source, seq_len) for name, source in sequences.items()}
     resolved = {name: Fraction(sequences[name].total_tokens()) if w is None else w for name, w in weights.items()}
     record = DataRecord(
         sources={name: {} for name in sequences},
@@ -145,6 +143,11 @@ def mix(sequences: dict[str, Any], weights: dict[str, Fraction | None], seq_len:
         segments=[Segment(0, resolved, per_sample)],
     )
     return TrainingData(sequences, record, seq_len, seed)
+
+
+def tokens_per_sample(source: Any, seq_len: int) -> Fraction:
+    """The mean number of tokens in a sequence of a source, without padding."""
+    return Fraction(seq_len) if isinstance(source, Stream) else Fraction(source.total_tokens(), len(source))
 
 
 class SampleReader:
