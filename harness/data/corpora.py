@@ -86,13 +86,11 @@ def find_eval_dataset(settings: flags.Flags) -> Corpus:
     """Find the corpus of an --eval-split that is a dataset of its own: its split `validation`, or `test` if it has
     none, or `train`, which is everything if no file is named as a split."""
     name = str(settings.eval_split)
+    source = flags.Source(flags.source_name(name), name, None)
     with blame_eval_split():
-        split = "train"
-        if name not in flags.DATASETS:
-            splits = files.find_files(name).splits
-            split = next((split for split in (DEFAULT_EVAL_SPLIT, "test") if split in splits), "train")
-        source = flags.Source(flags.source_name(name), name, None)
-        corpus = inspect_source(source, split, wanted_text_field(settings), None, cache_dir=settings.cache_dir)
+        listing = list_source(source, None, settings.cache_dir)
+        split = next((split for split in (DEFAULT_EVAL_SPLIT, "test") if split in listing.splits), "train")
+        corpus = inspect_listing(source, listing, split, wanted_text_field(settings))
     return dataclasses.replace(corpus, is_eval_dataset=True)
 
 
@@ -134,13 +132,21 @@ def inspect_source(
     cache_dir: str | os.PathLike | None = None,
 ) -> Corpus:
     """A source as it is found, with its default split without a `split`."""
+    listing = list_source(source, subset, cache_dir)
+    return inspect_listing(source, listing, split or flags.default_split(source.dataset, streaming), text_field)
+
+
+def list_source(source: flags.Source, subset: str | None, cache_dir: str | os.PathLike | None) -> Listing:
     path = source.dataset
     if path == "demo":
         path = str(flags.ASSETS / "demo" / "stories")
     elif path in flags.DATASETS:
         path = str(own.write_once(path, cache_dir))
-    listing = files.find_files(path, subset)
-    split = split or flags.default_split(source.dataset, streaming)
+    return files.find_files(path, subset)
+
+
+def inspect_listing(source: flags.Source, listing: Listing, split: str, text_field: Field) -> Corpus:
+    """The corpus of a split, by its files and the first of their records."""
     split_files = listing.files_in_split(parse_split(split)[0])
     from_token_files = are_token_files(split_files)
     kind = "ids"
