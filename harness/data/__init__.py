@@ -24,14 +24,13 @@ The files, in the order of what happens to a corpus:
 A plural name of an int (samples, sequences, documents) is a number of them.
 """
 
-from harness.data.chat import read_prompt
 from harness.data.corpora import Corpus, find, masks_documents, needs_tokenizer
 from harness.data.datasets import load, open_sequences, open_sources, show_samples
 from harness.data.eval_split import evaluates_own_data
 from harness.data.loader import Batches, eval_batches, mean_losses, training_batches
 from harness.data.mixture import DataRecord, SequenceOrder, Spec, describe_changes, read_record
 from harness.data.packing import PackedDataset, SyntheticDataset, create_collate_fn
-from harness.data.prompts import end_tokens, reads_chats, render_prompt
+from harness.data.prompts import end_tokens, read_prompt, reads_chats, render_prompt
 from harness.data.reader import CorpusReader
 from harness.data.schema import Conversation
 from harness.data.stream import Position

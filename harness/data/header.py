@@ -3,21 +3,21 @@
 import dataclasses
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch.distributed as dist
 
 from harness import base, flags, job
-from harness.data.chat import describe_examples
 from harness.data.corpora import Corpus, parse_split
 from harness.data.eval_split import EvalData
 from harness.data.formats import read_records
 from harness.data.packing import HeldSequences, PackedDataset, SyntheticDataset, WholeDocumentDataset, sequence_tokens
 from harness.data.reader import CorpusReader
-from harness.data.schema import read_documents
+from harness.data.schema import Conversation, calls_of, read_documents
 from harness.data.stream import Stream
-from harness.data.tokenize import own_tokens_around
+from harness.data.tokenize import Encoded, TextEncoder, own_tokens_around
 from harness.data.training_data import OpenedSource, SampleReader, TrainingData
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MAX_CUT_SHARE = 0.1  # maximum share of documents longer than a sequence without a warning
 EXAMPLE_RECORDS = 1000  # records searched for examples
+MAX_EXAMPLES, EXAMPLE_TOKENS = 4, 200
+THOUGHTS = {"reasoning_content", "reasoning", "thinking"}  # fields of messages
 EXCERPT = 200  # characters printed of a document
 
 
@@ -149,6 +151,56 @@ def find_examples(corpus: Corpus, reader: CorpusReader) -> str:
     first = itertools.islice(records, EXAMPLE_RECORDS)
     documents = read_documents(first, reader.vocab_size, True, Counter(), corpus.kind)
     return describe_examples(documents, dataclasses.replace(reader, skip_bad_records=True).encoder(corpus))
+
+
+def describe_examples(documents: Iterator, encoder: TextEncoder) -> str:
+    """Return the first conversation of each kind, or the first rows, up to MAX_EXAMPLES: for each a line with its
+    position and kind, and its text, at most EXAMPLE_TOKENS tokens, with [[ ]] around what is trained on."""
+    found: dict[str, str] = {}
+    for number, document in enumerate(documents, 1):
+        kind, title = f"row {number}", f"row {number}"
+        if isinstance(document, Conversation):
+            kind = describe_kind(document)
+            title = f"{document.position}: {kind}"
+        if kind not in found:
+            encoded = encoder.encode([document], Counter())
+            if len(encoded.tokens):
+                found[kind] = f"--- {title}\n{mark_trained(encoded, encoder.tokenizer)}"
+        if len(found) == MAX_EXAMPLES:
+            break
+    return "\n".join(found.values())
+
+
+def describe_kind(conversation: Conversation) -> str:
+    """Name what a conversation has that others may lack."""
+    messages = conversation.messages
+    roles = [message["role"] for message in messages]
+    texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
+    kinds = {
+        "system": not {"system", "developer"}.isdisjoint(roles),
+        "tools": bool(conversation.tools) or any(map(calls_of, messages)),
+        "reasoning": any(THOUGHTS & message.keys() for message in messages) or "</think>" in "".join(texts),
+        "several turns": roles.count("user") > 1,
+    }
+    return ", ".join(kind for kind, is_there in kinds.items() if is_there) or "one turn"
+
+
+def mark_trained(encoded: Encoded, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return the text of a document with [[ ]] around what is trained on; the middle of a long one is left out."""
+    halves = [slice(None)]
+    if len(encoded.tokens) > EXAMPLE_TOKENS:
+        halves = [slice(EXAMPLE_TOKENS // 2), slice(-EXAMPLE_TOKENS // 2, None)]
+    texts = []
+    for half in halves:
+        tokens, trained = encoded.tokens[half], encoded.trained[half].astype(bool)
+        borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
+        parts = []
+        for first, last in itertools.pairwise(borders):
+            text = tokenizer.decode(tokens[first:last].tolist())
+            assert isinstance(text, str)  # of one list of ids
+            parts.append(f"[[{text}]]" if trained[first] else text)
+        texts.append("".join(parts))
+    return " ... ".join(texts)
 
 
 def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None", step: int) -> str:

@@ -14,7 +14,9 @@ from transformers import AutoTokenizer
 import utils
 from harness import base
 from harness.base.errors import UserError
-from harness.data.chat import ChatEncoder, describe_examples, read_prompt
+from harness.data.chat import ChatEncoder
+from harness.data.header import describe_examples
+from harness.data.prompts import read_prompt
 from harness.data.schema import Conversation
 
 TEMPLATES = {

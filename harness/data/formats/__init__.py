@@ -13,9 +13,9 @@ A format has `SUFFIXES`, the ends of its files' names, and one of these:
 end to end hold each record once. With `row_group_parts(file)` too, a file is cut at these positions only; a record
 begins where its row group does. Other files, and compressed ones, are read as a whole.
 
-Files that cannot be read raise an OSError or a ValueError. `HAS_FIELDS = False`: records have no fields that
---text-field could name. `IS_FALLBACK = True`: files are data only if no other data files are in their folder.
-`COMPANIONS`: suffixes of files that belong to a data file. `harness/flags/choices.py` has the suffixes too.
+Files that cannot be read raise an OSError or a ValueError. `IS_FALLBACK = True`: files are data only if no other data
+files are in their folder. `COMPANIONS`: suffixes of files that belong to a data file. `harness/flags/choices.py` has
+the suffixes too, and which of them are of records with fields.
 """
 
 import bz2

@@ -9,7 +9,6 @@ from harness.data.tokens import TokenFile, damaged, map_numbers
 
 SUFFIXES = (".ds",)
 COMPANIONS = (".ds.index", ".ds.metadata")
-HAS_FIELDS = False
 
 UNKNOWN = "Unknown Tokenizer"  # datatrove's name of a tokenizer without one
 

@@ -5,7 +5,6 @@ import numpy as np
 from harness.data.tokens import TokenFile, damaged
 
 SUFFIXES = (".npy",)
-HAS_FIELDS = False
 
 
 def open_tokens(file: str, vocab_size: int) -> TokenFile:

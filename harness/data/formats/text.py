@@ -9,7 +9,6 @@ from harness.data.schema import DOCUMENT_MARK, BadRecord, Field, Record
 
 SUFFIXES = (".txt", ".md")
 RECORD_NAME = "document"
-HAS_FIELDS = False
 CAN_BE_CUT = True
 
 FIRST_TAIL = 2**13  # bytes of the first read after the end of a part, for the end of its last record
