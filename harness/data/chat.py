@@ -37,7 +37,7 @@ TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: Llama's defa
 DATE_CODES = ["%a", "%A", "%b", "%B", "%c", "%d", "%-d", "%F", "%H"]
 DATE_CODES += ["%I", "%j", "%m", "%-m", "%M", "%p", "%S", "%y", "%Y"]
 COMPLETIONS = "prompt+completion"  # the layout that needs no template if both are text
-EXCERPT = 30  # characters shown on each side of a position
+CONTEXT_CHARACTERS = 30  # shown on each side of a position
 
 
 class Rendered(NamedTuple):
@@ -218,8 +218,9 @@ class ChatEncoder(TextEncoder):
             return len(prefix)
         pairs = enumerate(itertools.zip_longest(prefix, text))
         at = next(number for number, (one, other) in pairs if one != other)
-        alone, followed = (repr(part[max(0, at - EXCERPT) : at + EXCERPT]) for part in (prefix, text))
-        problem = f"its chat template changes earlier messages when more follow ({alone} becomes {followed})"
+        nearby = slice(max(0, at - CONTEXT_CHARACTERS), at + CONTEXT_CHARACTERS)
+        change = f"{prefix[nearby]!r} becomes {text[nearby]!r}"
+        problem = f"its chat template changes earlier messages when more follow ({change})"
         why = "such as one that moves a system prompt or drops thoughts"
         raise no_assistant_mask(f"--dataset {conversation.position}: {problem}, {why}")
 

@@ -27,7 +27,7 @@ MAX_CUT_SHARE = 0.1  # maximum share of documents longer than a sequence without
 EXAMPLE_RECORDS = 1000  # records searched for examples
 MAX_EXAMPLES, EXAMPLE_TOKENS = 4, 200
 THOUGHTS = {"reasoning_content", "reasoning", "thinking"}  # fields of messages
-EXCERPT = 200  # characters printed of a document
+MAX_PRINTED = 200  # characters of a document in a sample
 
 
 def describe(
@@ -221,21 +221,21 @@ def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None
         tokens = sequence_tokens(sequence)
         if not isinstance(data.sources[name], PackedDataset):  # a stream, or random tokens
             shard = sample % data.record.num_shards
-            lines += [f"sample {sample:,}: {name}, shard {shard:,}", f"  {excerpt(tokens, tokenizer)}"]
+            lines += [f"sample {sample:,}: {name}, shard {shard:,}", f"  {decode_beginning(tokens, tokenizer)}"]
             continue
         source, index = data.locate(sample)
         lines.append(f"sample {sample:,}: {name}, sequence {index:,} of {len(source):,}")
         borders = [*source.starts_in(index), source.real_tokens(index)]
         for start, end in itertools.pairwise(borders):
-            lines.append(f"  from token {start:,}: {excerpt(tokens[start:end], tokenizer)}")
+            lines.append(f"  from token {start:,}: {decode_beginning(tokens[start:end], tokenizer)}")
     return "\n".join(lines)
 
 
-def excerpt(tokens: np.ndarray, tokenizer: "PreTrainedTokenizerBase | None") -> str:
+def decode_beginning(tokens: np.ndarray, tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """The beginning of a stretch of tokens, in one line; as ids without a tokenizer."""
     if tokenizer is None:
-        return " ".join(map(str, tokens[: EXCERPT // 8]))
+        return " ".join(map(str, tokens[: MAX_PRINTED // 8]))
     text = tokenizer.decode(tokens)
     assert isinstance(text, str)  # of one list of ids
     text = " ".join(text.split())
-    return text if len(text) <= EXCERPT else f"{text[:EXCERPT]}..."
+    return text if len(text) <= MAX_PRINTED else f"{text[:MAX_PRINTED]}..."

@@ -2,10 +2,10 @@
 opens the shards of its own samples.
 
 A chunk is a part of files that can be cut, a row group of Parquet, or a compressed file. Each epoch a shard takes its
-chunks in an order of its own and reads each in pieces, whose documents it shuffles. Its sequences are cut from their
+chunks in an order of its own and reads each in portions, whose documents it shuffles. Its sequences are cut from their
 tokens end to end. A position from which a sequence can be read again is (its number in the shard, the chunk counted
-over epochs, the piece of the chunk, the tokens of the piece before the sequence). To resume there, the pieces of the
-chunk before it are read again but not tokenized.
+over epochs, the portion of the chunk, the tokens of the portion before the sequence). To resume there, the portions of
+the chunk before it are read again but not tokenized.
 """
 
 import bisect
@@ -36,7 +36,7 @@ from harness.data.tokenize import Encoded, TextEncoder, take
 from harness.data.tokens import BEGINNING_TOKENS, checksum_of_beginning
 
 MIN_CHUNK = 2**12  # bytes: a corpus has no more shards than chunks
-MAX_CHUNK = 2**18  # bytes, and characters of a piece: about what an open shard holds in memory
+MAX_CHUNK = 2**18  # bytes, and characters of a portion: about what an open shard holds in memory
 MAX_OPEN_BYTES = 2**26  # of one chunk for each shard, all shards together
 BATCH = 16  # documents per call of the tokenizer: training waits for the first of each shard
 
@@ -46,8 +46,8 @@ class Position(NamedTuple):
 
     sequence: int  # its number in the shard
     chunk: int  # of the shard, counted over epochs
-    piece: int  # of the chunk
-    offset: int  # tokens of the piece before the sequence
+    portion: int  # of the chunk
+    offset: int  # tokens of the portion before the sequence
 
 
 BEGINNING = Position(0, 0, 0, 0)
@@ -104,8 +104,8 @@ class Stream:
                 return chunks
         raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
 
-    def pieces(self, shard: int, chunk_number: int, piece: int, counts: Counter) -> Iterator[tuple[int, int, list]]:
-        """Endless (number of the chunk over epochs, piece, its documents) of a shard, from a piece of a chunk on;
+    def portions(self, shard: int, chunk_number: int, portion: int, counts: Counter) -> Iterator[tuple[int, int, list]]:
+        """Endless (number of the chunk over epochs, portion, its documents) of a shard, from a portion of a chunk on;
         `counts` gets how many documents of the first epoch are left out."""
         chunks = self.shard_chunks(shard)
         while True:
@@ -113,14 +113,14 @@ class Stream:
             order = np.random.default_rng([self.seed, shard, epoch]).permutation(len(chunks))
             documents = self.documents(chunks[order[number_in_epoch]], counts if epoch == 0 else None)
             for number in itertools.count():
-                piece_documents = list(take(documents, MAX_CHUNK, MAX_CHUNK))
-                if not piece_documents:
+                portion_documents = list(take(documents, MAX_CHUNK, MAX_CHUNK))
+                if not portion_documents:
                     break
-                if number >= piece:
+                if number >= portion:
                     generator = np.random.default_rng([self.seed, shard, chunk_number, number])
-                    shuffled = [piece_documents[index] for index in generator.permutation(len(piece_documents))]
+                    shuffled = [portion_documents[index] for index in generator.permutation(len(portion_documents))]
                     yield chunk_number, number, shuffled
-            chunk_number, piece = chunk_number + 1, 0
+            chunk_number, portion = chunk_number + 1, 0
 
     def first_documents(self, chunks: list[list[Part]], tokens: int) -> Encoded:
         """The first documents of chunks, with at least this number of tokens if there are that many."""
@@ -264,14 +264,14 @@ class ShardReader:
         # number of the first token in the buffer, in the shard
         self.start = position.sequence * stream.seq_len - position.offset
         self.tokens, self.ends = np.empty(0, stream.encoder.dtype), np.empty(0, np.int64)  # the buffer, documents' ends
-        self.marks: collections.deque[tuple[int, int, int]] = collections.deque()  # (first token, chunk, piece) in it
-        self.batches = self._read(stream.pieces(shard, position.chunk, position.piece, counts))
+        self.marks: collections.deque[tuple[int, int, int]] = collections.deque()  # (first token, chunk, portion) in it
+        self.batches = self._read(stream.portions(shard, position.chunk, position.portion, counts))
         self.last_sequence = position.sequence
 
-    def _read(self, pieces: Iterator[tuple[int, int, list]]) -> Iterator[None]:
+    def _read(self, portions: Iterator[tuple[int, int, list]]) -> Iterator[None]:
         """Append to the buffer, batch by batch."""
-        for chunk_number, piece, documents in pieces:
-            self.marks.append((self.start + len(self.tokens), chunk_number, piece))
+        for chunk_number, portion, documents in portions:
+            self.marks.append((self.start + len(self.tokens), chunk_number, portion))
             for first in range(0, len(documents), BATCH):
                 encoded = self.stream.encoder.encode(documents[first : first + BATCH], Counter())
                 end = self.start + len(self.tokens)
@@ -302,6 +302,6 @@ class ShardReader:
 
     def position(self) -> Position:
         """The position from which the sequence that was given last, and those after it, are read again."""
-        begin, chunk_number, piece = self.marks[0]
+        begin, chunk_number, portion = self.marks[0]
         offset = self.last_sequence * self.stream.seq_len - begin
-        return Position(self.last_sequence, chunk_number, piece, offset)
+        return Position(self.last_sequence, chunk_number, portion, offset)

@@ -361,7 +361,7 @@ def test_json_is_read_whatever_its_blocks_cut(tokenizer, tmp_path, monkeypatch):
     texts = ["Zwölf Füchse \U0001f98a", 'a "b" \\ ] , [ c', "d" * 99]
     (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts], ensure_ascii=False, indent=2))
     expected = utils.get_dataset(tokenizer, 9, dataset=str(tmp_path / "a.json"), cache_dir=tmp_path / "1").dataset
-    monkeypatch.setattr("harness.data.formats.json.BLOCK", 1)
+    monkeypatch.setattr("harness.data.formats.json.READ_BYTES", 1)
     found = utils.get_dataset(tokenizer, 9, dataset=str(tmp_path / "a.json"), cache_dir=tmp_path / "2").dataset
     assert np.array_equal(found.tokens[:], expected.tokens[:])
     text = tokenizer.decode(found.tokens[:].tolist())

@@ -108,7 +108,7 @@ def test_a_byte_order_mark_and_windows_line_ends_change_no_token(load, write_jso
 
 @pytest.mark.parametrize("content", ["[A, B]\n[C]", "[A] [B, C]", "A [B]\nC", "[A][][B, C]\n", "A\nB\nC", "[A, B, C]"])
 def test_records_and_lists_of_records_follow_each_other_in_json(load, encoded, tmp_path, monkeypatch, content):
-    monkeypatch.setattr(json_reader, "BLOCK", 7)
+    monkeypatch.setattr(json_reader, "READ_BYTES", 7)
     for letter in "ABC":
         content = content.replace(letter, json.dumps({"text": f"Tom {letter.lower()}"}))
     (tmp_path / "data.json").write_text(content)
@@ -183,7 +183,7 @@ CUTTABLE = {
 
 @pytest.mark.parametrize("name", [*CUTTABLE, "rows.parquet"])
 def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("harness.data.formats.text.BLOCK", 7)
+    monkeypatch.setattr("harness.data.formats.text.READ_BYTES", 7)
     monkeypatch.setattr("harness.data.formats.text.FIRST_TAIL", 5)
     if name == "rows.parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": LONG * 9}), tmp_path / name, row_group_size=7)

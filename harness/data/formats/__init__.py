@@ -36,7 +36,7 @@ from harness.data.data_file import COMPRESSIONS, DataFile
 from harness.data.schema import Field, Record
 from harness.data.tokens import TokenFile, damaged
 
-BLOCK = 2**18  # bytes per read
+READ_BYTES = 2**18  # at once
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def decompressed(file: DataFile, raw: io.RawIOBase) -> Iterator[BinaryIO]:
     if file.compression is None:
         yield cast(BinaryIO, raw)
         return
-    buffered: Any = io.BufferedReader(raw, BLOCK)
+    buffered: Any = io.BufferedReader(raw, READ_BYTES)
     stream: Any
     if file.compression == "gzip":  # Arrow refuses zeros after the end, which tapes and block devices leave
         stream = gzip.GzipFile(fileobj=buffered)

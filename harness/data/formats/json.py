@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from harness.data.formats import BLOCK
+from harness.data.formats import READ_BYTES
 from harness.data.schema import Field, Record, field_names, find_document
 
 SUFFIXES = (".json",)
@@ -45,6 +45,7 @@ def values_in(stream: BinaryIO) -> Iterator[Any]:
             return
         if at_end:
             raise ValueError(f"broken JSON after {number:,} records, {problem}")
-        block = stream.read(max(BLOCK, len(text) - at))  # blocks grow, so a long value is not parsed for each of them
+        # blocks grow, so a long value is not parsed for each of them
+        block = stream.read(max(READ_BYTES, len(text) - at))
         at_end = not block
         text, at = text[at:] + utf8.decode(block, final=at_end), 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.data.formats import BLOCK, report_read_errors
+from harness.data.formats import READ_BYTES, report_read_errors
 from harness.data.schema import (
     ID_FIELDS,
     MAX_TOKEN_ID,
@@ -37,7 +37,7 @@ def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | Non
     empty file has no rows, as in other formats."""
     if not stream.seek(0, io.SEEK_END):
         return
-    parquet = open_parquet(stream, READ_AHEAD if end is None else BLOCK)
+    parquet = open_parquet(stream, READ_AHEAD if end is None else READ_BYTES)
     field, columns = choose_columns(parquet.schema_arrow, text_field)
     for group, first in enumerate(row_group_starts(parquet.metadata)):
         if start <= first and (end is None or first < end):
@@ -45,7 +45,7 @@ def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | Non
                 yield from read_batch(batch, field)
 
 
-def open_parquet(stream: io.RawIOBase, buffer_size: int = BLOCK) -> "pyarrow.parquet.ParquetFile":
+def open_parquet(stream: io.RawIOBase, buffer_size: int = READ_BYTES) -> "pyarrow.parquet.ParquetFile":
     import pyarrow.parquet
 
     buffered = io.BufferedReader(stream, buffer_size)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from harness.data.formats import BLOCK
+from harness.data.formats import READ_BYTES
 from harness.data.schema import DOCUMENT_MARK, BadRecord, Field, Record
 
 SUFFIXES = (".txt", ".md")
@@ -77,7 +77,7 @@ def split_records(stream: BinaryIO, mark: bytes, start: int, end: int | None) ->
     is_ours = start == 0  # False until a mark is found: the part before it belongs to a record that began earlier
     record_start, rest = position, b""
     while is_ours or position < end:
-        size = min(BLOCK, end - position) if position < end else FIRST_TAIL
+        size = min(READ_BYTES, end - position) if position < end else FIRST_TAIL
         block = stream.read(max(size, len(rest)))  # blocks grow with a record, which is joined less often
         if not block:
             break
