@@ -64,8 +64,6 @@ class Part(NamedTuple):
 class Stream:
     """The documents of files in shards."""
 
-    has_loss_mask = False
-
     def __init__(
         self,
         *,

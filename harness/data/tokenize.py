@@ -17,7 +17,7 @@ import numpy as np
 from harness import base, job
 from harness.data.cache import make_once
 from harness.data.schema import LabelledIds
-from harness.data.tokens import TokenFile, map_numbers
+from harness.data.tokens import TokenFile, id_dtype, map_numbers
 
 if TYPE_CHECKING:
     import tokenizers
@@ -58,7 +58,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
-        self.dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+        self.dtype = id_dtype(vocab_size)
 
     def identity(self) -> list:
         """Return all that decides the tokens of a document, as JSON takes it: part of the key of the token cache."""
@@ -193,10 +193,9 @@ def write_tokens(batches: Iterator[Encoded], folder: pathlib.Path) -> None:
 
 def open_cache(path: pathlib.Path, vocab_size: int) -> TokenFile:
     """Map the tokens of a cache, whose files have this path without suffix."""
-    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     mask = path.with_suffix(".mask")
     return TokenFile(
-        tokens=np.memmap(path.with_suffix(".bin"), dtype, "r").view(np.ndarray),
+        tokens=np.memmap(path.with_suffix(".bin"), id_dtype(vocab_size), "r").view(np.ndarray),
         is_checked=True,
         cache_key=path.name,
         find_ends=functools.partial(map_numbers, str(path.with_suffix(".ends")), np.int64),

@@ -45,6 +45,11 @@ class TokenFile:
         return (self.reopen, ()) if self.reopen else super().__reduce__()
 
 
+def id_dtype(vocab_size: int) -> np.dtype:
+    """The dtype of token ids below `vocab_size`, in a token cache and in sequences."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
 def map_numbers(file: str, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
     """The numbers in a file from a byte on, mapped: a page of it is read when its numbers are. A UserError if the
     file is empty, or its size no multiple of theirs."""
@@ -117,7 +122,7 @@ class Tokens:
 
     @functools.cached_property
     def dtype(self) -> np.dtype:
-        return np.dtype(np.uint16 if (self.vocab_size or 2**32) <= 2**16 else np.uint32)
+        return id_dtype(self.vocab_size or 2**32)
 
     def cut(self, starts: np.ndarray, stops: np.ndarray) -> "Tokens":
         """Select stretches of these tokens, from `starts[i]` to before `stops[i]` each; they must be one stretch."""

@@ -98,8 +98,13 @@ def is_text_or_ids(schema: "pyarrow.Schema", name: str) -> bool:
     if name not in schema.names:  # a layout
         return False
     kind = schema.field(name).type
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return not (is_list and types.is_struct(kind.value_type))
+    return not (is_list(kind) and types.is_struct(kind.value_type))
+
+
+def is_list(kind: "pyarrow.DataType") -> bool:
+    from pyarrow import types
+
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 def count(stream: io.RawIOBase) -> int:
@@ -140,8 +145,7 @@ def rows_of_integers(column: "pyarrow.Array") -> list[np.ndarray] | None:
     from pyarrow import types
 
     kind = column.type
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    if not is_list or not types.is_integer(kind.value_type) or column.null_count:
+    if not is_list(kind) or not types.is_integer(kind.value_type) or column.null_count:
         return None
     integers = column.flatten()
     if integers.null_count:
