@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,12 +73,7 @@ def find_all(args: flags.Args) -> list[Corpus]:
     if not has_eval_dataset:
         return corpora
     eval_corpus = find_eval_dataset(args)
-    eval_files = {file.real_path for file in eval_corpus.files}
-    for corpus in corpora:
-        if shared := [file for file in corpus.files if file.real_path in eval_files]:
-            problem = f"{shared[0]} is in --dataset {corpus.source.dataset} too, which is trained on"
-            advice = "take it out of there, or name a pattern without it"
-            raise base.UserError(f"--eval-split {args.eval_split}: {problem}; {advice}")
+    refuse_trained_files(eval_corpus, {file.real_path for corpus in corpora for file in corpus.files})
     return [*corpora, eval_corpus]
 
 
@@ -92,6 +87,16 @@ def find_eval_dataset(settings: flags.Flags) -> Corpus:
         split = next((split for split in (DEFAULT_EVAL_SPLIT, "test") if split in listing.splits), "train")
         corpus = inspect_listing(source, listing, split, wanted_text_field(settings))
     return dataclasses.replace(corpus, is_eval_dataset=True)
+
+
+def refuse_trained_files(eval_corpus: Corpus, trained: Container[str]) -> None:
+    """Raise a UserError if a file of an eval dataset is one of the `trained`, which are real paths."""
+    for file in eval_corpus.files:
+        if file.real_path in trained:
+            advice = "take it out of one of them, or name a pattern without it"
+            raise base.UserError(
+                f"--eval-split {eval_corpus.source.dataset}: {file} is in the training data too; {advice}"
+            )
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from harness import base, flags
-from harness.data.corpora import DEFAULT_EVAL_SPLIT, Corpus, find_corpus, find_eval_dataset
+from harness.data.corpora import DEFAULT_EVAL_SPLIT, Corpus, find_corpus, find_eval_dataset, refuse_trained_files
 from harness.data.mixture import Spec
 from harness.data.tokens import Tokens
 
@@ -117,11 +117,7 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
     others = {name: before[name] for name in ("dataset_split", "dataset_config", "text_field", "streaming")}
     run = dataclasses.replace(settings, dataset=dataset, **others)
     if flags.is_eval_dataset(settings.eval_split):
-        trained = training_files(run) if dataset != "synthetic" else {}
-        for eval_file in find_eval_dataset(settings).files:
-            if eval_file.real_path in trained:
-                problem = f"the run trained on {eval_file}"
-                raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give what it did not train on")
+        refuse_trained_files(find_eval_dataset(settings), training_files(run) if dataset != "synthetic" else {})
         return False
     trained, read = training_files(run), training_files(settings)
     shared = trained.keys() & read.keys()
