@@ -16,7 +16,6 @@ from harness.data.formats import read_records
 from harness.data.packing import HeldSequences, PackedDataset, SyntheticDataset, WholeDocumentDataset, sequence_tokens
 from harness.data.reader import CorpusReader
 from harness.data.schema import Conversation, calls_of, read_documents
-from harness.data.stream import Stream
 from harness.data.tokenize import Encoded, TextEncoder, own_tokens_around
 from harness.data.training_data import OpenedSource, SampleReader, TrainingData
 
@@ -43,7 +42,7 @@ def describe(
         return {"data": "synthetic, random tokens"}
     is_single = len(corpora) == 1
     epochs = data.epochs(data.record.samples_of_step(settings.num_steps).stop)
-    found: dict[str, list[str]] = {"data": [], "files": [], "tokenizer": [], "eval data": []}
+    found: dict[str, list[str]] = {"data": [], "files": [], "eval data": []}
     for corpus in corpora:
         source = opened[corpus.name]
         train, size = source.train, "streamed"
@@ -52,12 +51,7 @@ def describe(
             size = f"{train.total_tokens():,} tokens, {read}{describe_left_out(train)}"
         name = ", ".join(filter(None, [corpus.source.dataset, settings.dataset_config, corpus.split]))
         files = corpus.listing.describe(parse_split(corpus.split)[0])
-        own = {
-            "data": f"{name}: {size}",
-            "files": files,
-            "tokenizer": describe_tokenizer(train),
-            "eval data": describe_eval_data(source.eval_data),
-        }
+        own = {"data": f"{name}: {size}", "files": files, "eval data": describe_eval_data(source.eval_data)}
         for word, text in own.items():
             if text:
                 found[word].append(text if is_single else f"{corpus.name}: {text}")
@@ -106,14 +100,6 @@ def describe_ends(tokenizer: "PreTrainedTokenizerBase") -> str:
         names = " ".join(tokenizer.convert_ids_to_tokens(own))
         line += f"; not {names}, which this tokenizer would add, see docs/DATA.md (Text)"
     return line
-
-
-def describe_tokenizer(train: PackedDataset | Stream) -> str:
-    """The header's text about the tokenizer that made token files; "" for others."""
-    if isinstance(train, Stream) or not train.tokens.from_token_files:
-        return ""
-    named = next((file.tokenizer for file in train.tokens.files if file.tokenizer), None)
-    return f"{f'{named}, as the files say' if named else 'not known'} (tokens are read in place)"
 
 
 def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader, with_example: bool) -> dict[str, str]:
