@@ -183,7 +183,7 @@ def inspect_records(file: DataFile, text_field: Field) -> tuple[str, Field] | No
     """Return (the kind of a file's records, the field or layout to read) from the first valid record; None if there is
     none. If a record has a conversation and a field of `text_field`, the conversation is read, unless `text_field` is
     one name, which the user gave. Files that cannot be read are reported later."""
-    if not set(find_format(file.name).SUFFIXES) & {*flags.FIELD_SUFFIXES}:
+    if {*find_format(file.name).SUFFIXES}.isdisjoint(flags.FIELD_SUFFIXES):
         return "text", text_field
     names = (text_field, *LAYOUTS) if isinstance(text_field, str) else (*LAYOUTS, *text_field)
     try:

@@ -1,6 +1,7 @@
 """Own data sets: those that a file of --import registers. Their records are written once into the cache, as a file of
 JSON lines, which is read as any other file."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -28,9 +29,7 @@ def write_all(settings: flags.Flags) -> None:
         names.append(settings.eval_split)
     for name in names:
         if name in flags.DATASETS:
-            path = base.call_on_all_ranks(
-                lambda name=name: write_once(name, settings.cache_dir)  # type: ignore[misc]
-            )
+            path = base.call_on_all_ranks(functools.partial(write_once, name, settings.cache_dir))
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - SAMPLE_BYTES))
                 sample = hashlib.sha256(file.read()).hexdigest()

@@ -178,14 +178,8 @@ class WholeDocumentDataset(PackedDataset):
 
     def __reduce__(self) -> Any:
         """Pickled without what is mapped: a data worker that is not forked maps it too, and gets no copy."""
-        return WholeDocumentDataset, (
-            self.tokens,
-            self.seq_len,
-            self.path,
-            self.counts,
-            self.padding,
-            self.document_mask,
-        )
+        arguments = (self.tokens, self.seq_len, self.path, self.counts, self.padding, self.document_mask)
+        return WholeDocumentDataset, arguments
 
     @functools.cached_property
     def piece_starts(self) -> np.ndarray:

@@ -408,9 +408,8 @@ def messages_in(items: Any, name: str) -> list[dict]:
                     problem = f"{position} has {field} {excerpt(message[field])}, but all turns of the assistant are"
                     raise ValueError(f"{problem} trained on; remove that field, or the turn")
         for part in parts_of(message):
-            if not isinstance(part, dict) or not any(
-                isinstance(part.get(field), str) for field in ("text", "thinking")
-            ):
+            texts = [part.get("text"), part.get("thinking")] if isinstance(part, dict) else []
+            if not any(isinstance(text, str) for text in texts):
                 raise ValueError(f"{position} has a part that is not text, {excerpt(part)}")
         if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls_of(message)):
             called = excerpt(message.get("tool_calls") or message.get("function_call"))
