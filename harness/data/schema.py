@@ -284,16 +284,16 @@ def optional_columns(layout: Layout, columns: list[str]) -> list[str]:
     return [name for name in columns if name in optional or (is_named_like_tools(name) and name not in layout.needs)]
 
 
-def choose_field(columns: list[str], text_columns: set[str], text_field: Field) -> str:
+def choose_field(columns: list[str], flat_columns: set[str], text_field: Field) -> str:
     """Return the column or layout of `text_field` that is read of a file, as `find_document` does of a record; a
-    ValueError if it has none. `text_columns` are those that have texts or nothing."""
+    ValueError if it has none. `flat_columns` have no lists or objects, so no messages."""
     names = field_names(text_field)
     for name in names:
         needs = layout_of(name).needs
-        is_text = name in LAYOUTS and len(needs) == 1 and needs[0] in text_columns
+        is_text = name in LAYOUTS and len(needs) == 1 and needs[0] in flat_columns
         if set(needs) <= set(columns) and not is_text:
             return name
-    if names[-1] in text_columns:  # `--text-field messages` for texts
+    if names[-1] in flat_columns:  # `--text-field messages` for texts
         return names[-1]
     missing = " and ".join(layout_of(names[-1]).needs)
     raise ValueError(f"no field {missing}, only {', '.join(columns)}; {field_advice(names[-1], columns)}")

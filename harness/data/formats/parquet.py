@@ -75,20 +75,14 @@ def row_group_starts(metadata: "pyarrow.parquet.FileMetaData") -> list[int]:
 
 def choose_columns(schema: "pyarrow.Schema", text_field: Field) -> tuple[str, list[str]]:
     """Return (the field or layout that is read, the columns that it needs)."""
-    field = choose_field(schema.names, {column.name for column in schema if has_texts(column.type)}, text_field)
+    from pyarrow import types
+
+    flat_columns = {column.name for column in schema if not types.is_nested(column.type)}
+    field = choose_field(schema.names, flat_columns, text_field)
     if is_text_or_ids(schema, field):
         return field, [field, *(name for name in ID_FIELDS if name in schema.names)]
     layout = layout_of(field)
     return field, [*layout.needs, *optional_columns(layout, schema.names)]
-
-
-def has_texts(kind: "pyarrow.DataType") -> bool:
-    """True for the type of a column of texts, or of nulls only."""
-    from pyarrow import types
-
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)
 
 
 def is_text_or_ids(schema: "pyarrow.Schema", name: str) -> bool:
