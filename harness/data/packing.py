@@ -407,7 +407,7 @@ class HeldSequences:
     held: dict[int, np.ndarray | PackedSequence]  # by number
     count: int  # of all ranks
     seq_len: int
-    checksum: str  # of all of them
+    identity: str  # what tells them from others
     has_mask = False
     left_out = 0
 
@@ -422,7 +422,7 @@ class HeldSequences:
         return self.count * self.seq_len
 
     def fingerprint(self) -> str:
-        return self.checksum
+        return self.identity
 
 
 def create_collate_fn(
