@@ -50,6 +50,7 @@ def build_mesh(settings: flags.Flags, device: torch.device) -> DeviceMesh:
     """(shard,) or, for HSDP and stage 0, (replicate, shard)."""
     world = dist.get_world_size()
     replicas = world if settings.zero_stage == 0 else settings.dp_replicate_size
+    # The ranks that share a sequence are neighbours, not a dimension of the mesh: FSDP shards over them too.
     if world % settings.context_parallel:
         problem = f"does not divide the world of {world} ranks"
         raise base.UserError(f"--context-parallel {settings.context_parallel}: {problem}")
@@ -58,15 +59,15 @@ def build_mesh(settings: flags.Flags, device: torch.device) -> DeviceMesh:
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    job.set_group_timeouts(*mesh.get_all_groups())
+    job.lift_group_timeouts(*mesh.get_all_groups())  # new groups have torch's timeout; the world's is lifted already
     return mesh
 
 
 def reshard_after_forward(settings: flags.Settings) -> bool:
     """True if parameters are resharded after each forward and backward pass: at stage 3. In a shard group of one rank
     that would save nothing and cost a cast and a copy, unless the shard is on the host."""
-    is_single_rank = dist.get_world_size() == settings.dp_replicate_size
-    return settings.zero_stage == 3 and (settings.cpu_offload or not is_single_rank)
+    shards = dist.get_world_size() // settings.dp_replicate_size
+    return settings.zero_stage == 3 and (shards > 1 or settings.cpu_offload)
 
 
 def build_model(
@@ -112,7 +113,7 @@ def build_model(
     if settings.compile:
         base.count_compiling_as_work()  # in the heartbeats: a rank that compiles has not stalled
         for module in outside:
-            if type(module).__name__.endswith("Norm"):  # the one before the head
+            if type(module).__name__.endswith("Norm"):  # before the head: it belongs to no compiled layer
                 module.forward = torch.compile(module.forward)
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
@@ -138,8 +139,7 @@ def transform_layer(
     2. Activation checkpointing comes before compile: the compiler sees what is recomputed and can fuse it. Around a
        compiled function selective checkpointing would recompute the whole forward.
     3. compile comes before fully_shard: the all-gathers are issued around the compiled region and do not break it.
-    4. The hooks that move a layer's input to the host come after compile, whose graph has no copies to the host, and
-       before fully_shard, which casts the input.
+    4. What moves a layer's input to the host wraps the compiled forward, whose graph then has no copies to the host.
     5. fully_shard comes last. It replaces the parameters by shards, which the optimizer gets.
     """
     if convert_to_fp8:
@@ -172,8 +172,9 @@ def train_step(
     batches: Iterator[dict[str, Any]],
     tracker: utils.PerformanceTracker,
 ) -> report.StepResult:
-    """Take one optimizer step and return its result: tensors on the device, for which nothing here waits. A step with a
-    non-finite gradient norm is skipped. Each `job.enter_phase` is recorded, to say in which phase a rank hangs.
+    """Take one optimizer step and return its result: tensors on the device, for which the host does not wait, except
+    with adamw8bit. A step with a non-finite gradient norm is skipped. Each `job.enter_phase` is recorded, to say in
+    which phase a rank hangs.
 
     The training objective is the cross entropy, plus the router loss of a mixture of experts times its coefficient,
     plus the terms of --import such as a z-loss. The result's `loss` is the cross entropy alone; its mean over ranks is
@@ -182,7 +183,7 @@ def train_step(
     same router loss on any number of ranks.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
-    # True at stage 0 too: a shard group of one rank has nothing to reduce, and replicas are reduced below
+    # At stage 0 too, where it reduces nothing: a shard group is one rank, and replicas have their own switch below.
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
     step_loss = models.StepLoss(model, settings.gradient_accumulation_steps)
     document_lengths = []
@@ -201,13 +202,13 @@ def train_step(
         # with loss masks, "loss_divisor" weights this microbatch by its number of trained tokens
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
         document_lengths.append(batch.pop("document_lengths", None))  # a plan's batches have none
-        # with the router loss, for the gradient
-        loss = step_loss.add_microbatch(model(**batch, use_cache=False).loss, divisor)
+        cross_entropy = model(**batch, use_cache=False).loss
+        objective = step_loss.add_microbatch(cross_entropy, divisor)  # divided, plus router loss and terms
         job.enter_phase("backward")
-        loss.backward()
+        objective.backward()
     job.enter_phase("optimizer")
     # The gradients are means over the ranks by now: FSDP2 divides where it reduces. Neither clipping nor skipping waits
-    # for the norm: the optimizer applies both on the device.
+    # for the norm if the optimizer applies both on the device, as all but adamw8bit do.
     norm = models.clip_grad_norm(optimizer, settings.max_grad_norm)
     skip = models.decide_skip(norm)
     models.step_or_skip(optimizer, skip)
@@ -215,7 +216,13 @@ def train_step(
     if settings.fp8_recipe == "tensorwise":  # set with --precision fp8 only
         models.compute_float8_scales(model)  # one all-reduce for the scales of all layers
     return report.StepResult(
-        step_loss.loss, norm, skip, step_loss.terms, step_loss.router_loss, step_loss.expert_load, document_lengths
+        loss=step_loss.loss,
+        grad_norm=norm,
+        skipped=skip,
+        terms=step_loss.terms,
+        router_loss=step_loss.router_loss,
+        expert_load=step_loss.expert_load,
+        document_lengths=document_lengths,
     )
 
 
@@ -225,8 +232,8 @@ def train_step(
 def evaluate(
     settings: flags.Settings, model: nn.Module, eval_data: dict[str, Any], device: torch.device
 ) -> tuple[dict[str, float], int]:
-    """Return (losses, number of eval tokens): `eval_loss` is the mean over all tokens of the eval sequences; with
-    several sources each also has its own mean, `eval_loss/NAME`."""
+    """Return (losses, number of trained eval tokens). `eval_data` has the sequences of each source. `eval_loss` is the
+    mean over all these tokens; with several sources each also has its own mean, `eval_loss/NAME`."""
     totals = torch.zeros(len(eval_data), 2, dtype=torch.float64, device=device)  # per source: summed loss, tokens
     with models.evaluating(model):
         for source_totals, sequences in zip(totals, eval_data.values(), strict=True):
@@ -237,7 +244,8 @@ def evaluate(
                 # a batch without labels has loss 0, not NaN
                 source_totals += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
-    return data.mean_losses(eval_data, totals / settings.context_parallel)  # each rank of a group counted its sequences
+    # the ranks that share a sequence have each counted all of it
+    return data.mean_losses(eval_data, totals / settings.context_parallel)
 
 
 # ---- A run -----------------------------------------------------------------------------------------------------------
@@ -253,7 +261,8 @@ def prepare(args: flags.Args, device: torch.device) -> loop.Run:
     optimizer = models.build_optimizer(settings, model)
     scheduler = models.build_scheduler(settings, optimizer)
     possible_lengths = np.arange(settings.sequence_length + 1)  # of a document
-    flops_by_length, flops_text = models.known_flops(model, possible_lengths, utils.get_flops_by_length)
+    flops_by_length, flops_text = models.flops_or_zeros(model, possible_lengths, utils.get_flops_by_length)
+    # a peak of 0 is unknown and gives no MFU; None would be looked up again
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak_tflops or 0)
     train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
     return loop.start_or_resume(opened, train_state, flops_by_length, flops_text)
@@ -269,7 +278,7 @@ def train(run: loop.Run, stop: job.StopRequest) -> None:
         with run.log.step() as due:  # a log line, an evaluation, a checkpoint
             with stop.before_each_forward(model), run.state.step_undone_if_stopped():
                 result = train_step(settings, model, run.state.optimizer, run.batches, tracker)
-            run.log.count(result)
+            run.log.keep(result)
             run.state.advance(run.dataset)  # steps, samples, the schedule
         stop.can_save = True  # from here on a signal is answered by a checkpoint
         if due.log or due.save:  # an evaluation always has a log line
@@ -281,25 +290,25 @@ def train(run: loop.Run, stop: job.StopRequest) -> None:
     run.checkpoints.finish()
 
 
-def run(args: flags.Args, device: torch.device, stop: job.StopRequest) -> int:
+def train_or_evaluate(args: flags.Args, device: torch.device, stop: job.StopRequest) -> int:
     """One run, from its flags to its last line. Returns the exit code."""
     if args.show_samples:
         return loop.show_samples(args)
     if args.num_steps == 0:
         return loop.evaluate_only(args, device, RECIPE)
-    ready = prepare(args, device)
-    stop.resumed_step = ready.state.step  # after Ctrl-C: the steps since this one, or since the newest save, are lost
-    # on a GPU another process plans this same run, so that the last line compares planned and measured
-    planning = plan.planning_in_background(ready.settings, device, ready.settings.num_steps - ready.state.step)
-    with ready.log, ready.checkpoints, planning as plan_process:
+    run = prepare(args, device)
+    stop.resumed_step = run.state.step  # the message after Ctrl-C counts the steps that are lost from here
+    # with a GPU to plan for, another process plans this same run: the last line compares planned and measured
+    planning = plan.planning_in_background(run.settings, device, run.settings.num_steps - run.state.step)
+    with run.log, run.checkpoints, planning as plan_process:
         try:
-            train(ready, stop)
-            return loop.finish(ready, stop, plan_process)
+            train(run, stop)
+            return loop.finish(run, stop, plan_process)
         except job.Stopped:
-            return loop.save_and_stop(ready, stop)
+            return loop.save_and_stop(run, stop)
 
 
-# What plans and harness/loop.py call; they cannot import this file.
+# For plans and harness/loop.py, which cannot import this file: it imports them, and runs as __main__.
 RECIPE = plan.Recipe(
     build_mesh=build_mesh,
     build_model=build_model,
@@ -307,7 +316,7 @@ RECIPE = plan.Recipe(
     evaluate=evaluate,
     make_tracker=utils.PerformanceTracker,
     estimate_mfu=utils.estimate_mfu,
-    flops_by_length=utils.get_flops_by_length,
+    get_flops_by_length=utils.get_flops_by_length,
 )
 
 
@@ -319,7 +328,7 @@ def main(args: flags.Args) -> None:
             report.write_comparison(args)
         else:
             device = world.meet()  # rendezvous: all ranks have started
-            world.exit_code = run(args, device, world.stop)
+            world.exit_code = train_or_evaluate(args, device, world.stop)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The other half of the pair: token packing, FLOP and MFU math, and the clock. Plain functions over any model.
+"""FLOP and MFU math and the clock of train_fsdp.py, as plain functions over any model; and, for training loops of your
+own, `get_dataset` and `create_collate_fn`.
 
 Importing this module starts nothing and needs no GPU, no network and no optional package.
 """
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import accelerate
     import transformers
 
-create_collate_fn = data.create_collate_fn
+create_collate_fn = data.create_collate_fn  # of the batches of `get_dataset`
 
 __all__ = [
     "PerformanceTracker",
@@ -56,7 +57,8 @@ def get_dataset(
     where they lie. The main process of each node tokenizes, on all cores; the others map the same file.
 
     Returns a `Subset` of a `data.PackedDataset` in the order in which the first epoch of a run with this seed reads it,
-    the same in each process; with `shuffle=False` the `PackedDataset` itself, in the order of the corpus.
+    the same in each process; with `shuffle=False` the `PackedDataset` itself, in the order of the corpus. For a list of
+    sources, a `data.TrainingData`: their mixture, by sample.
 
     Args:
         tokenizer: of transformers; its `eos_token` goes after each document. None for token files.
@@ -64,7 +66,7 @@ def get_dataset(
         dataset: hub id, with its `subset` if it has several, a file, folder, pattern or URL, or demo. A list of
             several, each `[name=]dataset[:weight]`, is a mixture: sample i of it is that of a run with this seed.
         split: with an optional slice; by default `train`, of hub data its first 5 %.
-        vocab_size: embeddings of the model; by default the tokenizer's own size.
+        vocab_size: embeddings of the model; by default the tokenizer's own size. Required without a tokenizer.
         cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.
         text_field: column of the text, of messages, or of token ids where it is `input_ids`; of several the first that
             is there, after conversations. With ids, `labels`, `attention_mask` and masks of the loss are read.
@@ -83,6 +85,8 @@ def get_dataset(
         UserError: no such data or split, no text in it, the hub is not reachable, less than one sequence, a token id
             without an embedding, a mixture that is not to be shuffled, a chat template without conversations.
     """
+    if tokenizer is None and vocab_size is None:
+        raise base.UserError("vocab_size: give the model's number of embeddings, as there is no tokenizer")
     reader = data.CorpusReader(
         tokenizer=tokenizer,
         seq_len=seq_len,
@@ -100,7 +104,8 @@ def get_dataset(
 
 
 def get_gpu_peak_tflops(name: str | None = None) -> float | None:
-    """Dense bf16 peak of one GPU in TFLOPS, by `find_gpu` (default: the current device); None for a CPU too."""
+    """Dense bf16 peak in TFLOPS of the GPU with this name of its driver, by default the current one, from
+    assets/gpus.csv; None for a GPU that is not listed, and for a CPU."""
     if name is None and not torch.cuda.is_available():
         return None
     gpu = base.find_gpu(torch.cuda.get_device_name() if name is None else name)
@@ -136,8 +141,8 @@ def get_model_flops_per_token(
 def get_flops_by_length(
     model: "transformers.PreTrainedModel | transformers.PretrainedConfig", lengths: np.ndarray, causal: bool = False
 ) -> np.ndarray:
-    """As `get_model_flops_per_token`, of documents of each of `lengths`, ascending, that their attention does not
-    leave: float64 of their shape."""
+    """FLOPs per token, as `get_model_flops_per_token` counts them, in documents of each length, inside of which
+    attention stays. `lengths` ascend; returns float64, one for each."""
     import transformers
 
     from harness import model as models  # it loads the models of transformers, which takes seconds
@@ -152,22 +157,23 @@ def get_flops_by_length(
     if is_confirmed and not has_frozen:
         return matmuls + attention_flops(text, lengths, masked, causal)
     if causal and not is_confirmed:
-        raise ValueError(f"no causal figure: torch counts {text.model_type}, and it counts whole products")
+        raise ValueError(f"no causal figure: torch counts {text.model_type}, and its count has no causal masks")
     if has_frozen:
         models.freeze_as_in(model, on_meta)
+    # torch counts whole score matrices, of which masks leave a part out; two counts give the line over all lengths
     longest = int(lengths[-1])
     counted = models.count_flops(on_meta, longest) / longest
-    never_computed = attention_flops(text, lengths) - attention_flops(text, lengths, masked, causal)
+    masked_out = attention_flops(text, lengths) - attention_flops(text, lengths, masked, causal)
     if len(lengths) == 1:
-        return counted - never_computed
-    half = max(longest // 2, 1)  # what a token takes is linear in the keys that it meets
+        return counted - masked_out
+    half = max(longest // 2, 1)
     slope = (counted - models.count_flops(on_meta, half) / half) / max(longest - half, 1)
-    return counted - slope * (longest - lengths) - never_computed
+    return counted - slope * (longest - lengths) - masked_out
 
 
 def matmul_parameters(model: torch.nn.Module, config: "transformers.PretrainedConfig") -> int:
-    """Parameters of the matmuls that one token passes. `experts` are a list of modules or a weight of three dimensions;
-    of these as many count as the config says are active."""
+    """Parameters of the matmuls that one token passes. Of a mixture's experts, modules in a list named `experts` or one
+    weight of three dimensions (experts, outputs, inputs), as many count as the config says are active."""
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
     active = next((getattr(config, name) for name in names if getattr(config, name, None)), 1)
     total = 0
@@ -196,7 +202,7 @@ def attention_flops(
     """
     windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     layer_types = getattr(config, "layer_types", None)
-    if not layer_types:  # Moshi has a window in its config that no mask of it reads
+    if not layer_types:  # all alike: with a window if the config has one, which no mask of Moshi reads
         layer_types = ["full_attention" if config.model_type == "moshi" else "sliding_attention"]
         layer_types *= config.num_hidden_layers
     total = np.zeros(len(lengths))
@@ -227,7 +233,7 @@ def estimate_mfu(
 ) -> dict[str, float]:
     """Speed of `num_gpus` devices that together processed `num_tokens` tokens in `time_elapsed` seconds.
 
-    `num_tokens` is global, of all ranks and microbatches: this is the only place where `num_gpus` divides. Returns
+    `num_tokens` is global, of all ranks and microbatches; do not divide it by `num_gpus` before. Returns
     `tokens_per_sec` and `actual_tflops_per_sec`, both global, and if the dense peak of one device is known (by default
     the current GPU's) `theoretical_tflops_total` (peak x num_gpus) and `mfu_percent` (100 x actual / it). A ValueError
     if `time_elapsed` or `num_gpus` is not positive.
@@ -249,12 +255,13 @@ class PerformanceTracker:
     """Speed of the steps after warmup.
 
     An interval begins when the warmup ends, and ends at each `step` that reads the clock; the device is synchronized at
-    these two ends only. Give every step its tokens; with `synchronize=False` a step is only counted and costs nothing.
+    these two ends, and around a pause. Give every step its tokens; with `synchronize=False` a step is only counted and
+    costs nothing.
     """
 
     warmup_steps: int = 10  # left out at the start: compilation, allocator, autotuning
     num_gpus: int = 1  # GPUs that share the tokens
-    peak_tflops: float | None = None  # dense, of one device; by default that of the current GPU
+    peak_tflops: float | None = None  # dense, of one device; None: that of the current GPU; 0: not known, no MFU
 
     def __post_init__(self) -> None:
         self.reset()
@@ -279,6 +286,7 @@ class PerformanceTracker:
         if self.steps_seen < self.warmup_steps:
             return {}
         if self.steps_seen == self.warmup_steps:
+            base.wait_for_device()
             self.warmup_seconds = self.interval["seconds"] + time.perf_counter() - self._start
             self.start_interval()
             return {"warmup_completed": True}

@@ -70,18 +70,18 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     if args.export:
         state.check_export(args, checkpoint, folder)
     # only a run that trains keeps the global batch and the warmup of its checkpoint
-    manifest = checkpoint.manifest if checkpoint and args.trains() else None
-    settings = resolving.resolve(args, config, corpora, manifest)
+    resumed_manifest = checkpoint.manifest if checkpoint and args.trains() else None
+    settings = resolving.resolve(args, config, corpora, resumed_manifest)
     if args.batch_size == "auto":
         size = base.broadcast_from_rank_0(lambda: plan.choose_batch_size(settings))
         settings = dataclasses.replace(settings, batch_size=size)
-    if manifest:
-        settings = state.keep_global_batch(settings, manifest)
+    if resumed_manifest:
+        settings = state.keep_global_batch(settings, resumed_manifest)
     sources, samples_per_epoch = None, 0
     if settings.num_epochs:
-        sources = data.open_sources(settings, corpora, tokenizer, config, manifest)
+        sources = data.open_sources(settings, corpora, tokenizer, config, resumed_manifest)
         samples_per_epoch = sum(len(source.train) for source in sources.values())
-    settings = resolving.resolve_steps(settings, manifest, samples_per_epoch)
+    settings = resolving.resolve_steps(settings, resumed_manifest, samples_per_epoch)
     resolving.refuse_contradictions(settings, args)
     opened = Opened(
         settings=settings,
@@ -112,7 +112,7 @@ def print_imports() -> None:
 def check_prompts(opened: Opened) -> None:
     """Raise a UserError if the model cannot generate, or if a prompt, as the model gets it, and its continuation exceed
     the model's positions."""
-    if opened.prompts or opened.settings.demo:  # which samples from other data too
+    if opened.prompts or opened.settings.demo:  # --demo generates a sample without a prompt too
         models.check_generates(opened.config)
     settings, positions = opened.settings, getattr(opened.config.get_text_config(), "max_position_embeddings", None)
     for text in render_prompts(opened, opened.prompts):
@@ -141,11 +141,11 @@ def load_eval_data(opened: Opened) -> None:
     """
     settings, manifest = opened.settings, opened.manifest
     inputs = (opened.corpora, opened.tokenizer, opened.config)
-    if manifest is None or not base.broadcast_from_rank_0(lambda: data.evaluates_own_data(settings, manifest)):
-        trained_on = state.trained_on(settings, opened.record)
-        opened.dataset = data.load(settings, *inputs, trained_on=trained_on)
-        return
-    opened.dataset = data.load(settings, *inputs, manifest)
+    reads_own = manifest is not None and base.broadcast_from_rank_0(lambda: data.evaluates_own_data(settings, manifest))
+    if reads_own:
+        opened.dataset = data.load(settings, *inputs, manifest)
+    else:
+        opened.dataset = data.load(settings, *inputs, trained_on=state.trained_on(settings, opened.record))
 
 
 # ---- A run that trains -----------------------------------------------------------------------------------------------
@@ -222,18 +222,30 @@ def start_or_resume(
     settings, checkpoint, folder, device = opened.settings, opened.checkpoint, opened.folder, opened.device
     if settings.min_mfu and not flops_by_length.any():
         raise base.UserError(f"--min-mfu: {flops_text}")
-    verified = models.verify_sharding(settings, train_state.model, train_state.optimizer, opened.mesh)
+    sharding_text = models.verify_sharding(settings, train_state.model, train_state.optimizer, opened.mesh)
     if checkpoint:
         train_state.load(checkpoint, from_other_run=not state.resumes_same_run(checkpoint, folder))
         opened.changed = ", ".join(filter(None, [opened.changed, train_state.describe_lr_change()]))
     state.check_finite(settings, train_state, checkpoint)
-    sizes = train_state.saved_bytes(), state.export_bytes(settings, train_state.model)
-    # False if the disk has no room for the final checkpoint, which is then left out. With no step left none is written;
-    # a requested checkpoint that does not fit is an error.
-    has_room = train_state.step == settings.num_steps or job.check_disk(settings, *sizes, folder)
+    # False: no room for the final checkpoint, which is left out. An error if checkpoints were requested. Without a step
+    # left nothing is saved, so nothing is checked.
+    has_room = train_state.step == settings.num_steps or job.check_disk(
+        settings, train_state.saved_bytes(), state.export_bytes(settings, train_state.model), folder
+    )
     dataset, changed = opened.dataset, opened.changed
-    header = (settings, train_state, opened.mesh, dataset, flops_text, opened.peak_tflops, verified)
-    job.print0(report.describe_setup(*header, checkpoint, changed))
+    job.print0(
+        report.describe_setup(
+            settings,
+            train_state,
+            opened.mesh,
+            dataset,
+            flops_text,
+            opened.peak_tflops,
+            sharding_text,
+            checkpoint,
+            changed,
+        )
+    )
     log = report.Log(
         settings, train_state, dataset, folder, device, opened.trackers, flops_by_length, changed, has_room
     )
@@ -286,7 +298,7 @@ def evaluate_and_log(
             run.log.write(metrics)
             raise
         metrics |= losses
-        problem = report.first_not_finite(metrics, [])
+        problem = report.first_not_finite(metrics, steps=[])
         run.checkpoints.record_eval_loss(run.state, metrics["eval_loss"])
     run.log.write(metrics, samples)
     if problem:
@@ -295,10 +307,9 @@ def evaluate_and_log(
 
 
 def find_non_finite(run: Run, metrics: dict) -> str:
-    """Find what is NaN or infinite in the state after the last step, whose metrics are given: weights, optimizer
-    states, or the loss and gradient norm of one more pass, as the loss in `metrics` is from before the update. Return
-    it in words; "" if nothing is."""
-    # a skipped step has no loss in its metrics, and its batch would give none
+    """What is NaN or infinite after the last step, in words; "" if nothing is. Checks weights and optimizer states,
+    then loss and gradient norm of one more pass: the loss in `metrics` is from before the update."""
+    # no loss: the step was skipped, perhaps for its batch, so another one is taken
     batch = run.batches.batch_to_check(was_skipped="loss" not in metrics)
     with run.state.tracker.paused():
         if problem := run.state.describe_update_fault():
@@ -325,7 +336,9 @@ def finish(run: Run, stop: job.StopRequest, plan_process: subprocess.Popen | Non
     with stop.before_each_forward(run.state.model):
         samples = generate_samples(run, run.state.model, run.device)
     if settings.export or settings.plan_gpu or run.device.type == "cuda":
-        stop.raise_if_stopping()  # an export and the wait for the plan take long; without them the run is done anyway
+        # An export and the wait for the plan take long; without them the run is done anyway. All ranks must agree, so
+        # this does not ask for `plan_process`, which rank 0 alone has.
+        stop.raise_if_stopping()
     stop.can_save = False
     metrics = run.log.finish(samples, plan.predicted_metrics(plan_process) | run.checkpoints.best_metrics())
     if settings.export:
@@ -340,17 +353,24 @@ def finish(run: Run, stop: job.StopRequest, plan_process: subprocess.Popen | Non
 def save_and_stop(run: Run, stop: job.StopRequest) -> int:
     """Save the last complete step after a stop, unless it is saved already, and print so. Return the exit code."""
     log, checkpoints = run.log, run.checkpoints
+
+    def is_saved() -> bool:
+        newest = base.broadcast_from_rank_0(lambda: base.newest_checkpoint(run.folder))
+        return newest is not None and base.step_in_name(newest) == run.state.step
+
     checkpoints.finish()
-    newest = base.broadcast_from_rank_0(lambda: base.newest_checkpoint(run.folder))
-    if not newest or base.step_in_name(newest) != run.state.step:
+    saved = is_saved()
+    if not saved:
+        # without results they were read for the last log line
         metrics, problem = log.metrics() if log.results else (log.last, "")
         problem = problem or find_non_finite(run, metrics)
         if problem:
             raise report.divergence_error(problem, run.folder, run.checkpoint)
         checkpoints.save(run.state, wait=True)
-    saved_in = None if checkpoints.failures else checkpoints.folder
+        saved = is_saved()
+    saved_in = checkpoints.folder if saved else None
     job.print0(report.describe_stop(run.settings, run.folder, run.state.step, stop.name, saved_in))
-    return 1 if checkpoints.failures or log.lacks_lines() else stop.exit_code
+    return stop.exit_code if saved and not log.lacks_lines() else 1
 
 
 # ---- Without training ------------------------------------------------------------------------------------------------
@@ -366,16 +386,16 @@ def evaluate_only(args: flags.Args, device: torch.device, recipe: plan.Recipe) -
             load_eval_data(opened)
         state.check_same_weights(settings, opened.config, opened.manifest)
         model = recipe.build_model(settings, opened.config, mesh, read_weights=not checkpoint)
-        weights = state.TrainState(model)
+        loaded = state.TrainState(model)
         if checkpoint:
-            opened.checkpoint = state.load_for_inference(settings, weights, opened.config, checkpoint)
-        state.check_finite(settings, weights, opened.checkpoint)
+            opened.checkpoint = state.load_for_inference(settings, loaded, opened.config, checkpoint)
+        state.check_finite(settings, loaded, opened.checkpoint)
         if settings.eval_interval:
             losses, tokens = recipe.evaluate(settings, model, opened.dataset.eval_data, device)
-            report.print_evaluation(settings, opened.dataset, weights if checkpoint else None, losses, tokens, stdout)
+            report.print_evaluation(settings, opened.dataset, loaded if checkpoint else None, losses, tokens, stdout)
         report.print_samples(generate_samples(opened, model, device))
         if settings.export:
-            export(opened, weights)
+            export(opened, loaded)
     return 0
 
 
@@ -402,8 +422,8 @@ def generate_samples(opened: Opened, model: transformers.PreTrainedModel, device
     return [models.sample(settings, text, stop_ids, model, opened.tokenizer, device) for text in texts]
 
 
-def export(opened: Opened, weights: state.TrainState) -> None:
+def export(opened: Opened, loaded: state.TrainState) -> None:
     """Write the folder of --export."""
     settings, record = opened.settings, opened.record
     stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, record, opened.tokenizer))
-    state.export(settings, weights, opened.tokenizer, stop_ids, state.trained_on(settings, record))
+    state.export(settings, loaded, opened.tokenizer, stop_ids, state.trained_on(settings, record))

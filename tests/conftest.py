@@ -305,7 +305,7 @@ def train(arguments: list, device, stop: Stop | None = None) -> int:
     """Trains in this process, a world of one; the exit code."""
     import train_fsdp
 
-    return train_fsdp.run(parse(arguments), device, stop or Stop())
+    return train_fsdp.train_or_evaluate(parse(arguments), device, stop or Stop())
 
 
 def unlock(folder: pathlib.Path) -> pathlib.Path:

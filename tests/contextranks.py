@@ -49,7 +49,7 @@ def run(folder: pathlib.Path, name: str, flags: str, size: int = 1, kill_at: int
     argv = [*FLAGS.split(), "--run-name", name, "--batch-size", batch_size, "--context-parallel", size]
     argv += ["--output-dir", folder, "--cache-dir", folder / "cache", *flags.split()]
     try:
-        train_fsdp.run(parse_args([*map(str, argv)]), torch.device("cpu"), StopRequest())
+        train_fsdp.train_or_evaluate(parse_args([*map(str, argv)]), torch.device("cpu"), StopRequest())
     finally:
         train_fsdp.build_model, train_fsdp.train_step = build, step
     weights = [p.detach() for p in built[0].parameters()]

@@ -391,7 +391,9 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
     def train(name: str, model: str, flags: str, **options) -> dict:
         built.clear()
         run_name = name.replace(" ", "-")
-        train_fsdp.run(parse_args([*arguments(model, flags, **options), "--run-name", run_name]), device, stop)
+        train_fsdp.train_or_evaluate(
+            parse_args([*arguments(model, flags, **options), "--run-name", run_name]), device, stop
+        )
         if "--compile" in flags:
             torch.compiler.reset()
         lines = (workspace / f"runs-{world}" / run_name / "metrics.jsonl").read_text().splitlines() if rank == 0 else []

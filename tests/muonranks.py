@@ -215,6 +215,6 @@ def train(flags: list[str]) -> None:
     """One rank of a whole run, with its checkpoints; with fp32 iterations, whose losses do not depend on the ranks."""
     device = start_processes()
     with iterating_in("fp32"):
-        code = train_fsdp.run(parse_args(flags), device, StopRequest())
+        code = train_fsdp.train_or_evaluate(parse_args(flags), device, StopRequest())
     assert code == 0
     stop_processes()

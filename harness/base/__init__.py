@@ -10,6 +10,7 @@ from harness.base.labels import IGNORE_INDEX
 from harness.base.ranks import (
     WORK,
     all_gather_objects,
+    all_to_all_lists,
     broadcast_from_node_main,
     broadcast_from_rank_0,
     call_on_all_ranks,
@@ -71,6 +72,7 @@ __all__ = [
     "ShowVersion",
     "UserError",
     "all_gather_objects",
+    "all_to_all_lists",
     "answer_from_cache_without_network",
     "broadcast_from_node_main",
     "broadcast_from_rank_0",

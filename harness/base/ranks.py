@@ -4,6 +4,7 @@ from __future__ import annotations  # for older interpreters, which `versions` r
 
 import contextlib
 import functools
+import pickle
 import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
@@ -110,3 +111,20 @@ def all_gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
+
+
+def all_to_all_lists(lists: list[list[T]]) -> list[list[T]]:
+    """Send `lists[rank]`, pickled, to each rank; return what each rank has sent to this one, in the order of ranks. An
+    empty list costs nothing but its size. Every rank calls this."""
+    import torch
+    import torch.distributed as dist
+
+    pickled = [pickle.dumps(items) if items else b"" for items in lists]
+    sent_sizes, joined = torch.tensor([len(part) for part in pickled]), bytearray(b"".join(pickled))
+    received_sizes = torch.zeros_like(sent_sizes)
+    dist.all_to_all_single(received_sizes, sent_sizes)
+    sent = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    received = torch.empty(int(received_sizes.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(received, sent, received_sizes.tolist(), sent_sizes.tolist())
+    parts = received.split(received_sizes.tolist())
+    return [pickle.loads(part.numpy().tobytes()) if len(part) else [] for part in parts]

@@ -27,7 +27,7 @@ from harness.data.eval_split import (
     refuse_changed_source,
 )
 from harness.data.header import describe, describe_eval_data, describe_packing, describe_step
-from harness.data.loader import is_evaluated_here
+from harness.data.loader import evaluating_ranks
 from harness.data.mixture import DataRecord, SequenceOrder, Spec, make_record, read_record
 from harness.data.packing import PackedDataset, SyntheticDataset
 from harness.data.prompts import first_words
@@ -336,7 +336,7 @@ def open_stream(
         count = settings.eval_sequences
         if not split:
             count = count or STREAM_EVAL_SEQUENCES
-        sequences = eval_stream.eval_sequences(count, functools.partial(is_evaluated_here, settings))
+        sequences = eval_stream.eval_sequences(count, functools.partial(evaluating_ranks, settings))
         eval_data = EvalData(sequences, split or rule or "")
         if len(eval_data.sequences) == count:
             eval_data.name += f", the first {base.counted(count, 'sequence')}"

@@ -221,11 +221,10 @@ def eval_batches(
         yield {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def is_evaluated_here(settings: flags.Settings, number: int) -> bool:
-    """True if `eval_batches` takes the eval sequence of this number on this rank. All take the first one, where a batch
-    is left over."""
-    group, groups = find_group(settings)
-    return number == 0 or number // settings.batch_size % groups == group
+def evaluating_ranks(settings: flags.Settings, number: int) -> range:
+    """The ranks on which `eval_batches` takes the eval sequence of this number."""
+    group = number // settings.batch_size % settings.groups(dist.get_world_size())
+    return range(group * settings.context_parallel, (group + 1) * settings.context_parallel)
 
 
 def mean_losses(sources: Iterable[str], totals: torch.Tensor) -> tuple[dict[str, float], int]:

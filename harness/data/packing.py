@@ -402,7 +402,7 @@ class HeldSequences:
     held: dict[int, np.ndarray | PackedSequence]  # by number
     count: int  # of all ranks
     seq_len: int
-    checksum: str  # of all of them
+    identity: str  # what tells them from others
     has_loss_mask = False
     left_out = 0
 
@@ -417,7 +417,7 @@ class HeldSequences:
         return self.count * self.seq_len
 
     def fingerprint(self) -> str:
-        return self.checksum
+        return self.identity
 
 
 def create_collate_fn(

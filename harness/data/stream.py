@@ -18,7 +18,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
@@ -30,7 +30,7 @@ from harness.data.eval_split import is_eval_document
 from harness.data.files import DataFile
 from harness.data.formats import find_format, read_records
 from harness.data.mixture import Spec
-from harness.data.packing import HeldSequences, PackedSequence, mask_boundaries
+from harness.data.packing import HeldSequences, PackedSequence, mask_boundaries, sequence_tokens
 from harness.data.schema import Field, read_documents
 from harness.data.tokenize import Encoded, TextEncoder, take
 from harness.data.tokens import BEGINNING_TOKENS, checksum_of_beginning
@@ -140,52 +140,65 @@ class Stream:
         beginning = tolerant.first_documents(in_file_order, BEGINNING_TOKENS).tokens
         if not len(beginning):
             raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
+        return {"dataset": f"{self.files_digest()}, streamed", "beginning": checksum_of_beginning(beginning)}
+
+    def files_digest(self) -> str:
+        """A checksum of the names and sizes of the files."""
         names = [[file.name, file.size] for file in self.files]
-        digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:20]
-        return {"dataset": f"{digest}, streamed", "beginning": checksum_of_beginning(beginning)}
+        return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:20]
 
-    def eval_sequences(self, count: int, is_held: Callable[[int], bool]) -> HeldSequences:
-        """The first `count` sequences, or all if it is 0, in the order of the chunks. This rank holds those with
-        `is_held(number)`. A UserError if there are none. Every rank calls this."""
-        held: dict[int, np.ndarray | PackedSequence] = {}
-        tokens, ends = np.empty(0, self.encoder.dtype), np.empty(0, np.int64)  # not yet in a sequence, documents' ends
-        number, total, digest = 0, 0, hashlib.sha256()
-        for encoded in self.documents_read_in_turn(count * self.seq_len + 1 if count else sys.maxsize):
-            ends = np.concatenate([ends, len(tokens) + np.cumsum(encoded.lengths)])
-            tokens = np.concatenate([tokens, encoded.tokens])
-            total += len(encoded.tokens)
-            first = 0
-            while len(tokens) > first + self.seq_len and number < (count or sys.maxsize):
-                digest.update(tokens[first : first + self.seq_len].tobytes())
-                if is_held(number):
-                    held[number] = self.first_sequence(tokens[first:], ends - first)
-                number, first = number + 1, first + self.seq_len
-            tokens, ends = tokens[first:], ends[ends > first] - first
+    def eval_sequences(self, count: int, ranks_of: Callable[[int], Iterable[int]]) -> HeldSequences:
+        """The first `count` sequences, or all if it is 0, in the order of the chunks. Ranks divide the reading, then
+        send each other the tokens: a sequence is held by `ranks_of(number)`, the first one by all. A UserError if there
+        are none. Every rank calls this."""
+        length = self.seq_len
+        parts, total = self.read_in_turn(count * length + 1 if count else sys.maxsize)
+        number = min(count or sys.maxsize, max(0, total - 1) // length)
         if not number:
-            problem = f"{base.counted(total, 'token')} to evaluate, too few for one sequence of --sequence-length"
+            problem = (
+                f"{base.counted(total, 'token')} to evaluate, too few for one sequence of --sequence-length {length}"
+            )
             advice = "use a shorter sequence, more text or an --eval-split"
-            raise base.UserError(f"--dataset {self.files[0]}: {problem} {self.seq_len}; {advice}")
-        return HeldSequences(held, number, self.seq_len, digest.hexdigest()[:20])
+            raise base.UserError(f"--dataset {self.files[0]}: {problem}; {advice}")
+        sent: list[list[tuple]] = [[] for _ in range(dist.get_world_size())]
+        for first, encoded in parts.items():
+            last, ends = first + len(encoded.tokens), first + np.cumsum(encoded.lengths)
+            for sequence in range(max(0, (first - 1) // length), min(number, -(-last // length))):
+                begin = sequence * length
+                start, stop = max(begin, first), min(begin + length + 1, last)
+                inside = ends[np.searchsorted(ends, start, "right") : np.searchsorted(ends, stop, "right")] - begin
+                message = sequence, start - begin, encoded.tokens[start - first : stop - first], inside
+                for rank in ranks_of(sequence):
+                    sent[rank].append(message)
+        tokens: dict[int, np.ndarray] = {}
+        ends_by_sequence: dict[int, list[np.ndarray]] = {}
+        for sequence, start, stretch, inside in itertools.chain.from_iterable(base.all_to_all_lists(sent)):
+            tokens.setdefault(sequence, np.zeros(length + 1, self.encoder.dtype))[start:][: len(stretch)] = stretch
+            ends_by_sequence.setdefault(sequence, []).append(inside)
+        held = {}
+        for sequence, found in ends_by_sequence.items():
+            held[sequence] = self.first_sequence(tokens[sequence], np.sort(np.concatenate(found)))
+        held[0] = base.broadcast_from_rank_0(lambda: held[0])
+        identity = [self.files_digest(), self.reads, hashlib.sha256(sequence_tokens(held[0]).tobytes()).hexdigest()]
+        return HeldSequences(held, number, length, f"{identity}, {base.counted(number, 'sequence')}")
 
-    def documents_read_in_turn(self, tokens: int) -> Iterator[Encoded]:
-        """The documents of the first chunks, until they have this number of tokens, in the order of the chunks. Ranks
-        divide the reading: first one chunk, then each time twice as many, or as many as seem to be needed. Every rank
-        calls this."""
+    def read_in_turn(self, tokens: int) -> tuple[dict[int, Encoded], int]:
+        """The documents of the first chunks, until they have this number of tokens: those that this rank has read, by
+        the number of tokens before them, and how many tokens all have. In each round ranks divide twice as many chunks
+        as in the last, or as many as seem to be needed. Every rank calls this."""
         rank, world = dist.get_rank(), dist.get_world_size()
+        mine: dict[int, Encoded] = {}
         first, found, width = 0, 0, 1
         while first < len(self.chunks) and found < tokens:
             width = min(width, len(self.chunks) - first)
-            borders = [first + width * number // world for number in range(world + 1)]
-            mine = self.chunks[borders[rank] : borders[rank + 1]]
-            part = base.call_on_all_ranks(functools.partial(self.first_documents, mine, tokens - found))
-            for reader in range(world):
-                if borders[reader] < borders[reader + 1]:
-                    answer = [part]
-                    dist.broadcast_object_list(answer, src=reader)
-                    found += len(answer[0].tokens)
-                    yield answer[0]
-            first += width
+            begin, end = (first - (-width * number // world) for number in (rank, rank + 1))
+            chunks = self.chunks[begin:end]
+            encoded = base.call_on_all_ranks(functools.partial(self.first_documents, chunks, tokens - found))
+            sizes = base.all_gather_objects(len(encoded.tokens))
+            mine[found + sum(sizes[:rank])] = encoded
+            first, found = first + width, found + sum(sizes)
             width = min(2 * width, math.ceil((tokens - found) * first / max(found, 1)))
+        return mine, found
 
     def first_sequence(self, tokens: np.ndarray, ends: np.ndarray) -> np.ndarray | PackedSequence:
         """The sequence that tokens begin with, whose documents end at `ends`, counted from its first token."""

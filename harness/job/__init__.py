@@ -32,7 +32,7 @@ from harness.job.terminal import (
     step_bar,
     warn,
 )
-from harness.job.world import World, new_gloo_group, set_group_timeouts, start_processes, stop_processes
+from harness.job.world import World, lift_group_timeouts, new_gloo_group, start_processes, stop_processes
 
 __all__ = [
     "PROGRESS",
@@ -58,13 +58,13 @@ __all__ = [
     "is_terminal",
     "last_lines",
     "launcher",
+    "lift_group_timeouts",
     "new_gloo_group",
     "print0",
     "print_error",
     "progress",
     "replace_file",
     "set_allocator",
-    "set_group_timeouts",
     "start_processes",
     "step_bar",
     "stop_processes",

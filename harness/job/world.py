@@ -233,7 +233,7 @@ def new_gloo_group() -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=A_DAY)
 
 
-def set_group_timeouts(*groups: dist.ProcessGroup) -> None:
+def lift_group_timeouts(*groups: dist.ProcessGroup) -> None:
     """Set these groups' timeout to A_DAY: torch's default is 30 minutes, and init_device_mesh takes no timeout."""
     import torch
     import torch.distributed as dist

@@ -11,7 +11,7 @@ from harness.model.configs import choose_sequence_length, find_source, load_conf
 from harness.model.context import check_context_parallel, most_ranks_per_sequence
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
-from harness.model.flops import CORRECTED_FORMULAS, computes_every_score, count_flops, eager_on_meta, known_flops
+from harness.model.flops import CORRECTED_FORMULAS, computes_every_score, count_flops, eager_on_meta, flops_or_zeros
 from harness.model.lora import (
     Adapters,
     describe_adapters,
@@ -80,11 +80,11 @@ __all__ = [
     "evaluating",
     "find_optimizer",
     "find_source",
+    "flops_or_zeros",
     "fp8_converter",
     "freeze_as_in",
     "full_loss",
     "has_frozen",
-    "known_flops",
     "layer_period",
     "load_config",
     "load_files",

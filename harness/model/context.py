@@ -44,7 +44,7 @@ class ContextGroup:
         if size > 1:
             self.rank = dist.get_rank() % size
             self.group, _ = dist.new_subgroups(size)
-            job.set_group_timeouts(self.group)
+            job.lift_group_timeouts(self.group)
         self.parts = 1  # `size` if the last forward pass had a part of each sequence: if it had labels
         self.labels = torch.empty(0)  # of all parts of the last forward pass
 

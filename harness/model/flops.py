@@ -22,15 +22,15 @@ from harness.model import patches
 MAX_OPERATORS = 500_000  # operators in one count, some 10 s; a dense model of 80 layers has 20,000
 
 
-def known_flops(
+def flops_or_zeros(
     model: transformers.PreTrainedModel,
     lengths: np.ndarray,
-    flops_by_length: Callable[[transformers.PreTrainedModel, np.ndarray], np.ndarray],
+    get_flops_by_length: Callable[[transformers.PreTrainedModel, np.ndarray], np.ndarray],
 ) -> tuple[np.ndarray, str]:
     """Return (FLOPs per token in documents of these lengths, zeros if unknown; the header's text about the last one).
-    `flops_by_length` is `utils.get_flops_by_length`."""
+    `get_flops_by_length` is that of `utils`, which harness cannot import."""
     try:
-        flops = flops_by_length(model, lengths)
+        flops = get_flops_by_length(model, lengths)
     except ValueError as error:
         return np.zeros(len(lengths)), f"FLOPs not known, so no MFU ({error})"
     return flops, f"{flops[-1] / 1e9:,.3f} GFLOP a token"

@@ -20,4 +20,4 @@ class Recipe(NamedTuple):
     evaluate: Callable[..., tuple[dict[str, float], int]]
     make_tracker: Callable[[int, int, float], Any]
     estimate_mfu: Callable[[float, float, float, int, float | None], dict[str, float]]
-    flops_by_length: Callable[[transformers.PreTrainedModel, np.ndarray], np.ndarray]
+    get_flops_by_length: Callable[[transformers.PreTrainedModel, np.ndarray], np.ndarray]

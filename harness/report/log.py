@@ -3,7 +3,7 @@
     with report.Log(settings, state, data, folder, device, trackers, flops_by_length, changed) as log:
         with log.step() as due:
             ...                                 # the optimizer step, counted in the state
-            log.count(result)
+            log.keep(result)
         metrics, problem = log.metrics()        # if a log line or a save is due
         log.write(metrics, samples)
         log.finish(samples)
@@ -171,7 +171,7 @@ class Log(contextlib.AbstractContextManager):
             flops = groups * float(lengths @ self.flops_by_length[lengths])
             self.speed = self.state.tracker.step(tokens, flops / tokens, synchronize=due.log)
 
-    def count(self, result: StepResult) -> None:
+    def keep(self, result: StepResult) -> None:
         """Keep the result of a step, on the device until `metrics` reads it."""
         self.results.append(result)
 

@@ -128,6 +128,7 @@ def test_a_resumed_run_has_its_checkpoints_precision(run, tmp_path):
     assert record_of(tmp_path / "bf16")["flags"]["precision"] == "bf16"
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_a_plan_for_a_gpu_is_in_bf16_and_says_how_many_steps_so_many_tokens_are():
     plan = "--plan --plan-details --plan-gpus 4 --plan-gpu H200 --plan-seconds 0 --model demo --sequence-length 32"

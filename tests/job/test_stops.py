@@ -135,7 +135,8 @@ def flags(tmp_path_factory):
     return folder, [*map(str, named), "--eval-interval", "0", "--sample-tokens", "1"]
 
 
-@pytest.mark.parametrize("more, saved", [("", ["step-00000002"]), slow_case("--checkpoint-interval 9", [])])
+@pytest.mark.slow
+@pytest.mark.parametrize("more, saved", [("", ["step-00000002"]), ("--checkpoint-interval 9", [])])
 def test_ctrl_c_in_a_long_run_saves_unless_checkpoints_do(more, saved, flags):
     folder, given = flags
     name = f"interrupted-{len(saved)}"

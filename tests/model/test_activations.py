@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import forked, slow_case, write_model
+from conftest import forked, write_model
 from loraranks import whole
 from multirank import MODELS, resolved
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -78,7 +78,8 @@ def compare(cases: dict[str, str], model: str, out: pathlib.Path) -> None:
     stop_processes()
 
 
-@pytest.mark.parametrize("names", [("compiled",), slow_case([name for name in CASES if name != "compiled"])])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["compiled"], [name for name in CASES if name != "compiled"]])
 def test_offloaded_inputs_change_no_bit_of_a_run_and_leave_the_device(tmp_path, names):
     model = write_model(tmp_path / "deep", MODELS["deep"][0], **MODELS["deep"][1])
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)  # that adapters are for

@@ -73,6 +73,7 @@ def test_a_run_of_epochs_evaluates_at_the_end_of_each_and_says_both_lengths(flag
     assert evaluated(tmp_path / "r") == [7, 14, 20]
 
 
+@pytest.mark.slow
 def test_a_resume_on_other_ranks_has_the_same_steps_and_evaluations(flags, device, tmp_path):
     more = "--batch-size 4 --eval-interval epoch --eval-split {}/held.npy --resume auto"
     train(flags(f"{more} --num-steps 3"), device)

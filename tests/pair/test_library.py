@@ -101,6 +101,7 @@ print(args.model, os.environ["PYTORCH_ALLOC_CONF"])
 """
 
 
+@pytest.mark.slow
 def test_a_run_from_python_begins_as_the_script_does():
     done = start([sys.executable, "-c", FROM_PYTHON], PYTHONPATH=str(ROOT))
     assert done.stdout.splitlines()[-1] == "demo expandable_segments:True", done.stderr

@@ -100,6 +100,7 @@ def windows_of(name: str, *runs: dict[int, list]) -> list:
 # Samples
 
 
+@pytest.mark.slow
 def test_two_ranks_train_on_the_samples_of_one_in_their_order(run, flags, corpora, tmp_path):
     sources = {"a": ("a.npy", 0.5), "web": ("web.jsonl", 0.3), "b": ("b.npy", 0.2)}
     mixed = ["--dataset", *(f"{name}={corpora / file}:{weight}" for name, (file, weight) in sources.items())]

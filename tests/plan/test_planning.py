@@ -6,7 +6,7 @@ import sys
 
 import planranks
 import pytest
-from conftest import copy_with_gpu, forked, metrics_of, parse, python, slow_case, start, words, write_model
+from conftest import copy_with_gpu, forked, metrics_of, parse, python, start, words, write_model
 from multirank import MODELS, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -38,7 +38,8 @@ COMMUNICATION = {
 }
 
 
-@pytest.mark.parametrize("ranks", [slow_case(1), 2, slow_case(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_is_planned_of_a_step_is_what_real_ranks_hold_and_send(tmp_path, ranks):
     model = write_model(tmp_path / "deep", MODELS["deep"][0], **MODELS["deep"][1])
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)  # that adapters are for

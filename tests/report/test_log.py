@@ -119,6 +119,7 @@ def evaluation(monkeypatch):
     return evaluate
 
 
+@pytest.mark.slow
 def test_a_profile_counts_steps_only(run, capsys, monkeypatch, evaluation):
     """An evaluation after step 4, the second of three that are profiled, is no part of what they are said to take."""
     evaluation.seconds = 2

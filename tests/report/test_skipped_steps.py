@@ -82,7 +82,7 @@ def test_a_run_through_bad_batches_is_one_without_their_updates(device, argument
 
     command = re.search("^skipped    step 6.*shown by: (.*)$", console, re.MULTILINE)[1]
     shown = shlex.split(command)
-    assert train_fsdp.run(parse(shown[shown.index("--config") :]), device, Stop()) == 0
+    assert train_fsdp.train_or_evaluate(parse(shown[shown.index("--config") :]), device, Stop()) == 0
     assert "step 6: 2 samples, from sample 10 on" in capfd.readouterr().out
 
 

@@ -455,6 +455,22 @@ def test_a_stop_that_could_not_be_saved_is_a_failure_after_which_the_run_starts_
     assert steps_of(tmp_path / "r") == steps_of(finished) and names(tmp_path / "r") == checkpoint_names(STEPS)
 
 
+def test_a_stop_that_is_saved_says_so_although_an_earlier_save_failed(run, tmp_path, capsys, monkeypatch):
+    save, failed = store.dcp.save, []
+
+    def fail_first(*args, **options):
+        if not failed:
+            failed.append(True)
+            raise OSError("no space left on device")
+        return save(*args, **options)
+
+    monkeypatch.setattr(store.dcp, "save", fail_first)
+    assert run("r", "--checkpoint-interval", 1, stop_after=2) == StopRequest.EXIT_CODE
+    output = capsys.readouterr().out
+    assert "failed     checkpoint step-00000001" in output and "saved in" in output
+    assert names(tmp_path / "r") == checkpoint_names(2)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Damage
 

@@ -103,6 +103,7 @@ def test_transformers_4_reads_an_export_as_5_does(exports, packages4, tmp_path):
         assert torch.allclose(other, logits, rtol=0, atol=1e-5 * logits.abs().max().item()), export.name
 
 
+@pytest.mark.slow
 def test_an_export_is_for_5_what_it_was(exports):
     """The fields for 4 change nothing that 5 reads."""
     for export in exports[:-2]:
