@@ -101,13 +101,7 @@ def describe_precision(settings: flags.Settings, device_type: str, checkpoint: s
 
 def describe_lr(settings: flags.Settings, checkpoint: states.Checkpoint | None) -> str:
     """The peak learning rate and its schedule, and the origin of the peak."""
-    default, origin = flags.default_lr(settings)
-    if "lr" in settings.explicit:
-        origin = "by --lr"
-    elif checkpoint:
-        origin = "as in the checkpoint"
-    elif settings.lr != default:
-        origin = "that of --demo"
+    _, origin = flags.choose_lr(settings, checkpoint.manifest if checkpoint else None)
     warmup = f" after {base.counted(settings.warmup_steps, 'step')} of warmup" if settings.warmup_steps else ""
     return f"{settings.lr:g} at its peak, {settings.lr_scheduler}{warmup}; {origin}"
 
