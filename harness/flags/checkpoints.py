@@ -53,8 +53,9 @@ def checkpoint_flags(args: Args) -> dict[str, Any]:
 
 
 def resumed_flags(args: Args) -> dict[str, Any]:
-    """The explicit flags that a run with --resume PATH takes from the checkpoint's run: those of model, data and
-    optimization that are not in `args.explicit`. Empty if the checkpoint cannot be read, as above."""
+    """The explicit flags that a run with --resume PATH takes from the checkpoint's run: those of model, data,
+    optimization and kept checkpoints that are not in `args.explicit`. Empty if the checkpoint cannot be read, as
+    above."""
     if args.resume in ("none", "auto") or not args.trains():
         return {}
     try:

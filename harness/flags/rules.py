@@ -136,11 +136,11 @@ def contradictions(args: Flags) -> Iterator[str]:
 
 
 def without_effect(args: Flags) -> Iterator[str]:
-    """An error for each explicit flag without effect on training. Plans, exports and evaluations accept them, as they
-    take the flags of a run."""
+    """An error for each typed flag without effect on training. Plans, exports and evaluations accept them, as they take
+    the flags of a run; so does a resume for those that it inherits."""
 
     def no_effect(fields: str, reason: str) -> Iterator[str]:
-        named = [as_flag(name) for name in fields.split() if name in args.explicit]
+        named = [as_flag(name) for name in fields.split() if name in args.explicit and name not in args.inherited]
         if named:
             yield f"{', '.join(named)}: no effect, {reason}; leave it out"
 

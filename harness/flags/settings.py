@@ -370,11 +370,14 @@ class Flags:
         "more than five minutes [0]",
         min=0, group="checkpoints",
     )
-    keep_checkpoints: int = flag(2, "number of newest complete checkpoints to keep [2]")
+    keep_checkpoints: int = flag(
+        2, "number of newest complete checkpoints to keep [2]",
+        on_resume="reported", from_checkpoint="training",
+    )
     keep_best: bool = flag(
         False,
         "save a checkpoint at each evaluation, and keep the one with the lowest eval loss [off]",
-        only_with="eval_interval",
+        only_with="eval_interval", on_resume="reported", from_checkpoint="training",
     )
     async_checkpoint: bool = flag(
         True, "write checkpoints in the background; training waits only for a copy [on]",
@@ -388,7 +391,7 @@ class Flags:
     resume: str = flag(
         "none",
         "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint, with the run's flags of "
-        "model, data and optimization where none are given [none]",
+        "model, data, optimization and which checkpoints are kept where none are given [none]",
         metavar="{none,auto,PATH}", type=path, not_inherited=True,
     )
     export: str | None = flag(

@@ -98,7 +98,9 @@ def test_a_resume_leaves_out_flags_of_the_run_that_those_given_make_void(tmp_pat
     assert args.inherited == ()
     write_checkpoint(tmp_path / "r", 2, given={"demo": True, "eval_split": "other.jsonl"})  # --demo evaluates
     assert parse(["--resume", tmp_path / "r", "--num-steps", 9]).explicit["eval_split"] == "other.jsonl"
-    write_checkpoint(tmp_path / "r", 3, given={"optimizer": "adamw-bf16"})
+    write_checkpoint(tmp_path / "r", 3, given={"dataset": "synthetic", "keep_checkpoints": 9})  # without a final save
+    assert parse(["--resume", tmp_path / "r"]).keep_checkpoints == 9  # a stop saves, and must not remove the others
+    write_checkpoint(tmp_path / "r", 4, given={"optimizer": "adamw-bf16"})
     with pytest.raises(UserError, match=r"--betas: .* \(with the flags of .*r\)"):
         parse(["--resume", tmp_path / "r", "--betas", "0.9", "0.9999"])
 

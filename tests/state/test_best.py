@@ -67,6 +67,25 @@ def test_the_best_is_kept_beside_the_newest_and_what_exports_it_is_said(flags, r
     assert losses(run.with_name("q")).keys() == {step for step in (4, 6, 8) if step > best}
 
 
+@pytest.mark.parametrize("more, remain", [("", [2, 6, 8, 10]), ("--keep-checkpoints 1", [2, 10])])
+def test_a_resume_by_its_path_keeps_what_the_run_keeps_unless_told_otherwise(flags, run, device, capfd, more, remain):
+    assert train([*flags("8"), "--keep-checkpoints", 3], device) == 0
+    assert kept(run) == [2, 4, 6, 8] and min(losses(run), key=losses(run).get) == 2
+    assert train(["--resume", run, *words(f"--num-steps 10 --num-workers 0 --no-compile {more}")], device) == 0
+    assert kept(run) == remain
+    said = capfd.readouterr().out
+    assert re.search(r"^its flags .*--keep-best", said, re.MULTILINE)
+    assert ("keep checkpoints 3 -> 1" in said) == bool(more)
+
+
+def test_a_resume_that_keeps_less_says_so_before_it_removes_anything(flags, run, device, capfd):
+    assert train([*flags("4"), "--keep-checkpoints", 3], device) == 0
+    without = [word for word in flags("6 --resume auto") if word != "--keep-best"]
+    assert train(without, device) == 0
+    changed = re.search(r"^changed +(.*)$", capfd.readouterr().out, re.MULTILINE)[1]
+    assert "keep checkpoints 3 -> 1, keep best True -> False" in changed and kept(run) == [6]
+
+
 @pytest.mark.slow
 def test_it_survives_a_resume_on_other_ranks(flags, run, device):
     assert train(flags("4"), device) == 0
