@@ -104,7 +104,7 @@ def contradictions(args: Flags) -> Iterator[str]:
     # Measurements
     measured = args.num_steps - args.perf_warmup_steps - (PROFILED_STEPS if args.profile else 0)
     for name in ("profile", "min_mfu"):
-        if getattr(args, name) and measured < 1:
+        if args.trains() and getattr(args, name) and measured < 1:
             enough = args.num_steps - measured + 1
             yield f"{as_flag(name)}: no step is left to measure; give --num-steps at least {enough}"
 
@@ -121,8 +121,6 @@ def contradictions(args: Flags) -> Iterator[str]:
         yield f"--num-steps: {problem}; give --resume PATH, or --model DIR --init pretrained"
     if args.average_checkpoints and (args.num_steps or args.resume in ("none", "auto") or args.plan):
         yield "--average-checkpoints: only with --num-steps 0 and --resume RUN, the folder of a run"
-    if args.batch_size == "auto" and args.num_steps == 0:
-        yield "--batch-size: auto is for training and plans; give a number"
     if args.json and not args.plan and (args.num_steps or not args.eval_interval):
         yield "--json: only with --plan, or with --num-steps 0 and --eval-interval"
     if args.plan_gpu and not base.choose_kind(args.plan_gpu)[0]:
