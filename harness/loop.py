@@ -230,7 +230,7 @@ def start_or_resume(
     state.check_finite(settings, train_state, checkpoint)
     # False: no room for the final checkpoint, which is left out. An error if checkpoints were requested. Without a step
     # left nothing is saved, so nothing is checked.
-    has_room = train_state.step == settings.num_steps or job.check_disk(
+    has_room = train_state.step >= settings.num_steps or job.check_disk(
         settings, train_state.saved_bytes(), state.export_bytes(settings, train_state.model), folder
     )
     dataset, changed = opened.dataset, opened.changed
@@ -367,6 +367,8 @@ def save_and_stop(run: Run, stop: job.StopRequest) -> int:
         problem = problem or find_non_finite(run, metrics)
         if problem:
             raise report.divergence_error(problem, run.folder, run.checkpoint)
+        if log.skipped:
+            log.write(metrics)  # with the reasons, which the checkpoint does not have
         checkpoints.save(run.state, wait=True)
         saved = is_saved()
     saved_in = checkpoints.folder if saved else None
