@@ -99,7 +99,8 @@ def contradictions(args: Flags) -> Iterator[str]:
     if problem := SCHEDULES[args.lr_scheduler].problem(args):
         yield problem
     if args.num_steps and "warmup_steps" in args.explicit and args.warmup_steps > args.num_steps:
-        yield f"--warmup-steps {args.warmup_steps}: the run has {args.num_steps:,} steps; give at most that many"
+        steps = base.counted(args.num_steps, "step")
+        yield f"--warmup-steps {args.warmup_steps}: the run has {steps}; give at most that many"
 
     # Measurements
     measured = args.num_steps - args.perf_warmup_steps - (PROFILED_STEPS if args.profile else 0)
