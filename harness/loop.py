@@ -33,6 +33,7 @@ class Opened:
     tokenizer: Any
     prompts: list[str | data.Conversation]  # to generate samples from
     checkpoint: state.Checkpoint | None  # to resume from or to read
+    replaced_run: str = ""  # whose export is in DIR of --export
     dataset: Any = None  # a data.TrainingData; None if no data are read, or before they are
 
     @property
@@ -67,8 +68,7 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     warning = base.broadcast_from_rank_0(lambda: models.describe_ignored_weights(args.model)) if draws_weights else ""
     if warning:
         job.warn(warning)
-    if args.export:
-        state.check_export(args, checkpoint, folder)
+    replaced_run = state.check_export(args, checkpoint, folder) if args.export else ""
     # only a run that trains keeps the global batch and the warmup of its checkpoint
     resumed_manifest = checkpoint.manifest if checkpoint and args.trains() else None
     settings = resolving.resolve(args, config, corpora, resumed_manifest)
@@ -91,6 +91,7 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
         tokenizer=tokenizer,
         prompts=prompts,
         checkpoint=checkpoint,
+        replaced_run=replaced_run,
     )
     check_prompts(opened)
     return opened
@@ -229,7 +230,7 @@ def start_or_resume(
     state.check_finite(settings, train_state, checkpoint)
     # False: no room for the final checkpoint, which is left out. An error if checkpoints were requested. Without a step
     # left nothing is saved, so nothing is checked.
-    has_room = train_state.step == settings.num_steps or job.check_disk(
+    has_room = train_state.step >= settings.num_steps or job.check_disk(
         settings, train_state.saved_bytes(), state.export_bytes(settings, train_state.model), folder
     )
     dataset, changed = opened.dataset, opened.changed
@@ -366,6 +367,8 @@ def save_and_stop(run: Run, stop: job.StopRequest) -> int:
         problem = problem or find_non_finite(run, metrics)
         if problem:
             raise report.divergence_error(problem, run.folder, run.checkpoint)
+        if log.skipped:
+            log.write(metrics)  # with the reasons, which the checkpoint does not have
         checkpoints.save(run.state, wait=True)
         saved = is_saved()
     saved_in = checkpoints.folder if saved else None
@@ -426,4 +429,5 @@ def export(opened: Opened, loaded: state.TrainState) -> None:
     """Write the folder of --export."""
     settings, record = opened.settings, opened.record
     stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, record, opened.tokenizer))
-    state.export(settings, loaded, opened.tokenizer, stop_ids, state.trained_on(settings, record))
+    trained_on = state.trained_on(settings, record)
+    state.export(settings, loaded, opened.tokenizer, stop_ids, trained_on, opened.replaced_run)

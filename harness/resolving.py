@@ -43,7 +43,7 @@ def resolve(
         "compile": (args.plan or torch.cuda.is_available()) if args.compile is None else args.compile,
         "fused_loss": models.choose_loss(args.fused_loss, config),
         "num_workers": choose_num_workers(args),
-        "lr": choose_lr(args, manifest),
+        "lr": flags.choose_lr(args, manifest)[0],
         "final_checkpoint": args.saves_final_checkpoint(),
     }
     settings = flags.Settings(**vars(args) | decided)
@@ -70,13 +70,6 @@ def refuse_contradictions(settings: flags.Settings, args: flags.Args) -> None:
     as_typed = dataclasses.replace(settings, gradient_accumulation_steps=args.gradient_accumulation_steps)
     if problem := flags.contradiction(as_typed):
         raise base.UserError(problem)
-
-
-def choose_lr(args: flags.Args, manifest: dict | None) -> float:
-    """--lr; by default the checkpoint's on a resume, for a new run one that suits its weights."""
-    if args.lr is not None:
-        return args.lr
-    return manifest["flags"]["lr"] if manifest else flags.default_lr(args)[0]
 
 
 def choose_num_workers(args: flags.Args) -> int:

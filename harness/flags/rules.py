@@ -99,12 +99,13 @@ def contradictions(args: Flags) -> Iterator[str]:
     if problem := SCHEDULES[args.lr_scheduler].problem(args):
         yield problem
     if args.num_steps and "warmup_steps" in args.explicit and args.warmup_steps > args.num_steps:
-        yield f"--warmup-steps {args.warmup_steps}: the run has {args.num_steps:,} steps; give at most that many"
+        steps = base.counted(args.num_steps, "step")
+        yield f"--warmup-steps {args.warmup_steps}: the run has {steps}; give at most that many"
 
     # Measurements
     measured = args.num_steps - args.perf_warmup_steps - (PROFILED_STEPS if args.profile else 0)
     for name in ("profile", "min_mfu"):
-        if getattr(args, name) and measured < 1:
+        if args.trains() and getattr(args, name) and measured < 1:
             enough = args.num_steps - measured + 1
             yield f"{as_flag(name)}: no step is left to measure; give --num-steps at least {enough}"
 
@@ -121,8 +122,6 @@ def contradictions(args: Flags) -> Iterator[str]:
         yield f"--num-steps: {problem}; give --resume PATH, or --model DIR --init pretrained"
     if args.average_checkpoints and (args.num_steps or args.resume in ("none", "auto") or args.plan):
         yield "--average-checkpoints: only with --num-steps 0 and --resume RUN, the folder of a run"
-    if args.batch_size == "auto" and args.num_steps == 0:
-        yield "--batch-size: auto is for training and plans; give a number"
     if args.json and not args.plan and (args.num_steps or not args.eval_interval):
         yield "--json: only with --plan, or with --num-steps 0 and --eval-interval"
     if args.plan_gpu and not base.choose_kind(args.plan_gpu)[0]:
@@ -136,11 +135,11 @@ def contradictions(args: Flags) -> Iterator[str]:
 
 
 def without_effect(args: Flags) -> Iterator[str]:
-    """An error for each explicit flag without effect on training. Plans, exports and evaluations accept them, as they
-    take the flags of a run."""
+    """An error for each typed flag without effect on training. Plans, exports and evaluations accept them, as they take
+    the flags of a run; so does a resume for those that it inherits."""
 
     def no_effect(fields: str, reason: str) -> Iterator[str]:
-        named = [as_flag(name) for name in fields.split() if name in args.explicit]
+        named = [as_flag(name) for name in fields.split() if name in args.explicit and name not in args.inherited]
         if named:
             yield f"{', '.join(named)}: no effect, {reason}; leave it out"
 

@@ -370,11 +370,14 @@ class Flags:
         "more than five minutes [0]",
         min=0, group="checkpoints",
     )
-    keep_checkpoints: int = flag(2, "number of newest complete checkpoints to keep [2]")
+    keep_checkpoints: int = flag(
+        2, "number of newest complete checkpoints to keep [2]",
+        on_resume="reported", from_checkpoint="training",
+    )
     keep_best: bool = flag(
         False,
         "save a checkpoint at each evaluation, and keep the one with the lowest eval loss [off]",
-        only_with="eval_interval",
+        only_with="eval_interval", on_resume="reported", from_checkpoint="training",
     )
     async_checkpoint: bool = flag(
         True, "write checkpoints in the background; training waits only for a copy [on]",
@@ -388,7 +391,7 @@ class Flags:
     resume: str = flag(
         "none",
         "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint, with the run's flags of "
-        "model, data and optimization where none are given [none]",
+        "model, data, optimization and which checkpoints are kept where none are given [none]",
         metavar="{none,auto,PATH}", type=path, not_inherited=True,
     )
     export: str | None = flag(
@@ -580,11 +583,19 @@ class Settings(Flags):
 DEFAULT_LR, LORA_LR = {"random": 3e-4, "pretrained": 2e-5}, 2e-4
 
 
-def default_lr(settings: Flags) -> tuple[float, str]:
-    """(the default of --lr, the flag that it depends on, in words)."""
+def choose_lr(settings: Flags, manifest: dict | None) -> tuple[float, str]:
+    """(the peak learning rate, its origin in words): as typed, else that of the checkpoint of `manifest`, else that of
+    --demo, else one that suits the weights. The same for `Args` and for the `Settings` that have it."""
+    default, origin = DEFAULT_LR[settings.init], f"the default of --init {settings.init}"
     if settings.lora_rank:
-        return LORA_LR, "the default of --lora-rank"
-    return DEFAULT_LR[settings.init], f"the default of --init {settings.init}"
+        default, origin = LORA_LR, "the default of --lora-rank"
+    if "lr" in settings.explicit:
+        return settings.explicit["lr"], "by --lr"
+    if manifest:
+        return manifest["flags"]["lr"], "as in the checkpoint"
+    if settings.lr not in (None, default):
+        return settings.lr, "that of --demo"
+    return default, origin
 
 
 def batch_size_multiple(fp8_recipe: Fp8Recipe | None, sequence_length: int | None) -> int:

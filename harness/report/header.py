@@ -42,7 +42,7 @@ def describe_setup(
         flops += f" in a document of {settings.sequence_length:,}, fewer in shorter ones (MFU counts each)"
     optimizer = models.find_optimizer(settings.optimizer)
     sync_note = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
-    steps = ", ".join(filter(None, [f"{settings.num_steps:,} steps", settings.describe_epochs()]))
+    steps = ", ".join(filter(None, [base.counted(settings.num_steps, "step"), settings.describe_epochs()]))
     lines = {
         "model": f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
         f"{parameters:,} parameters, {flops}, {describe_peak(peak, device_type)}",
@@ -101,13 +101,7 @@ def describe_precision(settings: flags.Settings, device_type: str, checkpoint: s
 
 def describe_lr(settings: flags.Settings, checkpoint: states.Checkpoint | None) -> str:
     """The peak learning rate and its schedule, and the origin of the peak."""
-    default, origin = flags.default_lr(settings)
-    if "lr" in settings.explicit:
-        origin = "by --lr"
-    elif checkpoint:
-        origin = "as in the checkpoint"
-    elif settings.lr != default:
-        origin = "that of --demo"
+    _, origin = flags.choose_lr(settings, checkpoint.manifest if checkpoint else None)
     warmup = f" after {base.counted(settings.warmup_steps, 'step')} of warmup" if settings.warmup_steps else ""
     return f"{settings.lr:g} at its peak, {settings.lr_scheduler}{warmup}; {origin}"
 

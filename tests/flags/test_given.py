@@ -1,6 +1,7 @@
 """What was given is kept apart from what it was resolved to: the precision, the steps, the batch of a run that goes
 on."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -97,7 +98,9 @@ def test_a_resume_leaves_out_flags_of_the_run_that_those_given_make_void(tmp_pat
     assert args.inherited == ()
     write_checkpoint(tmp_path / "r", 2, given={"demo": True, "eval_split": "other.jsonl"})  # --demo evaluates
     assert parse(["--resume", tmp_path / "r", "--num-steps", 9]).explicit["eval_split"] == "other.jsonl"
-    write_checkpoint(tmp_path / "r", 3, given={"optimizer": "adamw-bf16"})
+    write_checkpoint(tmp_path / "r", 3, given={"dataset": "synthetic", "keep_checkpoints": 9})  # without a final save
+    assert parse(["--resume", tmp_path / "r"]).keep_checkpoints == 9  # a stop saves, and must not remove the others
+    write_checkpoint(tmp_path / "r", 4, given={"optimizer": "adamw-bf16"})
     with pytest.raises(UserError, match=r"--betas: .* \(with the flags of .*r\)"):
         parse(["--resume", tmp_path / "r", "--betas", "0.9", "0.9999"])
 
@@ -254,6 +257,36 @@ def test_pretrained_weights_have_a_learning_rate_of_their_own_which_a_resume_kee
     assert record_of(tmp_path / "p")["flags"]["lr"] == 1e-4
 
 
-def test_the_demos_learning_rate_is_not_that_of_pretrained_weights():
-    assert (parse(["--demo"]).lr, parse(words("--demo --init pretrained")).lr) == (0.004, None)
-    assert parse(words("--demo --init pretrained --lr 1e-3")).lr == 1e-3
+LEARNING_RATES = {
+    "--demo --resume {r} --lr 1e-3": (1e-3, "by --lr"),
+    "--demo --resume auto --lr 1e-3": (1e-3, "by --lr"),
+    "--resume {r}": (0.5, "as in the checkpoint"),
+    "--demo --resume {r}": (0.5, "as in the checkpoint"),
+    "--demo --resume auto": (0.5, "as in the checkpoint"),
+    "--demo --resume auto --init pretrained": (0.5, "as in the checkpoint"),
+    "--demo": (0.004, "that of --demo"),
+    "--demo --init pretrained": (2e-5, "the default of --init pretrained"),
+    "--demo --init pretrained --lr 1e-3": (1e-3, "by --lr"),
+    "--lora-rank 4 --init pretrained": (2e-4, "the default of --lora-rank"),
+    "": (3e-4, "the default of --init random"),
+}
+
+
+@pytest.mark.parametrize("typed", LEARNING_RATES)
+def test_a_learning_rate_is_the_typed_one_then_the_checkpoints_then_a_default(typed, tmp_path):
+    """With the origin that the header prints, before and after the settings are resolved."""
+    path = write_checkpoint(tmp_path / "r", 1, given={"demo": True, "lr": 0.5}, flags={"lr": 0.5})
+    args = parse(words(typed.format(r=tmp_path / "r")))
+    manifest = json.loads((path / "manifest.json").read_text()) if "--resume" in typed else None
+    assert flags.choose_lr(args, manifest) == LEARNING_RATES[typed]
+    resolved = dataclasses.replace(args, lr=LEARNING_RATES[typed][0])
+    assert flags.choose_lr(resolved, manifest) == LEARNING_RATES[typed]
+
+
+def test_a_resumed_demo_trains_with_its_checkpoints_learning_rate(printed, tmp_path):
+    small = f"--num-workers 0 --sequence-length 32 --batch-size 2 --eval-interval 0 --output-dir {tmp_path}"
+    printed(words(f"--demo {small} --sample-tokens 2 --lr 0.5 --num-steps 1 --run-name kb"))
+    for steps, resume in enumerate((f"--resume {tmp_path / 'kb'}", "--demo --run-name kb --resume auto"), 2):
+        output = printed(words(f"{small} --num-steps {steps} --log-interval 1 --lr-scheduler constant {resume}"))
+        assert header(output, "lr") == "0.5 at its peak, constant; as in the checkpoint"
+        assert metrics_of(tmp_path / "kb")[-1]["learning_rate"] == 0.5
