@@ -30,7 +30,7 @@ from harness.data.eval_split import evaluates_own_data
 from harness.data.loader import Batches, eval_batches, mean_losses, training_batches
 from harness.data.mixture import DataRecord, SequenceOrder, Spec, describe_changes, read_record
 from harness.data.packing import PackedDataset, SyntheticDataset, create_collate_fn
-from harness.data.prompts import end_tokens, read_prompt, reads_chats, render_prompt
+from harness.data.prompts import are_chats, end_tokens, is_record_of_chats, read_prompts, render_prompt
 from harness.data.reader import CorpusReader
 from harness.data.schema import Conversation
 from harness.data.stream import Position
@@ -50,12 +50,14 @@ __all__ = [
     "Spec",
     "SyntheticDataset",
     "TrainingData",
+    "are_chats",
     "create_collate_fn",
     "describe_changes",
     "end_tokens",
     "eval_batches",
     "evaluates_own_data",
     "find",
+    "is_record_of_chats",
     "load",
     "masks_documents",
     "mean_losses",
@@ -63,9 +65,8 @@ __all__ = [
     "needs_tokenizer",
     "open_sequences",
     "open_sources",
-    "read_prompt",
+    "read_prompts",
     "read_record",
-    "reads_chats",
     "render_prompt",
     "show_samples",
     "training_batches",

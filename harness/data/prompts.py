@@ -1,6 +1,7 @@
 """Prompts: the texts that samples of a model continue, and the tokens that end them."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+def read_prompts(values: Iterable[str]) -> list[str | Conversation]:
+    """Return the prompts that values of --sample-prompt stand for."""
+    return [prompt for value in values for prompt in read_prompt(value)]
+
+
 def read_prompt(prompt: str) -> list[str | Conversation]:
-    """Return the prompts that --sample-prompt gives: a text, or the conversations of a .json or .jsonl file, each
+    """Return the prompts of one value of --sample-prompt: a text, or the conversations of a .json or .jsonl file, each
     without its last answer. A list of messages is one conversation."""
     is_file = os.path.isfile(prompt) or len(prompt.split()) == 1
     if not (is_file and prompt.endswith((".json", ".jsonl"))):
@@ -67,15 +73,13 @@ def render_prompt(
         raise base.UserError(f"--sample-prompt: the chat template fails, {base.first_line(error)}") from error
 
 
-def end_tokens(
-    settings: flags.Settings, record: DataRecord | None, tokenizer: "PreTrainedTokenizerBase | None"
-) -> list[int]:
-    """The tokens that end a text of a model: the tokenizer's own, and if the data of `record` are conversations the
-    one that ends an answer."""
+def end_tokens(settings: flags.Settings, answers: bool, tokenizer: "PreTrainedTokenizerBase | None") -> list[int]:
+    """The tokens that end a text of a model: the tokenizer's own, and if the model `answers` the one that ends an
+    answer."""
     if tokenizer is None:
         return []
     ends = [tokenizer.eos_token_id]
-    if is_chat(record):
+    if answers:
         ends += ends_of_answers(tokenizer, base.read_template(settings.chat_template))
     return [end for end in dict.fromkeys(ends) if end is not None]
 
@@ -96,14 +100,15 @@ def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None) 
     return []
 
 
-def reads_chats(corpora: list[Corpus], record: DataRecord | None) -> bool:
-    """True if the corpora that a run reads are conversations; if it reads none, those that `record` is of."""
+def are_chats(corpora: list[Corpus]) -> bool:
+    """True if some of the corpora that a run trains on, or else evaluates, are conversations."""
     sources = [corpus for corpus in corpora if not corpus.is_eval_dataset] or corpora
-    return any(corpus.is_chat for corpus in sources) if sources else is_chat(record)
+    return any(corpus.is_chat for corpus in sources)
 
 
-def is_chat(record: DataRecord | None) -> bool:
-    return record is not None and any(spec.get("chat") for spec in record.sources.values())
+def is_record_of_chats(record: DataRecord) -> bool:
+    """True if some of the sources of a run were conversations."""
+    return any(spec.get("chat") for spec in record.sources.values())
 
 
 def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:

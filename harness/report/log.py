@@ -147,7 +147,8 @@ class Log(contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def step(self) -> Iterator[job.Actions]:
-        """Time the next optimizer step, and profile it if that is due. The step calls `count`. Yields what is due."""
+        """Time the next optimizer step, and profile it if that is due. Yields what is due. Inside, call `keep` and
+        advance the state."""
         due, tokens = self.due_at(self.state.step + 1), self.state.tokens
         job.enter_phase("data", due.step)
         self.learning_rate = float(self.state.scheduler.get_last_lr()[0])
