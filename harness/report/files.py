@@ -70,9 +70,15 @@ class MetricsFile:
 
     def write(self, line: dict) -> None:
         """Append a line, after those that wait. If the disk refuses it, it waits for the next call; the console says
-        so once."""
+        so once.
+
+        Raises:
+            OSError: this start's first line, or config.json, cannot be written.
+        """
         self.first = self.first or line
         with self.lock:
+            if self.file is None:
+                self._open(self.kept)
             had_waiting = bool(self.waiting)
             self.waiting += as_json(line).encode() + b"\n"
             try:

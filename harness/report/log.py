@@ -232,10 +232,13 @@ class Log(contextlib.AbstractContextManager):
         if self.skipped:
             extra["skipped"] = [{"step": step, "reason": reason} for step, reason in self.skipped.items()]
             self.skipped = {}
-        if "skipped_steps" in metrics:
-            file.write(metrics | extra)
-        else:
-            file.replace_last(metrics | extra)
+        try:
+            if "skipped_steps" in metrics:
+                file.write(metrics | extra)
+            else:
+                file.replace_last(metrics | extra)
+        except OSError as error:
+            raise base.UserError(f"--output-dir: {self.folder} cannot be written ({error.strerror})", 1) from error
 
     def _notify(self, call: Callable[[Tracker], None]) -> None:
         """Call each tracker, and drop one that fails."""

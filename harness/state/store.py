@@ -219,7 +219,7 @@ class Checkpoints:
             except OSError as error:
                 problem = f"{error.filename or self.folder}: {error.strerror}"
                 job.print0(
-                    f"failed     after {final.name} was saved: {problem}; older checkpoints stay until the next save"
+                    f"kept       older checkpoints until the next save, after {final.name} was saved ({problem})"
                 )
 
         try:

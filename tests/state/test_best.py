@@ -70,7 +70,7 @@ def test_the_best_is_kept_beside_the_newest_and_what_exports_it_is_said(flags, r
 
 @pytest.mark.parametrize("more, remain", [("", [2, 6, 8, 10]), ("--keep-checkpoints 1", [2, 10])])
 def test_a_resume_by_its_path_keeps_what_the_run_keeps_unless_told_otherwise(flags, run, device, capfd, more, remain):
-    assert train([*flags("8"), "--keep-checkpoints", 3], device) == 0
+    assert train([*flags("8 --no-async-checkpoint"), "--keep-checkpoints", 3], device) == 0
     assert kept(run) == [2, 4, 6, 8] and min(losses(run), key=losses(run).get) == 2
     assert train(["--resume", run, *words(f"--num-steps 10 --num-workers 0 --no-compile {more}")], device) == 0
     assert kept(run) == remain
