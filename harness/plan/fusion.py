@@ -153,8 +153,11 @@ def find_peak(
 
     A materialized tensor is alive from the node that writes it to the last that reads it, a result of the graph to the
     end. Arguments exist already: the caller keeps primals, the others (saved activations, gradients) are freed after
-    their last use.
+    their last use. What a fused kernel copies into an argument is written there, not allocated.
     """
+    copies = [node for node in nodes if node.target is torch.ops.aten.copy_.default]
+    in_place = {tensor for node in copies for tensor in reads[node] if not has_own_kernel(tensor)}
+    sizes = sizes | dict.fromkeys(in_place, 0)
     last_reader = {tensor: node for node in nodes for tensor in reads[node]}
     alive = peak = 0
     for node in nodes:
