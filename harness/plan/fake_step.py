@@ -28,6 +28,7 @@ from harness.plan.rates import Rates
 from harness.plan.recipe import Recipe
 from harness.plan.recorder import StepRecorder
 
+UNLIMITED = 10**6  # compilations of one function in a process that plans many configurations
 MAX_MICROBATCHES = 3  # recorded: the first, one for all in the middle, the last
 
 
@@ -177,7 +178,9 @@ def on_fake_tensors(recorder: StepRecorder) -> Iterator[None]:
         # private: attention on fake tensors counts as random even without dropout
         mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", lambda graph: False),
         # private: `dynamic=False` would have to be in every call, and does not raise the limit of recompiles
-        torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000),
+        torch._dynamo.config.patch(
+            automatic_dynamic_shapes=False, recompile_limit=UNLIMITED, accumulated_recompile_limit=UNLIMITED
+        ),
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,
     ):

@@ -70,7 +70,7 @@ class StepRecorder(TorchDispatchMode):
         self.updating = False  # in `optimizer.step`
         self.in_region = False  # in a compiled region, which is counted as one
         self.allocates_on_host = False
-        self.compiled_regions = 0
+        self.compiled_regions = 0  # without those of the update
         self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {storage: number}
         self._stream_numbers: dict[Any, int] = {}
         self._groups: dict[Any, tuple[int, int, int]] = {}
@@ -126,7 +126,7 @@ class StepRecorder(TorchDispatchMode):
 
     def run_compiled(self, graph: torch.fx.GraphModule, memory: RegionMemory, *args: Any) -> Any:
         """Run a compiled region's graph. Records its results, and `memory.peak` bytes while it runs."""
-        self.compiled_regions += 1
+        self.compiled_regions += not self.updating
         self._scratch(memory.peak)
         self.in_region = True
         result = graph(*args)
