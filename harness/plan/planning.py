@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from harness import base, flags, resolving
+from harness import base, flags, report, resolving
 from harness import model as models
 from harness.plan import own_plan
 from harness.plan.predict import predict
@@ -27,8 +27,9 @@ def print_plan(settings: flags.Args, recipe: Recipe) -> None:
     if int(os.environ.get("RANK", 0)):
         return
     own_plan.exit_with_parent()
-    resolved, result = make_plan(settings, recipe)
-    print(json.dumps(result, indent=2) if settings.json else describe_plan(resolved, result))
+    with report.keep_stdout_for_json(settings) as stdout:  # code of --import may print
+        resolved, result = make_plan(settings, recipe)
+    print(json.dumps(result, indent=2) if settings.json else describe_plan(resolved, result), file=stdout)
 
 
 def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
