@@ -84,10 +84,8 @@ def built(
 ) -> Iterator[tuple[StepRecorder, nn.Module, torch.optim.Optimizer]]:
     """Build (recorder, model, optimizer) as on rank 0 of `world`, and record everything inside. Rank 0 has the largest
     shards, as `fully_shard` divides dimension 0 like torch.chunk."""
-    # Other attention kernels cannot run here; they save and allocate the same. Document masks are left out: a plan
-    # assumes that nothing is masked.
-    attention: flags.Attention = "eager" if settings.attention == "eager" else "sdpa"
-    settings = dataclasses.replace(settings, init="random", attention=attention, document_mask=False)
+    # Document masks are left out: a plan assumes that nothing is masked.
+    settings = dataclasses.replace(settings, init="random", document_mask=False)
     recorder = StepRecorder(settings.gpus_per_node, rates, settings.cpu_offload)
     kind = models.find_optimizer(settings.optimizer)
     if kind.before_plan and kind.is_installed():

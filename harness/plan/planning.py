@@ -15,7 +15,7 @@ import numpy as np
 from harness import base, flags, report, resolving
 from harness import model as models
 from harness.plan import own_plan
-from harness.plan.predict import predict
+from harness.plan.predict import predict, with_own_attention
 from harness.plan.rates import choose_rates
 from harness.plan.recipe import Recipe
 from harness.plan.search import Search
@@ -53,7 +53,8 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
 
     @functools.cache
     def count_flops(rank: int, length: int) -> tuple[int, str]:
-        model = models.trained_on_meta(dataclasses.replace(settings, lora_rank=rank, lora_alpha=2 * rank), config)
+        counted = dataclasses.replace(with_own_attention(settings), lora_rank=rank, lora_alpha=2 * rank)
+        model = models.trained_on_meta(counted, config)
         flops, text = models.flops_or_zeros(model, np.array([length]), recipe.get_flops_by_length)
         return round(float(flops[0])), text
 

@@ -1,6 +1,7 @@
 """Predict: memory, traffic, time and cost of one configuration, from recorded steps and a GPU's rates."""
 
 import collections
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,6 +40,7 @@ def predict(
     Raises:
         UserError: the model's computation depends on its data.
     """
+    settings = with_own_attention(settings)
     model = models.trained_on_meta(settings, config)
     period = models.layer_period(model)
     peaks, counts = record_whole_step(settings, recipe, config, world, period, rates)
@@ -70,6 +72,12 @@ def predict(
         hours = 1e9 / speed["tokens_per_sec"] / 3600
         prediction["cost_per_billion_tokens"] = hours * world * settings.gpu_hour_usd
     return prediction
+
+
+def with_own_attention(settings: flags.Settings) -> flags.Settings:
+    """Return the settings with an attention kernel of torch's that runs on fake tensors without a GPU or a package.
+    Kernels other than eager save and allocate the same."""
+    return settings if settings.attention == "eager" else dataclasses.replace(settings, attention="sdpa")
 
 
 def find_verdict(allocator: float, capacity: float) -> str:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import sys
+import typing
 
 import planranks
 import pytest
@@ -14,6 +15,7 @@ import train_fsdp
 from harness import base, resolving
 from harness import model as models
 from harness import plan as planning
+from harness.flags import Attention
 from harness.model import load_config, loss
 from harness.plan import fake_step
 from harness.plan.rates import choose_rates
@@ -203,6 +205,22 @@ def test_a_mistake_in_a_plan_is_one_line(flags, said):
     assert said in process.stderr
     if "--json" in flags:  # who reads the object is told there too
         assert json.loads(process.stdout) == {"error": process.stderr.strip().removeprefix("train_fsdp.py: error: ")}
+
+
+@pytest.mark.slow
+def test_every_kernel_of_attention_is_planned_without_a_gpu_and_its_package():
+    """A run's own plan sees no GPU either. Kernels other than eager save the same."""
+    forked(1, plan_kernels)
+
+
+def plan_kernels() -> None:
+    flags = "--plan --demo --no-compile --plan-gpus 1 --plan-seconds 0 --sequence-length 64 --precision bf16"
+    totals = {}
+    for kernel in typing.get_args(Attention):
+        settings, plan = planning.make_plan(parse(words(f"{flags} --attention {kernel}")), train_fsdp.RECIPE)
+        assert settings.attention == kernel
+        totals[kernel] = plan["memory_gib"]["total"]
+    assert len(set(totals.values())) == 2 and list(totals.values()).count(totals["eager"]) == 1
 
 
 @pytest.mark.slow
