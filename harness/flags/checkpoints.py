@@ -35,9 +35,9 @@ def no_checkpoint(resume: str) -> str:
 
 
 def checkpoint_flags(args: Args) -> dict[str, Any]:
-    """The flags that an evaluation, export or --show-samples takes from its checkpoint by default: those of the model,
-    and for evaluations and --show-samples those of the data, unless --dataset is another one. Empty if the checkpoint
-    cannot be read, which is an error when it is loaded."""
+    """The flags that an evaluation, export, plan or --show-samples takes from its checkpoint by default: those of the
+    model, and for evaluations and --show-samples those of the data, unless --dataset is another one. Empty if the
+    checkpoint cannot be read, which is an error when it is loaded."""
     try:
         flags = base.read_manifest(checkpoint_folder(args.resume))["flags"]
     except (OSError, ValueError, KeyError):
@@ -53,10 +53,10 @@ def checkpoint_flags(args: Args) -> dict[str, Any]:
 
 
 def resumed_flags(args: Args) -> dict[str, Any]:
-    """The explicit flags that a run with --resume PATH takes from the checkpoint's run: those of model, data,
+    """The explicit flags that a run or plan with --resume PATH takes from the checkpoint's run: those of model, data,
     optimization and kept checkpoints that are not in `args.explicit`. Empty if the checkpoint cannot be read, as
     above."""
-    if args.resume in ("none", "auto") or not args.trains():
+    if args.resume in ("none", "auto") or not (args.trains() or args.plan):
         return {}
     try:
         given = base.read_manifest(checkpoint_folder(args.resume))["given"]

@@ -156,7 +156,7 @@ def parse_args(argv: list[str] | None = None, before_import: Callable[[Args], ob
 
 def complete(explicit: dict[str, typing.Any], file: str | None = None) -> Args:
     """`Args` with these explicit flags, those of the run that it resumes, and `file` as --config. Defaults depend on
-    --demo, on the checkpoint of an evaluation or export, and on other flags.
+    --demo, on the checkpoint of an evaluation, export or plan, and on other flags.
 
     Raises:
         UserError: --model is a folder of adapters that does not fit the flags or cannot be read.
@@ -181,8 +181,10 @@ def complete(explicit: dict[str, typing.Any], file: str | None = None) -> Args:
             if args.init == "pretrained" and getattr(args, name) != adapters[name]:
                 problem = f"the adapters of {args.model} have {adapters[name]}"
                 raise base.UserError(f"{as_flag(name)} {getattr(args, name)}: {problem}; leave it out")
-    if (args.num_steps == 0 or args.show_samples) and args.resume not in ("none", "auto"):
-        defaults |= checkpoint_flags(args) | {"compile": False}
+    if not args.trains() and args.resume not in ("none", "auto"):
+        defaults |= checkpoint_flags(args)
+        if not args.plan:
+            defaults["compile"] = False
         args = Args(**defaults | explicit)
     for name in [name for name in inherited if lacks_condition(name, args)]:
         del inherited[name], explicit[name]

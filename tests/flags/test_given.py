@@ -105,6 +105,17 @@ def test_a_resume_leaves_out_flags_of_the_run_that_those_given_make_void(tmp_pat
         parse(["--resume", tmp_path / "r", "--betas", "0.9", "0.9999"])
 
 
+def test_a_plan_of_a_resume_plans_what_the_resume_trains(tmp_path):
+    """Also in the precision that the run had by default, where it began."""
+    given = {"model": "qwen3-8b", "sequence_length": 96, "optimizer": "muon", "batch_size": 4, "num_tokens": 10**6}
+    recorded = flags.record_flags(parse(flags.as_words(given)))["flags"] | {"precision": "fp32"}
+    write_checkpoint(tmp_path / "r", 1, given=given, flags=recorded)
+    planned, trained = (parse(["--resume", tmp_path / "r", "--lr", 1, *more]) for more in (["--plan"], []))
+    assert planned.explicit == trained.explicit | {"plan": True} and planned.inherited == trained.inherited
+    assert (planned.model, planned.precision, planned.compile) == ("qwen3-8b", "fp32", None)
+    assert parse(words(f"--plan --resume {tmp_path}/r --model demo --precision bf16")).model == "demo"
+
+
 def test_going_on_keeps_what_was_given_and_what_it_was_resolved_to(run, printed, tmp_path):
     output = run("first", "--num-steps 20 --batch-size 2")
     assert header(output, "precision") == "fp32 throughout; the default on a CPU"
