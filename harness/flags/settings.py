@@ -96,7 +96,9 @@ class Flags:
         group="presets",
     )
     config: str | None = flag(
-        None, "TOML, or a run's config.json without its --run-name, --resume, --export; the command line overrides it",
+        None,
+        "TOML, or a run's config.json without its --run-name, --resume, --export; the command line overrides it, and "
+        "what has no effect beside it is left out",
         metavar="FILE", type=path,
     )
     import_: tuple[str, ...] | None = flag(
@@ -252,11 +254,11 @@ class Flags:
     )
     fp8_recipe: Fp8Recipe | None = flag(
         None, "float8 scaling; tensorwise all-gathers in float8 too [tensorwise]",
-        on_resume="reported", from_checkpoint="model",
+        only_with="precision=fp8", on_resume="reported", from_checkpoint="model",
     )
     fp8_emulate: bool = flag(
         False, "emulate float8 on other hardware, without its speed",
-        from_checkpoint="model",
+        only_with="precision=fp8", from_checkpoint="model",
     )
     activation_checkpointing: Literal["none", "selective", "full", "offload"] = flag(
         "none",

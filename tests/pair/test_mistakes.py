@@ -101,7 +101,6 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--plan-gpu Voodoo": "--plan-gpu 'Voodoo': unknown GPU; give one of",
     "--plan --plan-gpu cpu": "--plan-gpu 'cpu': unknown GPU; give one of",
     "--json": "--json: only with --plan, or with --num-steps 0 and --eval-interval",
-    "--fp8-recipe rowwise": "--fp8-recipe/--fp8-emulate: only with --precision fp8",
 }
 
 
@@ -149,6 +148,8 @@ WITHOUT_EFFECT = {  # flags, of which the first has no effect: what gives it one
     "--defer-grad-sync --gradient-accumulation-steps 2 --zero-stage 1": "--zero-stage 2",
     "--adamw-lr 1e-3": "--optimizer muon",
     "--plan-gpu B200 --no-own-plan": "--batch-size auto",
+    "--fp8-recipe rowwise": "--precision fp8",
+    "--fp8-emulate --precision bf16": "--precision fp8",
 }
 
 
@@ -157,6 +158,47 @@ def test_a_flag_without_effect_is_a_mistake_and_none_where_it_has_one(argv, with
     assert re.match(rf"{argv.split()[0].replace('no-async', 'async')}: .*leave it out", refused(*argv.split()))
     parse([*argv.split(), *with_effect.split()])
     parse([*argv.split(), "--num-steps", "0", "--init", "pretrained", "--export", "e"])  # it takes a run's flags
+
+
+def test_a_plan_refuses_what_the_run_that_it_plans_would_refuse():
+    for argv in ("--decay-steps 3", "--fp8-recipe rowwise", "--eval-split test", "--adamw-lr 1e-3"):
+        assert refused("--plan", *argv.split()) == refused(*argv.split())
+
+
+FILE = """
+dataset = ["a=x.jsonl:1", "b=y.jsonl:1"]\nmixture-stage = ["0.5:a=1"]\ntext-field = "body"\nmax-epochs = 3
+precision = "fp8"\nfp8-recipe = "rowwise"\nfp8-emulate = true\noptimizer = "muon"\nadamw-lr = 1e-3
+lr-scheduler = "warmup_stable_decay"\ndecay-steps = 3\ndecay-shape = "linear"\nnum-steps = 7\ndp-replicate-size = 2
+eval-interval = 5\neval-split = "test"\nkeep-best = true\nasync-checkpoint = false
+gradient-accumulation-steps = 2\ndefer-grad-sync = true\nlog-with = "wandb"\nproject-name = "p"
+"""
+REPLACED = {  # typed flags: those of FILE that lose their effect
+    "--precision bf16": "fp8_recipe fp8_emulate",
+    "--optimizer adamw": "adamw_lr",
+    "--lr-scheduler cosine": "decay_steps decay_shape",
+    "--eval-interval 0": "eval_split keep_best async_checkpoint",
+    "--eval-interval 0 --checkpoint-interval 5": "eval_split keep_best",
+    "--gradient-accumulation-steps 1": "defer_grad_sync",
+    "--zero-stage 0": "dp_replicate_size",
+    "--zero-stage 1": "defer_grad_sync",
+    "--log-with none": "project_name",
+    "--dataset z.jsonl": "mixture_stage",
+    "--dataset a=x.jsonl b=z.jsonl": "mixture_stage",
+    "--dataset a=x.jsonl:1 b=y.jsonl:3": "",
+    "--dataset z.txt": "mixture_stage text_field",
+    "--streaming": "max_epochs",
+    "--num-tokens 1B": "num_steps",
+}
+
+
+@pytest.mark.parametrize("typed, left_out", REPLACED.items())
+def test_a_typed_flag_leaves_out_those_of_a_file_that_lose_their_effect_by_it(typed, left_out, tmp_path):
+    (tmp_path / "flags.toml").write_text(FILE)
+    file = ["--config", tmp_path / "flags.toml"]
+    assert parse(file).explicit.keys() - parse([*file, *typed.split()]).explicit.keys() == {*left_out.split()}
+    (tmp_path / "flags.toml").write_text('optimizer = "adamw"\nadamw-lr = 1e-3\nlr-scheduler = "constant"')
+    wrong_itself = refused(*file, *typed.split())
+    assert wrong_itself.startswith("--adamw-lr: only with --optimizer muon; ") and str(file[1]) in wrong_itself
 
 
 ODD_TEXTS = ["\udcff", "two\nlines", "x" * 10_000, "/x" * 5_000, "~no_such_user_here/x", "-dash", "\x1b[2J"]
