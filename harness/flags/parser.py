@@ -14,7 +14,7 @@ from collections.abc import Callable
 from harness import base
 from harness.flags.adapters import adapter_flags
 from harness.flags.checkpoints import checkpoint_flags, resumed_flags
-from harness.flags.files import read_flags
+from harness.flags.files import flags_as_words, read_flags
 from harness.flags.flag_types import choice, number, text
 from harness.flags.imports import REGISTERED, run_files
 from harness.flags.names import no_such_flag
@@ -130,7 +130,9 @@ def parse_args(argv: list[str] | None = None, before_import: Callable[[Args], ob
     if file:
         parser.origin = f"--config {file}: "
         try:
-            from_file = parser.parse_explicit(read_flags(file, parser.flags()))
+            items = read_flags(file)
+            parser.as_json |= ("json", True) in items
+            from_file = parser.parse_explicit(flags_as_words(items, parser.flags()))
         except OSError as error:
             parser.error(error.strerror)
         except ValueError as error:

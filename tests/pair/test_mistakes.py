@@ -2,6 +2,7 @@
 exit code 2; nothing is trained, and nothing is left behind. Mistakes that need a model, data or a checkpoint of their
 own to be made stand beside the tests of those."""
 
+import json
 import math
 import re
 import sys
@@ -38,6 +39,7 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--betas 0.9": "--betas: expected 2 arguments",
     "--zero-stage 4": "--zero-stage: invalid choice: '4' (choose from 0, 1, 2, 3)",
     "--num-tokens 1.5": "--num-tokens: 1.5 is not a whole number of tokens",
+    "--plan --gpus-per-node 2000000": "--gpus-per-node: 2000000 is not a whole number above 0 and below 1048577",
     "--run-name a/b": "--run-name: 'a/b' is not a plain folder name",
     "--run-name ..": "--run-name: '..' is not a plain folder name",
     "--run-name=a\x1b[2Jb": "--run-name: 'a\\x1b[2Jb' is not a plain folder name",
@@ -120,6 +122,8 @@ FILES = {  # a file of flags: its error after the file's name
     "[training]\nlocal_batch_size = 2": "local_batch_size: no such flag; use --batch-size",
     "output_dir = 's3://b/run'": "--output-dir: s3://b/run is a URL",
     "dataset = ''": "--dataset: ",
+    "sample-prompt = []": "sample-prompt: its value is empty; give one, or leave it out",
+    "dataset = []": "dataset: its value is empty; give one, or leave it out",
     "lr = true": "lr: true is not a value",
     "cpu_offload = 1": "cpu_offload: 1 is not true or false",
     "lr = 1\n[more]\nlr = 2": "lr is given twice",
@@ -131,6 +135,13 @@ FILES = {  # a file of flags: its error after the file's name
 def test_a_mistake_in_a_file_of_flags(text, said, tmp_path):
     (tmp_path / "flags.toml").write_text(text)
     assert refused("--config", tmp_path / "flags.toml").startswith(f"--config {tmp_path}/flags.toml: {said}")
+
+
+@pytest.mark.parametrize("text", ["batch_siz = 3", "batch-size = 0", "plan = true\ndecay-steps = 3"])
+def test_with_json_in_a_file_a_mistake_is_a_json_object_too(text, tmp_path, capsys):
+    (tmp_path / "flags.toml").write_text(f"{text}\njson = true")
+    message = refused("--config", tmp_path / "flags.toml")
+    assert json.loads(capsys.readouterr().out) == {"error": message}
 
 
 WITHOUT_EFFECT = {  # flags, of which the first has no effect: what gives it one
