@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from harness import base
-from harness.flags.settings import LENGTHS, Args, flags_where
+from harness.flags.settings import Args, flags_where
 from harness.flags.sources import same_dataset
 
 
@@ -50,9 +50,9 @@ def find_no_checkpoint(resume: str) -> str:
 
 
 def checkpoint_flags(args: Args) -> dict[str, Any]:
-    """The flags that an evaluation, export or --show-samples takes from its checkpoint by default: those of the model,
-    and for evaluations and --show-samples those of the data, unless --dataset is another one. Empty if the checkpoint
-    cannot be read, which is an error when it is loaded."""
+    """The flags that an evaluation, export, plan or --show-samples takes from its checkpoint by default: those of the
+    model, and for evaluations and --show-samples those of the data, unless --dataset is another one. Empty if the
+    checkpoint cannot be read, which is an error when it is loaded."""
     try:
         flags = base.read_manifest(checkpoint_folder(args.resume))["flags"]
     except (OSError, ValueError, KeyError):
@@ -68,19 +68,17 @@ def checkpoint_flags(args: Args) -> dict[str, Any]:
 
 
 def resumed_flags(args: Args) -> dict[str, Any]:
-    """The explicit flags that a run with --resume PATH takes from the checkpoint's run: those of model, data,
-    optimization and kept checkpoints that are not in `args.explicit`. Empty if the checkpoint cannot be read, as
+    """The explicit flags of the checkpoint's run that a run or plan with --resume PATH takes where `args.explicit` has
+    no others: those of model, data, optimization and kept checkpoints. Empty if the checkpoint cannot be read, as
     above."""
-    if args.resume in ("none", "auto") or not args.trains():
+    if args.resume in ("none", "auto") or not (args.trains() or args.plan):
         return {}
     try:
-        given = base.read_manifest(checkpoint_folder(args.resume))["given"]
+        manifest = base.read_manifest(checkpoint_folder(args.resume))
+        given = manifest["given"]
     except (OSError, ValueError, KeyError):
         return {}
     names = {"demo", *(name for kind in ("model", "data", "training") for name in flags_where("from_checkpoint", kind))}
-    names -= args.explicit.keys()
-    if args.explicit.keys() & {*LENGTHS}:  # one of them replaces the other
-        names -= {*LENGTHS}
-    if args.explicit.get("precision", "fp8") != "fp8":
-        names -= {"fp8_recipe", "fp8_emulate"}
+    if "dataset" in args.explicit and not same_dataset(args.explicit["dataset"], manifest["flags"]["dataset"]):
+        names -= {"mixture_stage", "dataset_config", "text_field", "dataset_split"}  # of the run's sources
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if name in names}

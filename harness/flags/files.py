@@ -12,13 +12,13 @@ from harness.flags.names import no_such_flag
 from harness.flags.settings import as_flag, flags_where
 
 
-def read_flags(file: str, actions: Mapping[str, argparse.Action]) -> list[str]:
-    """Read flags as words of a command line, from TOML with or without tables, or from a run's config.json: its
-    explicit flags that another run inherits.
+def read_flags(file: str) -> list[tuple[str, Any]]:
+    """Read (key, value) of each flag from TOML with or without tables, or from a run's config.json: its explicit flags
+    that another run inherits.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not such a file, or has an unknown key or a value of the wrong kind.
+        ValueError: it is not such a file.
     """
     path = pathlib.Path(file).expanduser()
     text = path.read_text(encoding="utf-8-sig")
@@ -33,8 +33,17 @@ def read_flags(file: str, actions: Mapping[str, argparse.Action]) -> list[str]:
             problem = "it is not the config.json of a run: it has no flags"
             raise ValueError(f"{problem} (a model's config.json goes to --model)")
         content = {name: value for name, value in content.items() if name not in flags_where("not_inherited", True)}
+    return list(flat_items(content))
+
+
+def flags_as_words(items: list[tuple[str, Any]], actions: Mapping[str, argparse.Action]) -> list[str]:
+    """The flags of a file as words of a command line.
+
+    Raises:
+        ValueError: an unknown key, one that is given twice, or a value of the wrong kind.
+    """
     words: dict[str, list[str]] = {}
-    for key, value in flat_items(content):
+    for key, value in items:
         flag = as_flag(key)
         if flag in words:
             raise ValueError(f"{key} is given twice")
@@ -68,6 +77,8 @@ def to_words(key: str, flag: str, value: Any, actions: Mapping[str, argparse.Act
     if is_switch != isinstance(value, bool):
         wanted = "true or false" if is_switch else "a value"
         raise ValueError(f"{key}: {json.dumps(value, default=str)} is not {wanted}")
+    if value == []:
+        raise ValueError(f"{key}: its value is empty; give one, or leave it out")
     if value is False and f"--no-{flag[2:]}" not in actions:  # off by default, without a flag for it
         return []
     return as_words({actions[flag].dest: value})

@@ -14,12 +14,13 @@ from collections.abc import Callable
 from harness import base
 from harness.flags.adapters import adapter_flags
 from harness.flags.checkpoints import checkpoint_flags, resumed_flags
-from harness.flags.files import read_flags
+from harness.flags.files import flags_as_words, read_flags
 from harness.flags.flag_types import choice, number, text
 from harness.flags.imports import REGISTERED, run_files
 from harness.flags.names import no_such_flag
-from harness.flags.rules import contradiction, lacks_condition
+from harness.flags.rules import contradiction, flags_without_effect
 from harness.flags.settings import ASSETS, FLAGS, LENGTHS, Args, Flags, as_flag, default_split, default_warmup
+from harness.flags.sources import same_dataset
 
 MAX_STEPS = 2**31 - 1  # of --num-steps
 EXAMPLES = """examples:
@@ -124,26 +125,25 @@ def parse_args(argv: list[str] | None = None, before_import: Callable[[Args], ob
     parser = make_parser()
     words = sys.argv[1:] if argv is None else argv
     parser.as_json = "--json" in words
-    explicit = parser.parse_explicit(words)
-    file = explicit.pop("config", None)
+    typed, from_file = parser.parse_explicit(words), {}
+    file = typed.pop("config", None)
     if file:
         parser.origin = f"--config {file}: "
         try:
-            from_file = parser.parse_explicit(read_flags(file, parser.flags()))
+            items = read_flags(file)
+            parser.as_json |= ("json", True) in items
+            from_file = parser.parse_explicit(flags_as_words(items, parser.flags()))
         except OSError as error:
             parser.error(error.strerror)
         except ValueError as error:
             parser.error(str(error))
         parser.origin = ""
-        if explicit.keys() & {*LENGTHS}:  # one of them replaces the other
-            from_file = {name: value for name, value in from_file.items() if name not in LENGTHS}
-        explicit = from_file | explicit
     try:
-        args = complete(explicit, file)
+        args = complete(typed, from_file, file)
         if args.import_:
             before_import(args)
             run_files(args.import_)
-            args = complete(explicit, file)  # defaults depend on registered names
+            args = complete(typed, from_file, file)  # defaults depend on registered names
     except base.UserError as error:
         parser.error(str(error))
     if problem := contradiction(args):
@@ -154,39 +154,32 @@ def parse_args(argv: list[str] | None = None, before_import: Callable[[Args], ob
     return args
 
 
-def complete(explicit: dict[str, typing.Any], file: str | None = None) -> Args:
-    """`Args` with these explicit flags, those of the run that it resumes, and `file` as --config. Defaults depend on
-    --demo, on the checkpoint of an evaluation or export, and on other flags.
+def complete(
+    typed: dict[str, typing.Any], from_file: dict[str, typing.Any] | None = None, file: str | None = None
+) -> Args:
+    """`Args` with the flags of the command line over those `from_file`, which --config names, over those of the run
+    that it resumes. Defaults depend on --demo, on the checkpoint of an evaluation, export or plan, and on other flags.
 
     Raises:
         UserError: --model is a folder of adapters that does not fit the flags or cannot be read.
     """
-    inherited = resumed_flags(Args(**explicit, explicit=explicit))
-    explicit = inherited | explicit
-    defaults: dict[str, typing.Any] = {"config": file, "explicit": explicit}
-    if explicit.get("demo"):
-        recipe = json.loads((ASSETS / "demo" / "recipe.json").read_text(encoding="utf-8"))
-        if explicit.get("dataset", "demo") != "demo":
-            del recipe["sample_prompt"]  # a prompt for the demo's data
-        if explicit.get("model", "demo") != "demo":
-            del recipe["compile"]  # off, as the demo model compiles for longer than it trains
-        if explicit.get("init") == "pretrained":
-            del recipe["lr"]  # for random weights
-        defaults |= recipe
-    args = Args(**defaults | explicit)
+    given = {**(from_file or {}), **typed}
+    resumed = resumed_flags(Args(**given, explicit=given))
+    explicit = replace_flags(replace_flags(resumed, from_file or {}), typed)
+    inherited = tuple(name for name in resumed if name in explicit and name not in given)
+    args = with_defaults(explicit)
     if adapters := adapter_flags(args.model):
-        defaults |= adapters
-        args = Args(**defaults | explicit)
         for name in ("lora_rank", "lora_alpha"):
             if args.init == "pretrained" and getattr(args, name) != adapters[name]:
                 problem = f"the adapters of {args.model} have {adapters[name]}"
                 raise base.UserError(f"{as_flag(name)} {getattr(args, name)}: {problem}; leave it out")
-    if (args.num_steps == 0 or args.show_samples) and args.resume not in ("none", "auto"):
-        defaults |= checkpoint_flags(args) | {"compile": False}
-        args = Args(**defaults | explicit)
-    for name in [name for name in inherited if lacks_condition(name, args)]:
-        del inherited[name], explicit[name]
-    args = Args(**defaults | explicit, inherited=tuple(inherited))
+    defaults: dict[str, typing.Any] = {}
+    if not args.trains() and args.resume not in ("none", "auto"):
+        defaults = checkpoint_flags(args)
+        defaults = {name: value for name, value in replace_flags(defaults, explicit).items() if name in defaults}
+        if not args.plan:
+            defaults["compile"] = False
+    args = dataclasses.replace(with_defaults(explicit, defaults), config=file, inherited=inherited)
     changes: dict[str, typing.Any] = {}
     if args.num_tokens or args.num_epochs:  # an upper bound until `resolve` computes the steps
         changes["num_steps"] = args.num_tokens or MAX_STEPS
@@ -205,6 +198,37 @@ def complete(explicit: dict[str, typing.Any], file: str | None = None) -> Args:
         value = getattr(args, name)
         changes[name] = value and tuple(value)
     return dataclasses.replace(args, **changes)
+
+
+def with_defaults(explicit: dict[str, typing.Any], defaults: dict[str, typing.Any] | None = None) -> Args:
+    """`Args` with these explicit flags over `defaults` over those of --demo and of a folder of adapters."""
+    recipe: dict[str, typing.Any] = {}
+    if explicit.get("demo"):
+        recipe = json.loads((ASSETS / "demo" / "recipe.json").read_text(encoding="utf-8"))
+        if explicit.get("dataset", "demo") != "demo":
+            del recipe["sample_prompt"]  # a prompt for the demo's data
+        if explicit.get("model", "demo") != "demo":
+            del recipe["compile"]  # off, as the demo model compiles for longer than it trains
+        if explicit.get("init") == "pretrained":
+            del recipe["lr"]  # for random weights
+    model = (recipe | explicit).get("model", Args.model)
+    return Args(**recipe | adapter_flags(model) | (defaults or {}) | explicit, explicit=explicit)
+
+
+def replace_flags(lower: dict[str, typing.Any], higher: dict[str, typing.Any]) -> dict[str, typing.Any]:
+    """`lower` with the flags of `higher` in place of its own. Flags of `lower` that thereby lose their effect are left
+    out; those that have none in `lower` either are kept, as the mistake that they are."""
+    kept = dict(lower)
+    if higher.keys() & {*LENGTHS}:  # one of them replaces the other
+        kept = {name: value for name, value in kept.items() if name not in LENGTHS}
+    if "dataset" in kept and not same_dataset(higher.get("dataset", kept["dataset"]), kept["dataset"]):
+        kept.pop("mixture_stage", None)  # it names sources
+    while idle := flags_without_effect(with_defaults(kept | higher)) & kept.keys() - higher.keys():
+        idle -= flags_without_effect(with_defaults(lower))
+        if not idle:
+            break
+        kept = {name: value for name, value in kept.items() if name not in idle}
+    return kept | higher
 
 
 def drop_accelerate_settings() -> None:

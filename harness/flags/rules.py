@@ -59,22 +59,19 @@ def contradictions(args: Flags) -> Iterator[str]:
         if value is not None and (problem := not_a_folder_name(value)):
             yield f"{as_flag(name)}: {value!r} is {problem}"
 
+    yield from (problem for _, problem in left_out_by_others(args))
+
     # Data
     if problem := mixture_problem(args.dataset, args.mixture_stage):
         yield problem
     if problem := trained_eval_split(args):
         yield problem
-    if args.dataset == "synthetic" and (args.streaming or args.document_mask):
-        name = "streaming" if args.streaming else "document_mask"
-        yield f"{as_flag(name)}: synthetic tokens have no documents; leave it out"
     if args.streaming and args.packing in ("best-fit", "none"):
         problem = "needs the lengths of all documents, unknown in a stream"
         yield f"--packing {args.packing}: {problem}; leave out --streaming"
     if args.num_tokens and args.packing == "none":
         problem = "with --packing none the number of tokens in a step is unknown before the data are read"
         yield f"--num-tokens: {problem}; give --num-steps or --num-epochs"
-    if args.streaming and args.max_epochs:
-        yield "--max-epochs: the size of a stream is unknown; leave out --streaming"
     if args.num_steps and not args.plan:
         yield from without_epochs(args)
 
@@ -83,13 +80,9 @@ def contradictions(args: Flags) -> Iterator[str]:
         yield f"--document-mask: not supported by --attention {args.attention}; use flex_attention or sdpa"
     if args.precision == "fp32" and args.attention in (*FLASH, "cudnn"):
         yield f"--attention {args.attention}: does not support fp32; use sdpa or --precision bf16"
-    if args.precision != "fp8" and (args.fp8_recipe or args.fp8_emulate):
-        yield "--fp8-recipe/--fp8-emulate: only with --precision fp8"
     if args.num_steps and (problem := misfits_float8(args)):
         yield problem
     yield from wrong_adapters(args)
-    if args.zero_stage == 0 and args.dp_replicate_size > 1:
-        yield "--dp-replicate-size: --zero-stage 0 replicates on every rank already; leave it out"
 
     # Optimizer, schedule
     optimizer = OPTIMIZERS[args.optimizer]
@@ -120,10 +113,6 @@ def contradictions(args: Flags) -> Iterator[str]:
     ):
         problem = "0 trains nothing, and the weights are random"
         yield f"--num-steps: {problem}; give --resume PATH, or --model DIR --init pretrained"
-    if args.average_checkpoints and (args.num_steps or args.resume in ("none", "auto") or args.plan):
-        yield "--average-checkpoints: only with --num-steps 0 and --resume RUN, the folder of a run"
-    if args.json and not args.plan and (args.num_steps or not args.eval_interval):
-        yield "--json: only with --plan, or with --num-steps 0 and --eval-interval"
     if args.plan_gpu and not base.choose_kind(args.plan_gpu)[0]:
         yield base.unlisted(args.plan_gpu)
 
@@ -131,22 +120,55 @@ def contradictions(args: Flags) -> Iterator[str]:
     if os.environ.get("RANK", "0") == "0":  # other nodes check their disks later
         yield from missing_files(args)
     if args.trains():
-        yield from without_effect(args)
+        yield from (problem for _, problem in (*lacking_conditions(args), *without_effect(args)))
 
 
-def without_effect(args: Flags) -> Iterator[str]:
-    """An error for each typed flag without effect on training. Plans, exports and evaluations accept them, as they take
-    the flags of a run; so does a resume for those that it inherits."""
+def flags_without_effect(args: Flags) -> set[str]:
+    """The flags without effect on training beside the others."""
+    found = (*left_out_by_others(args), *lacking_conditions(args), *without_effect(args))
+    return {name for names, _ in found for name in names}
 
-    def no_effect(fields: str, reason: str) -> Iterator[str]:
-        named = [as_flag(name) for name in fields.split() if name in args.explicit and name not in args.inherited]
-        if named:
-            yield f"{', '.join(named)}: no effect, {reason}; leave it out"
 
-    for name in args.explicit:
-        if lacks_condition(name, args):
-            needed = " or ".join(map(condition_text, FLAGS[name].metadata["only_with"].split()))
-            yield f"{as_flag(name)}: only with {needed}; give that too, or leave it out"
+def left_out_by_others(args: Flags) -> Iterator[tuple[list[str], str]]:
+    """(flags, error) for flags that others leave without effect in every mode."""
+    if args.dataset == "synthetic":
+        for name in ("streaming", "document_mask"):
+            if getattr(args, name):
+                yield [name], f"{as_flag(name)}: synthetic tokens have no documents; leave it out"
+    if args.streaming and args.max_epochs:
+        yield ["max_epochs"], "--max-epochs: the size of a stream is unknown; leave out --streaming"
+    if args.zero_stage == 0 and args.dp_replicate_size > 1:
+        problem = "--zero-stage 0 replicates on every rank already"
+        yield ["dp_replicate_size"], f"--dp-replicate-size: {problem}; leave it out"
+    if args.export_weights and not args.lora_rank:
+        problem = "without --lora-rank the full model is exported"
+        yield ["export_weights"], f"--export-weights: {problem}; leave it out"
+    if args.average_checkpoints and (args.num_steps or args.resume in ("none", "auto") or args.plan):
+        problem = "only with --num-steps 0 and --resume RUN, the folder of a run"
+        yield ["average_checkpoints"], f"--average-checkpoints: {problem}"
+    if args.json and not args.plan and (args.num_steps or not args.eval_interval):
+        yield ["json"], "--json: only with --plan, or with --num-steps 0 and --eval-interval"
+
+
+def lacking_conditions(args: Flags) -> Iterator[tuple[list[str], str]]:
+    """(flags, error) for each explicit flag that has conditions, `only_with`, if none of them holds. Plans,
+    exports and evaluations accept them, as they take the flags of a run; so does a resume those that it inherits."""
+    for name in [name for name in FLAGS if name in args.explicit and name not in args.inherited]:
+        conditions = FLAGS[name].metadata["only_with"].split()
+        if conditions and not any(is_met(args, condition) for condition in conditions):
+            needed = " or ".join(map(condition_text, conditions))
+            yield [name], f"{as_flag(name)}: only with {needed}; give that too, or leave it out"
+
+
+def without_effect(args: Flags) -> Iterator[tuple[list[str], str]]:
+    """(flags, error) for explicit flags without effect on training. Plans, which may be those of a run on its ranks,
+    accept them too."""
+
+    def no_effect(fields: str, reason: str) -> Iterator[tuple[list[str], str]]:
+        names = [name for name in fields.split() if name in args.explicit and name not in args.inherited]
+        if names:
+            yield names, f"{', '.join(map(as_flag, names))}: no effect, {reason}; leave it out"
+
     if not args.saves_during_training() and not args.saves_final_checkpoint():
         yield from no_effect("keep_checkpoints", "nothing is saved without --checkpoint-interval or --final-checkpoint")
     if args.dataset == "synthetic":
@@ -169,12 +191,6 @@ def without_effect(args: Flags) -> Iterator[str]:
         yield from no_effect("plan_gpu gpus_per_node", "--no-own-plan plans nothing")
 
 
-def lacks_condition(name: str, args: Flags) -> bool:
-    """True if a flag has conditions, `only_with`, and none of them holds."""
-    conditions = FLAGS[name].metadata["only_with"].split()
-    return bool(conditions) and not any(is_met(args, condition) for condition in conditions)
-
-
 def is_met(args: Flags, condition: str) -> bool:
     """True if a condition of `only_with` holds: `field`, which is then on, or `field=value`."""
     name, _, wanted = condition.partition("=")
@@ -192,8 +208,6 @@ def condition_text(condition: str) -> str:
 
 def wrong_adapters(args: Flags) -> Iterator[str]:
     """An error for each flag that contradicts --lora-rank or needs it."""
-    if args.export_weights and not args.lora_rank:
-        yield "--export-weights: without --lora-rank the full model is exported; leave it out"
     if not args.lora_rank:
         return
     if args.init == "random" and not args.plan:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from harness import base
 from harness.flags.choices import COMPRESSIONS, DATASETS, FIELD_SUFFIXES, OPTIMIZERS, SUFFIXES, TRACKERS
 from harness.flags.flag_types import (
+    MAX_WORLD,
     Collect,
     DatasetWords,
     batch_size,
@@ -96,7 +97,9 @@ class Flags:
         group="presets",
     )
     config: str | None = flag(
-        None, "TOML, or a run's config.json without its --run-name, --resume, --export; the command line overrides it",
+        None,
+        "TOML, or a run's config.json without its --run-name, --resume, --export; the command line overrides it, and "
+        "what has no effect beside it is left out",
         metavar="FILE", type=path,
     )
     import_: tuple[str, ...] | None = flag(
@@ -252,11 +255,11 @@ class Flags:
     )
     fp8_recipe: Fp8Recipe | None = flag(
         None, "float8 scaling; tensorwise all-gathers in float8 too [tensorwise]",
-        on_resume="reported", from_checkpoint="model",
+        only_with="precision=fp8", on_resume="reported", from_checkpoint="model",
     )
     fp8_emulate: bool = flag(
         False, "emulate float8 on other hardware, without its speed",
-        from_checkpoint="model",
+        only_with="precision=fp8", from_checkpoint="model",
     )
     activation_checkpointing: Literal["none", "selective", "full", "offload"] = flag(
         "none",
@@ -469,7 +472,7 @@ class Flags:
         "else H100 SXM]",
         metavar="NAME",
     )
-    gpus_per_node: int = flag(8, "GPUs of a node in a plan [8]")
+    gpus_per_node: int = flag(8, "GPUs of a node in a plan [8]", max_exclusive=MAX_WORLD + 1)
     plan_seconds: float = flag(
         30.0, "time limit for planning, in seconds; 0 plans only the given configuration [30]",
         min=0, only_with="plan",

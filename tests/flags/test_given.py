@@ -105,6 +105,41 @@ def test_a_resume_leaves_out_flags_of_the_run_that_those_given_make_void(tmp_pat
         parse(["--resume", tmp_path / "r", "--betas", "0.9", "0.9999"])
 
 
+def test_flags_of_a_checkpoint_in_float8_do_not_bind_an_evaluation_in_another_precision(tmp_path):
+    given = {"dataset": "synthetic", "precision": "fp8", "fp8_recipe": "rowwise", "fp8_emulate": True}
+    record = flags.record_flags(parse(flags.as_words(given)))
+    write_checkpoint(tmp_path / "r", 1, **record)
+    (tmp_path / "r" / "config.json").write_text(json.dumps(record))
+    run = ["--num-steps", 0, "--resume", tmp_path / "r", "--export", "e"]
+    for file in ([], ["--config", tmp_path / "r" / "config.json"]):
+        same, other = parse([*run, *file]), parse([*run, *file, "--precision", "bf16"])
+        assert (same.precision, same.fp8_recipe, same.fp8_emulate) == ("fp8", "rowwise", True)
+        assert (other.precision, other.fp8_recipe, other.fp8_emulate) == ("bf16", None, False)
+
+
+def test_flags_of_a_runs_sources_are_not_taken_for_others(tmp_path):
+    given = {"dataset": ["a=x.jsonl:1", "b=y.jsonl:1"], "mixture_stage": ["0.5:a=1"], "text_field": "body"}
+    of_sources = {"mixture_stage", "text_field", "dataset_split"}
+    record = flags.record_flags(parse(flags.as_words(given | {"dataset_split": "train[:9]", "seed": 3})))
+    write_checkpoint(tmp_path / "r", 1, **record)
+    for dataset in ("x=x.jsonl", "z.txt", "a=x.jsonl:1 c=z.jsonl:1", "synthetic"):
+        args = parse(words(f"--resume {tmp_path}/r --dataset {dataset}"))
+        assert args.inherited == ("seed",)
+    reweighted = parse(words(f"--resume {tmp_path}/r --dataset b=y.jsonl:3 a=x.jsonl:1"))
+    assert {*reweighted.inherited} == {*of_sources, "seed"}
+
+
+def test_a_plan_of_a_resume_plans_what_the_resume_trains(tmp_path):
+    """Also in the precision that the run had by default, where it began."""
+    given = {"model": "qwen3-8b", "sequence_length": 96, "optimizer": "muon", "batch_size": 4, "num_tokens": 10**6}
+    recorded = flags.record_flags(parse(flags.as_words(given)))["flags"] | {"precision": "fp32"}
+    write_checkpoint(tmp_path / "r", 1, given=given, flags=recorded)
+    planned, trained = (parse(["--resume", tmp_path / "r", "--lr", 1, *more]) for more in (["--plan"], []))
+    assert planned.explicit == trained.explicit | {"plan": True} and planned.inherited == trained.inherited
+    assert (planned.model, planned.precision, planned.compile) == ("qwen3-8b", "fp32", None)
+    assert parse(words(f"--plan --resume {tmp_path}/r --model demo --precision bf16")).model == "demo"
+
+
 def test_going_on_keeps_what_was_given_and_what_it_was_resolved_to(run, printed, tmp_path):
     output = run("first", "--num-steps 20 --batch-size 2")
     assert header(output, "precision") == "fp32 throughout; the default on a CPU"

@@ -2,6 +2,7 @@
 exit code 2; nothing is trained, and nothing is left behind. Mistakes that need a model, data or a checkpoint of their
 own to be made stand beside the tests of those."""
 
+import json
 import math
 import os
 import re
@@ -40,6 +41,7 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--betas 0.9": "--betas: expected 2 arguments",
     "--zero-stage 4": "--zero-stage: invalid choice: '4' (choose from 0, 1, 2, 3)",
     "--num-tokens 1.5": "--num-tokens: 1.5 is not a whole number of tokens",
+    "--plan --gpus-per-node 2000000": "--gpus-per-node: 2000000 is not a whole number above 0 and below 1048577",
     "--run-name a/b": "--run-name: 'a/b' is not a plain folder name",
     "--run-name ..": "--run-name: '..' is not a plain folder name",
     "--run-name=a\x1b[2Jb": "--run-name: 'a\\x1b[2Jb' is not a plain folder name",
@@ -103,7 +105,6 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--plan-gpu Voodoo": "--plan-gpu 'Voodoo': unknown GPU; give one of",
     "--plan --plan-gpu cpu": "--plan-gpu 'cpu': unknown GPU; give one of",
     "--json": "--json: only with --plan, or with --num-steps 0 and --eval-interval",
-    "--fp8-recipe rowwise": "--fp8-recipe/--fp8-emulate: only with --precision fp8",
 }
 
 
@@ -123,6 +124,8 @@ FILES = {  # a file of flags: its error after the file's name
     "[training]\nlocal_batch_size = 2": "local_batch_size: no such flag; use --batch-size",
     "output_dir = 's3://b/run'": "--output-dir: s3://b/run is a URL",
     "dataset = ''": "--dataset: ",
+    "sample-prompt = []": "sample-prompt: its value is empty; give one, or leave it out",
+    "dataset = []": "dataset: its value is empty; give one, or leave it out",
     "lr = true": "lr: true is not a value",
     "cpu_offload = 1": "cpu_offload: 1 is not true or false",
     "lr = 1\n[more]\nlr = 2": "lr is given twice",
@@ -134,6 +137,13 @@ FILES = {  # a file of flags: its error after the file's name
 def test_a_mistake_in_a_file_of_flags(text, said, tmp_path):
     (tmp_path / "flags.toml").write_text(text)
     assert refused("--config", tmp_path / "flags.toml").startswith(f"--config {tmp_path}/flags.toml: {said}")
+
+
+@pytest.mark.parametrize("text", ["batch_siz = 3", "batch-size = 0", "plan = true\nwarmup-steps = 2000"])
+def test_with_json_in_a_file_a_mistake_is_a_json_object_too(text, tmp_path, capsys):
+    (tmp_path / "flags.toml").write_text(f"{text}\njson = true")
+    message = refused("--config", tmp_path / "flags.toml")
+    assert json.loads(capsys.readouterr().out) == {"error": message}
 
 
 WITHOUT_EFFECT = {  # flags, of which the first has no effect: what gives it one
@@ -151,6 +161,8 @@ WITHOUT_EFFECT = {  # flags, of which the first has no effect: what gives it one
     "--defer-grad-sync --gradient-accumulation-steps 2 --zero-stage 1": "--zero-stage 2",
     "--adamw-lr 1e-3": "--optimizer muon",
     "--plan-gpu B200 --no-own-plan": "--batch-size auto",
+    "--fp8-recipe rowwise": "--precision fp8",
+    "--fp8-emulate --precision bf16": "--precision fp8",
 }
 
 
@@ -212,6 +224,42 @@ def test_a_folder_of_a_run_that_cannot_be_read_is_one_line(name, tmp_path, monke
     monkeypatch.setattr(os, "stat", denied)
     said = refused("--resume", f"{path}")
     assert said.startswith(f"--resume {path}: {path}/") and said.endswith(" cannot be read (Permission denied)")
+
+
+FILE = """
+dataset = ["a=x.jsonl:1", "b=y.jsonl:1"]\nmixture-stage = ["0.5:a=1"]\ntext-field = "body"\nmax-epochs = 3
+precision = "fp8"\nfp8-recipe = "rowwise"\nfp8-emulate = true\noptimizer = "muon"\nadamw-lr = 1e-3
+lr-scheduler = "warmup_stable_decay"\ndecay-steps = 3\ndecay-shape = "linear"\nnum-steps = 7\ndp-replicate-size = 2
+eval-interval = 5\neval-split = "test"\nkeep-best = true\nasync-checkpoint = false
+gradient-accumulation-steps = 2\ndefer-grad-sync = true\nlog-with = "wandb"\nproject-name = "p"
+"""
+REPLACED = {  # typed flags: those of FILE that lose their effect
+    "--precision bf16": "fp8_recipe fp8_emulate",
+    "--optimizer adamw": "adamw_lr",
+    "--lr-scheduler cosine": "decay_steps decay_shape",
+    "--eval-interval 0": "eval_split keep_best async_checkpoint",
+    "--eval-interval 0 --checkpoint-interval 5": "eval_split keep_best",
+    "--gradient-accumulation-steps 1": "defer_grad_sync",
+    "--zero-stage 0": "dp_replicate_size",
+    "--zero-stage 1": "defer_grad_sync",
+    "--log-with none": "project_name",
+    "--dataset z.jsonl": "mixture_stage",
+    "--dataset a=x.jsonl b=z.jsonl": "mixture_stage",
+    "--dataset a=x.jsonl:1 b=y.jsonl:3": "",
+    "--dataset z.txt": "mixture_stage text_field",
+    "--streaming": "max_epochs",
+    "--num-tokens 1B": "num_steps",
+}
+
+
+@pytest.mark.parametrize("typed, left_out", REPLACED.items())
+def test_a_typed_flag_leaves_out_those_of_a_file_that_lose_their_effect_by_it(typed, left_out, tmp_path):
+    (tmp_path / "flags.toml").write_text(FILE)
+    file = ["--config", tmp_path / "flags.toml"]
+    assert parse(file).explicit.keys() - parse([*file, *typed.split()]).explicit.keys() == {*left_out.split()}
+    (tmp_path / "flags.toml").write_text('optimizer = "adamw"\nadamw-lr = 1e-3\nlr-scheduler = "constant"')
+    wrong_itself = refused(*file, *typed.split())
+    assert wrong_itself.startswith("--adamw-lr: only with --optimizer muon; ") and str(file[1]) in wrong_itself
 
 
 ODD_TEXTS = ["\udcff", "two\nlines", "x" * 10_000, "/x" * 5_000, "~no_such_user_here/x", "-dash", "\x1b[2J"]
