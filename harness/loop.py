@@ -271,7 +271,7 @@ def evaluate_missed_step(run: Run, stop: job.StopRequest, evaluate: Evaluate) ->
     due = run.log.due_at(run.state.step)
     if due.evaluate and base.broadcast_from_rank_0(run.log.needs_evaluation):
         metrics = {"step": run.state.step, "tokens_seen": run.state.tokens}
-        evaluate_and_log(run, due, metrics, problem="", stop=stop, evaluate=evaluate)
+        evaluate_and_log(run, due, metrics, "", stop, evaluate)  # no problem
 
 
 def check_and_log(run: Run, due: job.Actions, stop: job.StopRequest, evaluate: Evaluate) -> None:
