@@ -146,7 +146,7 @@ def scale_rope(settings: flags.Args, config: PretrainedConfig, length: int | Non
         length: --sequence-length of the run that trains, or trained.
 
     Raises:
-        UserError: the model needs no scaling, or its RoPE cannot be scaled.
+        UserError: the model needs no scaling, its RoPE cannot be scaled, or its config class changes the fields.
     """
     if not settings.rope_scaling:
         return
@@ -166,6 +166,14 @@ def scale_rope(settings: flags.Args, config: PretrainedConfig, length: int | Non
     scaling = {"rope_type": settings.rope_scaling, "factor": length / positions}
     text.rope_parameters = rope | scaling | {"original_max_position_embeddings": positions}
     text.max_position_embeddings = length
+    try:
+        read_back = type(config).from_dict(config.to_dict()).get_text_config().rope_parameters
+    except Exception as error:  # configs raise many kinds
+        read_back = base.first_line(error)
+    if read_back != text.rope_parameters:
+        problem = f"the config of {config.model_type} does not take its fields ({read_back})"
+        advice = f"give --sequence-length {positions} or less without it"
+        raise base.UserError(f"--rope-scaling {settings.rope_scaling}: {problem}; {advice}")
 
 
 def refuse_foreign_code(flag: str, error: Exception) -> None:
