@@ -124,20 +124,6 @@ def attends_by_positions(family: Any, text: Any, layer_types: set[str]) -> bool:
     return "position_ids" in inspect.signature(family.forward).parameters and found <= layer_types
 
 
-def choose_sequence_length(settings: flags.Args, config: PretrainedConfig) -> int:
-    """--sequence-length in tokens, by default 8192 or the number of the model's positions if that is smaller.
-
-    Raises:
-        UserError: the model has fewer positions and something is trained.
-    """
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    length = settings.sequence_length or min(8192, positions or 8192)
-    if positions and length > positions and settings.num_steps:
-        advice = f"give --sequence-length {positions} or less, or --rope-scaling yarn"
-        raise base.UserError(f"--sequence-length {length}: {settings.model} has {positions} positions; {advice}")
-    return length
-
-
 def scale_rope(settings: flags.Args, config: PretrainedConfig, length: int | None) -> None:
     """Apply --rope-scaling to `config`: YaRN (arXiv 2309.00071) from the model's positions to `length`, with the fields
     that transformers reads.

@@ -372,6 +372,16 @@ def test_no_pretrained_layer_is_made_in_fp32_before_its_bf16_weights_are_read(de
 # Positions
 
 
+def test_positions_that_begin_after_the_paddings_are_fewer(mistake, tmp_path):
+    """RoBERTa's first token has the position 2, as its padding has 1."""
+    sizes = {"max_position_embeddings": 258, "pad_token_id": 1, "is_decoder": True, "num_hidden_layers": 1}
+    source = write_model(tmp_path / "model", "roberta", **sizes)
+    assert resolved(["--model", source])[0].sequence_length == 256
+    assert " has 256 positions; give --sequence-length 256 or less" in mistake("--sequence-length", "257")
+    sampled = ["--sequence-length", "64", "--sample-prompt", "a", "--sample-tokens", "256"]
+    assert " 256 positions with the prompt's 1 tokens" in mistake(*sampled)
+
+
 def test_a_sequence_longer_than_the_models_positions_is_trained_with_yarn_alone(device, arguments, mistake, tmp_path):
     """The model has 256 positions; its run, an evaluation at another length and its export have those of the run."""
     longer, export = ["--sequence-length", 512], tmp_path / "export"
