@@ -9,6 +9,7 @@ import multirank
 import pytest
 import torch
 from conftest import forked, losses_of, parse, train, words, write_model
+from huggingface_hub.utils import filter_repo_objects
 from multirank import MODELS, SIZES, resolved
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,6 +21,7 @@ from harness import model as models
 from harness.base.errors import UserError
 from harness.flags import PRESETS
 from harness.model import attention as attention_module
+from harness.model import pretrained
 from harness.model import tokenizer as tokenizer_module
 from harness.model.attention import choose_attention, describe_attention
 from harness.model.configs import load_config
@@ -366,6 +368,17 @@ def test_no_pretrained_layer_is_made_in_fp32_before_its_bf16_weights_are_read(de
     shape = (config.intermediate_size, config.hidden_size)
     assert (torch.bfloat16, shape) in allocated.tensors
     assert (torch.float32, shape) not in allocated.tensors
+
+
+def test_only_files_that_may_be_read_are_downloaded(monkeypatch, tmp_path):
+    options = {}
+    monkeypatch.setattr(pretrained, "snapshot_download", lambda *_, **given: options.update(given) or str(tmp_path))
+    with pytest.raises(UserError, match="--init pretrained: no weights from"):
+        pretrained.weight_files(models.find_source("some/model"), load_config("demo"))
+    read = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    others = ["consolidated.safetensors", "consolidated.00.pth", "original/consolidated.safetensors", "original/a.json"]
+    patterns = {name: options[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects(read + others, **patterns)) == read
 
 
 # ----------------------------------------------------------------------------------------------------------------------
