@@ -123,7 +123,7 @@ def check_prompts(opened: Opened) -> None:
     the model's positions."""
     if opened.prompts or opened.settings.demo:  # --demo generates a sample without a prompt too
         models.check_generates(opened.config)
-    settings, positions = opened.settings, getattr(opened.config.get_text_config(), "max_position_embeddings", None)
+    settings, positions = opened.settings, models.most_positions(opened.config)
     for text in render_prompts(opened, opened.prompts):
         tokens = len(opened.tokenizer(text, add_special_tokens=False)["input_ids"])
         if positions and tokens + settings.sample_tokens > positions:

@@ -7,7 +7,7 @@ Import it as `from harness import model as models`, as a model is called `model`
 from harness.model.activations import HostInputs, checkpoint_activations, offloaded_bytes, pinned_bytes
 from harness.model.attention import choose_attention, describe_attention
 from harness.model.collectives import alias_unsharded_params, make_replicas_equal
-from harness.model.configs import choose_sequence_length, find_source, load_config, read_generation_config, scale_rope
+from harness.model.configs import find_source, load_config, read_generation_config, scale_rope
 from harness.model.context import check_context_parallel, most_ranks_per_sequence
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
@@ -24,6 +24,7 @@ from harness.model.lora import (
     write_adapter_config,
 )
 from harness.model.loss import TERMS, StepLoss, adapt_forward, choose_loss, full_loss
+from harness.model.masks import choose_sequence_length, most_positions
 from harness.model.optimization import (
     OptimizerKind,
     build_optimizer,
@@ -96,6 +97,7 @@ __all__ = [
     "materialize",
     "memory_saving_optimizers",
     "merged",
+    "most_positions",
     "most_ranks_per_sequence",
     "offloaded_bytes",
     "on_meta",

@@ -124,20 +124,6 @@ def attends_by_positions(family: Any, text: Any, layer_types: set[str]) -> bool:
     return "position_ids" in inspect.signature(family.forward).parameters and found <= layer_types
 
 
-def choose_sequence_length(settings: flags.Args, config: PretrainedConfig) -> int:
-    """--sequence-length in tokens, by default 8192 or the number of the model's positions if that is smaller.
-
-    Raises:
-        UserError: the model has fewer positions and something is trained.
-    """
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    length = settings.sequence_length or min(8192, positions or 8192)
-    if positions and length > positions and settings.num_steps:
-        advice = f"give --sequence-length {positions} or less, or --rope-scaling yarn"
-        raise base.UserError(f"--sequence-length {length}: {settings.model} has {positions} positions; {advice}")
-    return length
-
-
 def scale_rope(settings: flags.Args, config: PretrainedConfig, length: int | None) -> None:
     """Apply --rope-scaling to `config`: YaRN (arXiv 2309.00071) from the model's positions to `length`, with the fields
     that transformers reads.
@@ -146,7 +132,7 @@ def scale_rope(settings: flags.Args, config: PretrainedConfig, length: int | Non
         length: --sequence-length of the run that trains, or trained.
 
     Raises:
-        UserError: the model needs no scaling, or its RoPE cannot be scaled.
+        UserError: the model needs no scaling, its RoPE cannot be scaled, or its config class changes the fields.
     """
     if not settings.rope_scaling:
         return
@@ -166,6 +152,14 @@ def scale_rope(settings: flags.Args, config: PretrainedConfig, length: int | Non
     scaling = {"rope_type": settings.rope_scaling, "factor": length / positions}
     text.rope_parameters = rope | scaling | {"original_max_position_embeddings": positions}
     text.max_position_embeddings = length
+    try:
+        read_back = type(config).from_dict(config.to_dict()).get_text_config().rope_parameters
+    except Exception as error:  # configs raise many kinds
+        read_back = base.first_line(error)
+    if read_back != text.rope_parameters:
+        problem = f"the config of {config.model_type} does not take its fields ({read_back})"
+        advice = f"give --sequence-length {positions} or less without it"
+        raise base.UserError(f"--rope-scaling {settings.rope_scaling}: {problem}; {advice}")
 
 
 def refuse_foreign_code(flag: str, error: Exception) -> None:

@@ -1,5 +1,6 @@
 """Masks: what attention sees, whatever a model's forward hands to transformers' mask functions: the tokens of a
-document, and those that other ranks have of a sequence."""
+document, and those that other ranks have of a sequence. The positions of a model, and the default of
+--sequence-length."""
 
 import contextlib
 import functools
@@ -8,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionMaskInterface, masking_utils
+from transformers import AttentionMaskInterface, PretrainedConfig, masking_utils
 
-from harness import base
+from harness import base, flags
 from harness.model import patches
 from harness.model.configs import attends_by_positions, text_config
 from harness.model.context import ContextGroup
+from harness.model.weights import on_meta
 
 # Layer types that attend to what their mask lets through, by the positions that they are given. Llama 4's, of
 # chunked_attention, count positions by themselves; with minimax_m3_sparse or compressed_* documents reach each other.
@@ -110,3 +112,23 @@ def first_position(model: nn.Module) -> int:
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             return 0 if module.padding_idx is None else module.padding_idx + 1
     return 0
+
+
+def most_positions(config: PretrainedConfig) -> int | None:
+    """The number of tokens that a model has positions for; None if it has them for any number."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions and positions - first_position(on_meta(config))
+
+
+def choose_sequence_length(settings: flags.Args, config: PretrainedConfig) -> int:
+    """--sequence-length in tokens, by default 8192 or the number of the model's positions if that is smaller.
+
+    Raises:
+        UserError: the model has fewer positions and something is trained.
+    """
+    positions = most_positions(config)
+    length = settings.sequence_length or min(8192, positions or 8192)
+    if positions and length > positions and settings.num_steps:
+        advice = f"give --sequence-length {positions} or less, or --rope-scaling yarn"
+        raise base.UserError(f"--sequence-length {length}: {settings.model} has {positions} positions; {advice}")
+    return length

@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 from harness.model.configs import text_config
+from harness.model.optimization import is_matrix
 from harness.model.weights import decoder_layers
 
 # Projections whose outputs are queries, then keys, then values. In families of the second list such a projection mixes
@@ -64,7 +65,7 @@ class MatrixWeight:
 
 def matrix_weights(model: nn.Module) -> dict[str, MatrixWeight]:
     """The weights of a model that are matrices, by their names: weights of two dimensions in decoder layers, and stacks
-    of experts; no embeddings, biases or convolutions."""
+    of experts; no embeddings, norms, biases, convolutions or single rows."""
     config = text_config(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, MatrixWeight] = {}
@@ -81,8 +82,10 @@ def matrix_weights(model: nn.Module) -> dict[str, MatrixWeight]:
 
 
 def holds_matrices(module: nn.Module, own_name: str, parameter: nn.Parameter) -> bool:
+    if not is_matrix(module, own_name, parameter) or min(parameter.shape[-2:]) == 1:  # one row, such as a gate's
+        return False
     if parameter.dim() == 3:
-        return not isinstance(module, nn.Conv1d) and "bias" not in own_name
+        return not isinstance(module, nn.Conv1d)
     return parameter.dim() == 2 and own_name == "weight" and not isinstance(module, nn.Embedding)
 
 

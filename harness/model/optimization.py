@@ -17,11 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness import base, flags
 
 
+def is_matrix(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """True for a parameter of two or more dimensions that is no bias, no norm's and no A_log of a state space model.
+    `name` is its name in `module`, whose own it is."""
+    is_norm = "Norm" in type(module).__name__ and not isinstance(module, nn.Embedding)  # Inkling's embedding has one
+    return parameter.dim() >= 2 and not is_norm and not name.endswith(("bias", "A_log"))
+
+
 def decay_matrices(model: nn.Module, settings: flags.Settings) -> list[dict]:
-    """Groups of a model's trained parameters, with weight decay only on those of two or more dimensions."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-    others = [parameter for parameter in parameters if parameter.dim() < 2]
+    """Groups of a model's trained parameters, with weight decay only on matrices."""
+    decays: dict[nn.Parameter, bool] = {}  # in the order of `model.parameters()`
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                decays.setdefault(parameter, is_matrix(module, name, parameter))
+    matrices = [parameter for parameter, is_decayed in decays.items() if is_decayed]
+    others = [parameter for parameter, is_decayed in decays.items() if not is_decayed]
     return [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 

@@ -1,7 +1,7 @@
 """Pretrained weights: the safetensors of a folder or hub id, read one decoder layer at a time.
 
-The choice of files, dequantization, tied heads and ignored tensors are those of `from_pretrained`. Anything that cannot
-be read as it does is a UserError.
+The choice of files, dequantization, dtypes, tied heads and ignored tensors are those of `from_pretrained`. What cannot
+be read as it does is a UserError, and so is a missing parameter, for which it would draw random values.
 """
 
 import hashlib
@@ -62,7 +62,10 @@ def weight_files(source: configs.Source, config: transformers.PretrainedConfig) 
     """`find_files` of a local folder, or of a hub id after a download."""
     folder = source.weights
     if not os.path.isdir(folder):
-        folder = snapshot_download(folder, revision=source.revision, allow_patterns=["*.safetensors", "*.json"])
+        others = ["*/*", "consolidated*"]  # the weights in other formats
+        folder = snapshot_download(
+            folder, revision=source.revision, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=others
+        )
     return find_files(pathlib.Path(folder), getattr(config, "transformers_weights", None))
 
 

@@ -26,33 +26,43 @@ class Routing:
         self.routers, self.top_k, self.coefficient = [router for router, _ in routers], top_k, coefficient
         self.keeps, self.group = False, group
         for router, index in routers:
-            router.kept_logits = None
+            router.kept = None
             router.register_forward_hook(self._keep(index))
 
-    def _keep(self, index: int) -> Callable[[nn.Module, tuple, tuple[torch.Tensor, ...]], None]:
-        def keep(router: nn.Module, args: tuple, output: tuple[torch.Tensor, ...]) -> None:
+    def _keep(self, index: int) -> Callable[[Any, tuple, tuple[torch.Tensor, ...]], None]:
+        def keep(router: Any, args: tuple, output: tuple[torch.Tensor, ...]) -> None:
             if self.keeps:  # False while the backward pass recomputes a layer
-                router.kept_logits = output[index]
+                router.kept = output[index], output[2]  # logits, chosen experts
 
         return keep
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(the router loss of the last forward pass, a scalar; the number of this rank's tokens for each expert, fp32
-        of shape (layers, experts)), on the device. Frees the logits."""
-        assignments, rows = [], 0
+        of shape (layers, experts)), on the device. Frees the logits.
+
+        transformers' loss takes the experts of the highest probabilities. A router may choose others, for example by a
+        correction bias.
+        """
+        loads, rows = [], 0
+        likeliest: Any = 0.0
         probabilities: Any = 0.0
         for router in self.routers:
-            logits, router.kept_logits = router.kept_logits, None
+            (logits, chosen), router.kept = router.kept, None
             router_probs = logits.flatten(0, -2).softmax(-1, dtype=torch.float32)
-            chosen = router_probs.topk(self.top_k).indices.flatten()
-            ones = torch.ones_like(chosen, dtype=torch.float32)
-            assignments.append(ones.new_zeros(router_probs.shape[1]).scatter_add_(0, chosen, ones))
+            experts = router_probs.shape[1]
+            loads.append(count_tokens(chosen, experts))
+            likeliest = likeliest + count_tokens(router_probs.topk(self.top_k).indices, experts)
             probabilities = probabilities + router_probs.sum(0)
             rows += len(router_probs) * self.group.parts
-        counts = torch.stack(assignments)
-        in_sequences, probabilities = self.group.sum(torch.stack([counts.sum(0), probabilities]))
-        loss = counts.shape[1] * (in_sequences / rows * (probabilities / rows)).sum()
-        return loss, counts
+        in_sequences, probabilities = self.group.sum(torch.stack([likeliest, probabilities]))
+        loss = experts * (in_sequences / rows * (probabilities / rows)).sum()
+        return loss, torch.stack(loads)
+
+
+def count_tokens(chosen: torch.Tensor, experts: int) -> torch.Tensor:
+    """The number of times that each expert is in `chosen`, fp32 (experts,)."""
+    ones = torch.ones_like(chosen.flatten(), dtype=torch.float32)
+    return ones.new_zeros(experts).scatter_add_(0, chosen.flatten(), ones)
 
 
 def watch_routers(model: Any, init: str, group: ContextGroup) -> None:
@@ -63,10 +73,11 @@ def watch_routers(model: Any, init: str, group: ContextGroup) -> None:
     turn it off (`output_router_logits` is false). Pretrained weights follow their config.
     """
     model.routing = None
+    if hasattr(model.config, "output_router_logits"):
+        model.register_forward_pre_hook(leave_out_router_loss, with_kwargs=True)
     routers = find_routers(model)
     if not routers:
         return
-    model.register_forward_pre_hook(leave_out_router_loss, with_kwargs=True)
     coefficient, top_k = (getattr(model, name, None) for name in ("router_aux_loss_coef", "num_experts_per_tok"))
     if coefficient is None or top_k is None or hasattr(model, "num_keys"):  # doge counts its product keys another way
         return
@@ -90,9 +101,8 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
     if a model has no routers, or several kinds."""
     routers = []
     for path, part in model.named_modules():
-        # private: the public way to routers' logits is by hooks that the compiler cannot trace
-        recorded = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
-        if not isinstance(part, transformers.PreTrainedModel) or not hasattr(recorded, "target_class"):
+        recorded = recorded_router_logits(part)
+        if not hasattr(recorded, "target_class"):
             continue
         for name, module in part.named_modules(prefix=path):
             layer_name = (recorded.layer_name or "").strip(".")
@@ -102,16 +112,26 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
     return list(dict.fromkeys(routers))
 
 
+def recorded_router_logits(part: nn.Module) -> Any:
+    """transformers' record of where a model's router logits are, a list if it has several kinds of routers; None
+    without."""
+    if not isinstance(part, transformers.PreTrainedModel):
+        return None
+    # private: the public way to routers' logits is by hooks that the compiler cannot trace
+    return (part._can_record_outputs or {}).get("router_logits")
+
+
 def leave_out_router_loss(model: nn.Module, args: tuple, options: dict) -> tuple[tuple, dict]:
     """A forward hook that keeps the router loss out of the model's loss."""
-    if options.get("labels") is not None and hasattr(model.config, "output_router_logits"):
+    if options.get("labels") is not None:
         options["output_router_logits"] = False
     return args, options
 
 
 def describe_routing(model: Any) -> str:
     """The header's line about the routers of a model; empty without experts."""
-    if not find_routers(model):
+    several_kinds = any(isinstance(recorded_router_logits(part), list) for part in model.modules())
+    if not (several_kinds or find_routers(model)):
         return ""
     if model.routing is None:
         return f"{type(model).__name__.removeprefix('FSDP')} has no router loss here, so nothing balances its experts"

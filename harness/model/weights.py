@@ -82,8 +82,9 @@ def check_room(model: nn.Module, device: torch.device, shards: int) -> None:
         raise base.UserError(f"--model: {sizes} {capacity / base.GIB:,.0f} GiB; {advice}")
 
 
+@torch.no_grad()
 def materialize(
-    model: nn.Module,
+    model: Any,
     modules: list[nn.Module],
     device: torch.device,
     weights: PretrainedWeights | None,
@@ -93,28 +94,37 @@ def materialize(
     the decoder layer that they are in.
 
     Random parameters are drawn in fp32 and then rounded: in bf16 torch 2.11 draws other and coarser numbers on a CPU.
+    As in transformers, parameters are tied after they were drawn. Loaded ones are still on the meta device while the
+    others get their values, so no `_init_weights` can overwrite them.
 
     Raises:
         UserError: a tensor gets no value.
     """
-    real: dict[torch.Tensor, torch.Tensor] = {}  # keyed by meta tensor: a tied one has two names
+    real: dict[Any, torch.Tensor] = {}  # keyed by meta tensor, which may have two names, or by (module, name)
     wanted = [(module, name, tensor) for module in modules for name, tensor in own_tensors(module)]
-    for module in modules:
-        for name, tensor in own_tensors(module):
-            is_loaded = weights is not None and isinstance(tensor, nn.Parameter)  # a loaded one is a new object
-            if tensor.is_meta and not is_loaded:
-                if tensor not in real:
-                    real[tensor] = empty_on(device, tensor)
-                setattr(module, name, real[tensor])
-    if weights:
-        weights.load(layer, modules, device)
+    tied = {} if weights else tied_parameters(model, modules)
+    for module, name, tensor in wanted:
+        is_loaded = weights is not None and isinstance(tensor, nn.Parameter)
+        if tensor.is_meta and not is_loaded:
+            key = (module, name) if (module, name) in tied else tensor
+            if key not in real:
+                real[key] = empty_on(device, tensor)
+            setattr(module, name, real[key])
     owner = {}  # the innermost model around each module
     for part in model.modules():
         if isinstance(part, transformers.PreTrainedModel):
             owner.update(dict.fromkeys(part.modules(), part))
-    for module in reversed(modules):  # children before parents, as in nn.Module.apply; loaded values stay
+    for module in reversed(modules):  # children before parents, as in nn.Module.apply
         # private: the public `init_weights` is for a full model, and an inner model has rules of its own
         owner[module]._init_weights(module)
+    for (module, name), source_name in tied.items():
+        source = model.get_parameter(source_name)
+        if not source._version:  # such as the bias of RoBERTa's head, which only the module of the other one fills
+            source.copy_(getattr(module, name))
+    if tied:
+        model.tie_weights(recompute_mapping=False)
+    if weights:
+        weights.load(layer, modules, device)
     made = {id(tensor) for tensor in real.values()}
     for module in modules:
         for name, tensor in own_tensors(module):
@@ -128,6 +138,15 @@ def materialize(
         tensor.data = tensor.data.to(planned.dtype)
         if isinstance(tensor, nn.Parameter):
             tensor.requires_grad_(planned.requires_grad)
+
+
+def tied_parameters(model: Any, modules: list[nn.Module]) -> dict[tuple[nn.Module, str], str]:
+    """{(module, name): full name of the parameter that it becomes} of tied parameters in `modules`."""
+    tied = {}
+    for target, source in model.all_tied_weights_keys.items():
+        path, _, name = target.rpartition(".")
+        tied[model.get_submodule(path), name] = source
+    return {place: source for place, source in tied.items() if place[0] in modules}
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

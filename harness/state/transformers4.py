@@ -17,9 +17,11 @@ OTHER_FIELDS = {  # {model type: {field of 5: field of 4}}
     "qwen3_moe": {"num_local_experts": "num_experts"},
 }
 OTHER_LAYER_TYPES = {"granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"}}
-# Fields besides `type` in rope_scaling, for families that refuse any other.
+# Fields besides `type` in rope_scaling, for families that refuse any other, and the types that need no more. Of another
+# type gets none: 5 would read it in place of rope_parameters.
 SCALING_FIELDS = dict.fromkeys(("phi3", "phi4_multimodal"), ("short_factor", "long_factor"))
 SCALING_FIELDS |= dict.fromkeys(("olmo", "olmo2", "hunyuan_v1_dense", "hunyuan_v1_moe"), ("factor", "alpha"))
+SCALING_TYPES = ("linear", "dynamic", "longrope")
 
 
 def with_old_names(content: dict[str, Any]) -> dict[str, Any]:
@@ -59,6 +61,8 @@ def old_rope(content: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     if old["rope_scaling"] and content["model_type"] in SCALING_FIELDS:
         fields = {name: rope[name] for name in SCALING_FIELDS[content["model_type"]] if name in rope}
         old["rope_scaling"] = {"type": rope["rope_type"]} | fields
+        if rope["rope_type"] not in SCALING_TYPES:
+            del old["rope_scaling"]
     return old
 
 

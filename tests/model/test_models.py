@@ -9,6 +9,7 @@ import multirank
 import pytest
 import torch
 from conftest import forked, losses_of, parse, train, words, write_model
+from huggingface_hub.utils import filter_repo_objects
 from multirank import MODELS, SIZES, resolved
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,6 +21,7 @@ from harness import model as models
 from harness.base.errors import UserError
 from harness.flags import PRESETS
 from harness.model import attention as attention_module
+from harness.model import pretrained
 from harness.model import tokenizer as tokenizer_module
 from harness.model.attention import choose_attention, describe_attention
 from harness.model.configs import load_config
@@ -368,8 +370,29 @@ def test_no_pretrained_layer_is_made_in_fp32_before_its_bf16_weights_are_read(de
     assert (torch.float32, shape) not in allocated.tensors
 
 
+def test_only_files_that_may_be_read_are_downloaded(monkeypatch, tmp_path):
+    options = {}
+    monkeypatch.setattr(pretrained, "snapshot_download", lambda *_, **given: options.update(given) or str(tmp_path))
+    with pytest.raises(UserError, match="--init pretrained: no weights from"):
+        pretrained.weight_files(models.find_source("some/model"), load_config("demo"))
+    read = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    others = ["consolidated.safetensors", "consolidated.00.pth", "original/consolidated.safetensors", "original/a.json"]
+    patterns = {name: options[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects(read + others, **patterns)) == read
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Positions
+
+
+def test_positions_that_begin_after_the_paddings_are_fewer(mistake, tmp_path):
+    """RoBERTa's first token has the position 2, as its padding has 1."""
+    sizes = {"max_position_embeddings": 258, "pad_token_id": 1, "is_decoder": True, "num_hidden_layers": 1}
+    source = write_model(tmp_path / "model", "roberta", **sizes)
+    assert resolved(["--model", source])[0].sequence_length == 256
+    assert " has 256 positions; give --sequence-length 256 or less" in mistake("--sequence-length", "257")
+    sampled = ["--sequence-length", "64", "--sample-prompt", "a", "--sample-tokens", "256"]
+    assert " 256 positions with the prompt's 1 tokens" in mistake(*sampled)
 
 
 def test_a_sequence_longer_than_the_models_positions_is_trained_with_yarn_alone(device, arguments, mistake, tmp_path):

@@ -8,6 +8,7 @@ from conftest import SMALL, train, words
 from safetensors.torch import load_file, save_file
 from tiny import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from harness.base import UserError
 
@@ -194,6 +195,26 @@ def test_a_folder_is_read_as_from_pretrained_reads_it(device, tmp_path, capfd, f
         assert weight.dtype == torch.float32 and torch.equal(weight, expected[name].float()), name
     config = json.loads((tmp_path / "export" / "config.json").read_text())
     assert not {"quantization_config", "transformers_weights"} & config.keys()
+
+
+@pytest.mark.parametrize("fill", [torch.nn.init.ones_, lambda weight: weight.data.fill_(1)])
+def test_no_rule_for_initial_weights_replaces_loaded_ones(device, tmp_path, monkeypatch, fill):
+    """Whatever it writes with: transformers' own functions leave loaded parameters alone, and others do not."""
+
+    own = LlamaPreTrainedModel._init_weights  # of buffers too
+
+    def init_weights(model, module):
+        own(model, module)
+        for parameter in module.parameters():
+            fill(parameter)
+
+    monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", init_weights)
+    torch.manual_seed(0)
+    weights = {name: torch.randn_like(weight) for name, weight in write(tmp_path / "model").items()}
+    put(tmp_path / "model", weights)
+    read(tmp_path / "model", tmp_path / "export", device)
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
 
 
 # ---- Refused in one line, which says what to do ----------------------------------------------------------------------

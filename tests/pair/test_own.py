@@ -9,8 +9,10 @@ import sys
 
 import multirank
 import pytest
+import torch
 from checkpoints import write_checkpoint
 from conftest import ROOT, UserError, cold_python, forked, losses_of, metrics_of, parse, python, start, words
+from safetensors.torch import load_file
 
 from harness import flags
 from harness.data import own
@@ -82,6 +84,27 @@ def test_two_ranks_at_stages_2_and_3_equal_a_bare_loop_resume_and_export(tmp_pat
     assert losses_of(tmp_path / "three") == pytest.approx(losses[3:], abs=2e-5)
     last = metrics_of(tmp_path / "three")[-1]
     assert last["weight_norm"] == pytest.approx(norm, rel=1e-4) and last["z_loss"] > 1
+
+
+@pytest.mark.slow
+def test_initial_weights_by_a_rule_of_the_file_do_not_replace_loaded_ones(tmp_path):
+    rule = """    def _init_weights(self, module):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, input_ids,"""
+    file = tmp_path / "mine.py"
+    file.write_text(OWN.read_text().replace("    def forward(self, input_ids,", rule))
+    weights = []
+    for name, model in {"first": "plain", "again": f"{tmp_path}/first --init pretrained"}.items():
+        flags = run_flags(tmp_path, name, f"--num-steps 0 --model {model} --export {tmp_path}/{name}")
+        succeeds(python(*(word.replace(str(OWN), str(file)) for word in flags)))
+        weights.append(load_file(tmp_path / name / "model.safetensors"))
+    assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
 
 
 @pytest.mark.slow
