@@ -81,7 +81,8 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
         result["run"] = price_run(settings, result)
     elif settings.num_epochs:
         result["num_epochs"] = settings.num_epochs  # the number of steps depends on the data
-    result["warning"] = describe_unread_lengths(settings)
+    warnings = (describe_spread(settings, search.replicas(worlds[0])), describe_unread_lengths(settings))
+    result["warning"] = "; ".join(filter(None, warnings))
     result["imports"] = flags.describe_imports()
     result["rates"] = rates.values
     result["measured_share"], result["published_share"] = measured_shares(settings, config, result)
@@ -97,6 +98,15 @@ def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
             whole, divisor = -(-world // per_node) * per_node, math.gcd(world, per_node)
             advice = f"plan whole nodes, such as --plan-gpus {whole}, or give --gpus-per-node {divisor}"
             raise base.UserError(f"--plan-gpus {world}: that is {nodes}; {advice}")
+
+
+def describe_spread(settings: flags.Settings, layouts: list[dict]) -> str:
+    """Return the line about a shard group that spans several nodes, whose other `layouts` are `Search.replicas`; "" on
+    one node or with --dp-replicate-size."""
+    if not layouts or "dp_replicate_size" in settings.explicit:
+        return ""
+    nodes = layouts[0]["dp_replicate_size"]
+    return f"one shard group over {nodes} nodes; compare --dp-replicate-size {nodes}, shards inside a node"
 
 
 def describe_unread_lengths(settings: flags.Settings) -> str:

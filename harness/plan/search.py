@@ -17,7 +17,6 @@ MIN_GAIN = 0.01  # share of the speed; a smaller gain is not faster
 MAX_BATCH_SIZE = 4096  # sequences; no larger batch is planned
 LENGTH_UNIT = 1024  # tokens; the longest sequence is a multiple
 MAX_LENGTH_PLANS = 5  # of different lengths, to find the longest sequence of one configuration
-MORE_GPUS = (2, 4, 8)  # factors, planned if nothing fits
 SELECTIVE: dict[str, Any] = {"activation_checkpointing": "selective"}
 FULL: dict[str, Any] = {"activation_checkpointing": "full"}
 OFFLOAD: dict[str, Any] = {"activation_checkpointing": "offload"}
@@ -78,7 +77,8 @@ class Search:
                 self.make_it_faster()
                 for world in self.worlds[1:]:
                     changes = self.fastest()["changes"] | {"dp_replicate_size": self.settings.dp_replicate_size}
-                    self.row(world, **changes)
+                    with contextlib.suppress(base.UserError):  # these changes do not run on this number
+                        self.row(world, **changes)
                 self.plan_float8()
             for changes in longer(self.settings, self.context_parallel):
                 self.plan_longest(changes)
@@ -140,7 +140,7 @@ class Search:
         self.is_timed = True
 
     def make_it_fit(self) -> None:
-        """Add memory savers, the cheapest in speed first, until it fits; then GPUs."""
+        """Add memory savers, the cheapest in speed first, until it fits."""
         if not self.row()["fits"] and self.tries_adapters() and self.row(**ADAPTERS, **FULL)["fits"]:
             self.row(**ADAPTERS, activation_checkpointing="none")  # selective saves results that adapters do not need
         savers = self.savers()
@@ -148,9 +148,6 @@ class Search:
             for changes in savers:
                 if self.row(**changes)["verdict"] == "fits":
                     return
-        for times in MORE_GPUS:
-            if not self.fastest():
-                self.row(self.world * times, **(savers[-1] if savers else {}))
 
     def savers(self) -> list[dict]:
         """Return the changes that save memory: the first saver, the first two, up to all compatible ones."""
@@ -279,9 +276,9 @@ class Search:
     def fastest(self) -> Any:
         """Return the row to recommend, None if nothing planned fits.
 
-        More GPUs only if nothing fits on these, and then the fewest; another optimizer only if nothing else fits, and a
-        tight row only if there is no other. Of the rows within MIN_GAIN of the fastest, the one with the fewest tokens
-        per step, and of these the one with the least memory.
+        Another number of GPUs only if nothing fits on these, and then the smallest; another optimizer only if nothing
+        else fits, and a tight row only if there is no other. Of the rows within MIN_GAIN of the fastest, the one with
+        the fewest tokens per step, and of these the one with the least memory.
         """
 
         def preference(row: dict) -> tuple:
@@ -355,10 +352,8 @@ def memory_savers(settings: flags.Flags, context_parallel: int = 1) -> list[dict
     if isinstance(batch, int) and batch != least:
         microbatches = microbatches * batch // least
         fewer_sequences = {"batch_size": least, "gradient_accumulation_steps": microbatches}
-    shared_sequences = {
-        "context_parallel": context_parallel,
-        "gradient_accumulation_steps": microbatches * context_parallel // settings.context_parallel,
-    }
+    shared_microbatches, rest = divmod(microbatches * context_parallel, settings.context_parallel)
+    shared_sequences = {"context_parallel": context_parallel, "gradient_accumulation_steps": shared_microbatches}
     savers: list[tuple[bool, dict[str, Any]]] = [
         (settings.fused_loss is False, {"fused_loss": True}),
         (settings.zero_stage < 3, {"zero_stage": 3}),
@@ -366,7 +361,7 @@ def memory_savers(settings: flags.Flags, context_parallel: int = 1) -> list[dict
         (level == "none", SELECTIVE),
         (bool(fewer_sequences), fewer_sequences),
         (level in ("none", "selective"), FULL),
-        (settings.context_parallel < context_parallel, shared_sequences),
+        (settings.context_parallel < context_parallel and not rest, shared_sequences),
         (level != "offload", OFFLOAD),
         *((True, {"optimizer": name}) for name in models.memory_saving_optimizers(settings.optimizer)),
         (not settings.cpu_offload, {"cpu_offload": True}),
@@ -376,10 +371,13 @@ def memory_savers(settings: flags.Flags, context_parallel: int = 1) -> list[dict
 
 def command(settings: flags.Settings, world: int, changes: dict) -> str:
     """Return the command that trains `settings` with `changes` on `world` GPUs: the explicit flags without those of
-    plans."""
+    plans and those without effect, which a plan accepts and a run does not."""
     names = list(flags.FLAGS)
     plan_flags = names[names.index("plan") : names.index("own_plan")]
     given = {name: value for name, value in settings.explicit.items() if name not in plan_flags}
+    if changes.get("lora_rank", settings.lora_rank) and settings.init == "random":
+        given["init"] = "pretrained"  # a run trains no adapters of random weights
+    given = with_effect(given, changes)
     if world == 1:
         launcher = "python"
     elif world <= settings.gpus_per_node:
@@ -389,6 +387,14 @@ def command(settings: flags.Settings, world: int, changes: dict) -> str:
         rendezvous = "--rdzv_backend=c10d --rdzv_endpoint=$HEAD_NODE:29500"
         launcher = f"torchrun --nnodes={world // per_node} --nproc_per_node={per_node} {rendezvous}"
     return flags.shell_command(f"{launcher} train_fsdp.py", given, **changes)
+
+
+def with_effect(given: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the flags of `given` that have an effect beside each other and `changes`."""
+    problems = flags.without_effect(flags.complete(given | changes))
+    idle = {flag for problem in problems for flag in problem.partition(":")[0].split(", ")}
+    kept = {name: value for name, value in given.items() if flags.as_flag(name) not in idle}
+    return kept if kept == given else with_effect(kept, changes)  # a flag may depend on a dropped one
 
 
 def memory_advice(settings: flags.Flags) -> str:

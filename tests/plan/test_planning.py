@@ -17,7 +17,8 @@ from harness import model as models
 from harness import plan as planning
 from harness.flags import Attention
 from harness.model import load_config, loss
-from harness.plan import fake_step
+from harness.plan import fake_step, search
+from harness.plan.planning import describe_spread
 from harness.plan.rates import choose_rates
 from harness.plan.recorder import HOST, KINDS
 
@@ -321,6 +322,25 @@ def plan_communicators() -> None:
         plan = planning.make_plan(parse(words(f"{flags} {layout}")), train_fsdp.RECIPE)[1]
         expected = base.CONTEXT_GIB + count * base.NCCL_GIB
         assert plan["beside_tensors_gib"]["CUDA and NCCL"] == pytest.approx(expected), layout
+
+
+@pytest.mark.parametrize(
+    "flags, world, nodes",
+    [
+        ("", 8, 0),
+        ("", 16, 2),
+        ("--zero-stage 1", 64, 8),
+        ("--zero-stage 0", 16, 0),
+        ("--dp-replicate-size 1", 16, 0),  # chosen
+        ("--dp-replicate-size 2", 16, 0),
+        ("--gpus-per-node 1", 16, 0),
+    ],
+)
+def test_one_shard_group_over_several_nodes_is_named_with_its_alternative(flags, world, nodes):
+    settings = parse(["--plan", *words(flags)])
+    layouts = search.Search(settings, None, (world,), None, 0, 0).replicas(world)
+    line = describe_spread(settings, layouts)
+    assert bool(line) == bool(nodes) and (not nodes or f"--dp-replicate-size {nodes}," in line)
 
 
 OFFLOADED = {  # flags: gathers of a layer and of the root, reductions

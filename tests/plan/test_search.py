@@ -6,6 +6,7 @@ Most tests search among plans of a formula, which can be compared with all there
 import dataclasses
 import itertools
 import json
+import shlex
 import sys
 
 import pytest
@@ -143,9 +144,12 @@ def test_adapters_of_pretrained_weights_are_planned_before_the_verdict_too():
     assert complete["with_adapters"]["changes"] == search.ADAPTERS  # the faster one of those that fit
 
 
-def test_a_model_that_fits_with_no_saver_is_planned_with_more_gpus_and_not_with_fewer_savers():
-    found = searched("--batch-size 1", 2.8, worlds=(2,))
-    assert found.fastest() is None and [row["gpus"] for row in found.rows.values()][:5] == [2, 2, 4, 8, 16]
+def test_a_model_that_fits_with_no_saver_is_not_planned_with_fewer():
+    found = searched("--batch-size 1", 1.0, worlds=(2,))
+    assert found.fastest() is None and found.is_complete
+    assert [row["gpus"] for row in found.rows.values()] == [2] * len(found.rows)
+    savers = [row["changes"] for row in found.rows.values() if row["changes"] != search.OFFLOAD]
+    assert savers == [{}, found.savers()[-1]]
 
 
 def test_float8_is_said_beside_the_fastest_and_is_never_the_fastest():
@@ -195,13 +199,41 @@ def test_ranks_share_a_sequence_that_does_not_fit_with_full_checkpointing():
     assert best["tokens_per_step"] == found.row()["tokens_per_step"]
 
 
-def test_what_fits_with_no_flag_fits_on_more_gpus():
+def test_what_fits_with_no_flag_may_fit_on_another_number_of_gpus():
     found = searched("--batch-size 1 --cpu-offload", 2.8, worlds=(2,))
     assert found.fastest() is None
     found = searched("--batch-size 1 --optimizer adamw8bit --cpu-offload", 3.6, worlds=(2,))
     assert found.fastest()["gpus"] == 2  # the host takes the states
+    found = searched("--batch-size 1 --activation-checkpointing full", 3.9, worlds=(2, 256))
+    assert {row["gpus"] for row in found.rows.values() if row["fits"]} >= {256}
     hopeless = searched("--batch-size 1", 1.0)
-    assert hopeless.result()["fits_with"] is None and hopeless.result()["fastest"] is None
+    assert hopeless.result()["fastest"] is None
+
+
+def test_changes_that_do_not_run_on_another_number_of_gpus_have_no_row_there():
+    """8 ranks a sequence are what fits on 8 GPUs, and do not divide 12."""
+
+    def plan(s, world: int) -> dict:
+        if world % s.context_parallel:
+            raise UserError(f"--context-parallel {s.context_parallel}: does not divide the world of {world} ranks")
+        return by_formula(s, world, 7.5)
+
+    settings = parse(words("--plan --batch-size 2 --sequence-length 8192 --gpus-per-node 12"))
+    settings = dataclasses.replace(settings, compile=False, fused_loss=True)
+    found = search.Search(settings, None, (8, 12), plan, 7.5, float("inf"), context_parallel=8)
+    found.run()
+    assert found.fastest()["changes"]["context_parallel"] == 8 and found.is_complete
+    assert [row["changes"] for row in found.rows.values() if row["gpus"] == 12] == [{}]
+
+
+@pytest.mark.parametrize("ranks, microbatches, tried", [(2, 1, True), (3, 3, True), (3, 1, False), (3, 2, False)])
+def test_ranks_share_sequences_only_if_the_tokens_of_a_step_stay(ranks, microbatches, tried):
+    flags = f"--context-parallel {ranks} --gradient-accumulation-steps {microbatches}"
+    savers = search.memory_savers(parse(["--plan", *words(flags)]), 8)
+    shared = [changes for changes in savers if "context_parallel" in changes]
+    assert bool(shared) == tried
+    for changes in shared:
+        assert changes["gradient_accumulation_steps"] * ranks == microbatches * 8
 
 
 def test_a_search_that_is_out_of_time_has_the_best_of_what_it_planned():
@@ -250,6 +282,48 @@ def test_a_command_trains_what_was_asked_with_the_changes_and_without_the_flags_
     assert all(flag in said for flag in given) and "plan-" not in said and "--json" not in said
     assert search.command(settings, 4, {}).startswith("torchrun --nproc_per_node=4 train_fsdp.py ")
     assert search.command(settings, 1, {}).startswith("python train_fsdp.py ")
+
+
+COMMANDS = {  # flags that a plan takes: those of them that the command of the given configuration lacks
+    "--batch-size 1 --gradient-accumulation-steps 4 --defer-grad-sync": "",
+    "--batch-size 2 --defer-grad-sync": "--defer-grad-sync",
+    "--batch-size 1 --gradient-accumulation-steps 4 --zero-stage 1 --defer-grad-sync": "--defer-grad-sync",
+    "--batch-size 4 --gradient-accumulation-steps 2 --zero-stage 2 --defer-grad-sync": "",
+    "--batch-size auto --gradient-accumulation-steps 2 --defer-grad-sync": "",
+    "--batch-size 1 --lora-rank 8 --lora-alpha 8": "",
+    "--batch-size 1 --init pretrained --lora-alpha 8": "--lora-alpha",
+    "--batch-size 1 --init pretrained --lora-targets q_proj": "--lora-targets",
+    "--batch-size 1 --fp8-recipe rowwise --precision fp8": "",
+    "--batch-size 1 --adamw-lr 1e-3": "--adamw-lr",
+    "--batch-size 1 --optimizer muon --adamw-lr 1e-3": "",
+    "--batch-size 1 --keep-best --no-async-checkpoint --eval-steps 5": "--keep-best --no-async-checkpoint --eval-steps",
+    "--batch-size 1 --dataset synthetic --packing none --keep-checkpoints 3": "--packing --keep-checkpoints",
+    "--batch-size 1 --gpus-per-node 8 --no-own-plan": "--gpus-per-node",
+    "--batch-size 1 --demo --document-mask --packing none": "--document-mask",
+}
+
+
+@pytest.mark.parametrize("capacity", [200, 14, 6])
+@pytest.mark.parametrize("flags, dropped", COMMANDS.items())
+def test_the_program_takes_every_command_that_a_search_prints(flags, dropped, capacity):
+    settings = parse(["--plan", "--no-compile", *words(flags)])
+    settings = dataclasses.replace(settings, compile=False, fused_loss=True, sequence_length=8192)
+    settings = dataclasses.replace(settings, precision=settings.precision or "bf16")
+
+    def plan(s, world: int) -> dict:
+        return by_formula(s, world, capacity)
+
+    limits = (capacity, float("inf"))
+    found = search.Search(settings, None, (16, 8, 1), plan, *limits, has_float8=True, context_parallel=8)
+    found.run()
+    assert len(found.rows) > 5
+    for row in found.rows.values():
+        if "sequence_length" in row["changes"]:
+            continue
+        planned = parse(shlex.split(row["command"].split("train_fsdp.py ")[1]))  # exits if it is refused
+        assert {name: getattr(planned, name) for name in row["changes"]} == row["changes"]
+    command, typed = found.row()["command"].split(), [word for word in words(flags) if word.startswith("--")]
+    assert [flag for flag in typed if flag not in command] == words(dropped)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
