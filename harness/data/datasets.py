@@ -437,7 +437,11 @@ def open_sequences(
     """The sequences of one corpus, or of several mixed, for `utils.get_dataset`."""
     if not (shuffle or isinstance(dataset, str)):
         raise base.UserError("shuffle=False: a mixture has the order that its shares and its seed give; leave it out")
-    sources = flags.parse_sources(dataset if isinstance(dataset, str) else tuple(dataset))
+    if not isinstance(dataset, str):
+        dataset = tuple(dataset)
+    if problem := flags.mixture_problem(dataset, None):
+        raise base.UserError(problem)
+    sources = flags.parse_sources(dataset)
     look = functools.partial(
         inspect_source, split=split, text_field=text_field, subset=subset, cache_dir=reader.cache_dir
     )

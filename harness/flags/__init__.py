@@ -43,7 +43,15 @@ from harness.flags.settings import (
     is_pattern,
     record_flags,
 )
-from harness.flags.sources import Source, Stage, parse_sources, parse_stages, source_name, splits_overlap
+from harness.flags.sources import (
+    Source,
+    Stage,
+    mixture_problem,
+    parse_sources,
+    parse_stages,
+    source_name,
+    splits_overlap,
+)
 
 __all__ = [
     "ASSETS",
@@ -87,6 +95,7 @@ __all__ = [
     "make_parser",
     "may_be_on_the_hub",
     "misfits_float8",
+    "mixture_problem",
     "model_types",
     "no_checkpoint",
     "not_a_folder_name",
