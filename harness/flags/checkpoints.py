@@ -6,7 +6,7 @@ from typing import Any
 
 from harness import base
 from harness.flags.settings import Args, flags_where
-from harness.flags.sources import same_dataset
+from harness.flags.sources import lacks_sources, same_dataset
 
 
 def checkpoint_folder(resume: str) -> pathlib.Path:
@@ -79,6 +79,6 @@ def resumed_flags(args: Args) -> dict[str, Any]:
     except (OSError, ValueError, KeyError):
         return {}
     names = {"demo", *(name for kind in ("model", "data", "training") for name in flags_where("from_checkpoint", kind))}
-    if "dataset" in args.explicit and not same_dataset(args.explicit["dataset"], manifest["flags"]["dataset"]):
+    if "dataset" in args.explicit and lacks_sources(args.explicit["dataset"], manifest["flags"]["dataset"]):
         names -= {"mixture_stage", "dataset_config", "text_field", "dataset_split"}  # of the run's sources
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if name in names}

@@ -36,4 +36,5 @@ TRACKERS = {
 SUFFIXES = (".arrow", ".bin", ".ds", ".json", ".jsonl", ".npy", ".parquet", ".txt", ".md")  # of data files
 FIELD_SUFFIXES = (".arrow", ".json", ".jsonl", ".parquet")  # of files with fields for --text-field
 PLAIN_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix not in FIELD_SUFFIXES)
+TOKEN_SUFFIXES = (".bin", ".ds", ".npy")  # of files with token ids that are read in place
 COMPRESSIONS = (".gz", ".bz2", ".zst")

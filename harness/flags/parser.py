@@ -20,7 +20,7 @@ from harness.flags.imports import REGISTERED, run_files
 from harness.flags.names import no_such_flag
 from harness.flags.rules import contradiction, flags_without_effect
 from harness.flags.settings import ASSETS, FLAGS, LENGTHS, Args, Flags, as_flag, default_split, default_warmup
-from harness.flags.sources import same_dataset
+from harness.flags.sources import lacks_sources
 
 MAX_STEPS = 2**31 - 1  # of --num-steps
 EXAMPLES = """examples:
@@ -221,8 +221,8 @@ def replace_flags(lower: dict[str, typing.Any], higher: dict[str, typing.Any]) -
     kept = dict(lower)
     if higher.keys() & {*LENGTHS}:  # one of them replaces the other
         kept = {name: value for name, value in kept.items() if name not in LENGTHS}
-    if "dataset" in kept and not same_dataset(higher.get("dataset", kept["dataset"]), kept["dataset"]):
-        kept.pop("mixture_stage", None)  # it names sources
+    if "dataset" in kept and lacks_sources(higher.get("dataset", kept["dataset"]), kept["dataset"]):
+        kept.pop("mixture_stage", None)  # it names them
     while idle := flags_without_effect(with_defaults(kept | higher)) & kept.keys() - higher.keys():
         idle -= flags_without_effect(with_defaults(lower))
         if not idle:

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness import base
 from harness.flags.checkpoints import no_checkpoint
-from harness.flags.choices import OPTIMIZERS, PLAIN_SUFFIXES
+from harness.flags.choices import OPTIMIZERS, PLAIN_SUFFIXES, TOKEN_SUFFIXES
 from harness.flags.imports import model_types
 from harness.flags.names import suggest
 from harness.flags.schedules import SCHEDULES
@@ -131,6 +131,14 @@ def flags_without_effect(args: Flags) -> set[str]:
 
 def left_out_by_others(args: Flags) -> Iterator[tuple[list[str], str]]:
     """(flags, error) for flags that others leave without effect in every mode."""
+    if args.show_samples:
+        others = [name for name in ("plan", "export", "average_checkpoints") if getattr(args, name)]
+        if args.num_steps == 0:
+            others.append("num_steps")
+        if others:
+            yield others, f"{', '.join(map(as_flag, others))}: not with --show-samples; leave one out"
+    elif args.plan and args.num_steps == 0:
+        yield ["num_steps"], "--num-steps: 0 trains nothing, and --plan plans training; leave one out"
     if args.dataset == "synthetic":
         for name in ("streaming", "document_mask"):
             if getattr(args, name):
@@ -146,6 +154,8 @@ def left_out_by_others(args: Flags) -> Iterator[tuple[list[str], str]]:
     if args.average_checkpoints and (args.num_steps or args.resume in ("none", "auto") or args.plan):
         problem = "only with --num-steps 0 and --resume RUN, the folder of a run"
         yield ["average_checkpoints"], f"--average-checkpoints: {problem}"
+    if args.json and args.plan_details:
+        yield ["plan_details"], "--plan-details: --json prints all of it; leave one out"
     if args.json and not args.plan and (args.num_steps or not args.eval_interval):
         yield ["json"], "--json: only with --plan, or with --num-steps 0 and --eval-interval"
 
@@ -172,21 +182,23 @@ def without_effect(args: Flags) -> Iterator[tuple[list[str], str]]:
     if not args.saves_during_training() and not args.saves_final_checkpoint():
         yield from no_effect("keep_checkpoints", "nothing is saved without --checkpoint-interval or --final-checkpoint")
     if args.dataset == "synthetic":
-        fields = "dataset_split eval_split skip_bad_records text_field dataset_config packing"
+        fields = "dataset_split eval_split skip_bad_records text_field dataset_config packing max_epochs"
         yield from no_effect(fields, "synthetic tokens come from no file")
     if args.packing == "none":
         yield from no_effect("document_mask", "with --packing none a sequence has one document")
     datasets = [source.dataset for source in args.sources()]
     if all(map(is_local, datasets)):
         yield from no_effect("dataset_config", "only datasets of the hub have subsets")
-    if all(has_suffix(dataset, PLAIN_SUFFIXES) for dataset in datasets):
-        yield from no_effect("text_field", "plain text has no fields")
+    if all(dataset == "demo" or has_suffix(dataset, PLAIN_SUFFIXES) for dataset in datasets):
+        yield from no_effect("text_field", "text and token files have no fields")
+    if all(has_suffix(dataset, TOKEN_SUFFIXES) for dataset in datasets):
+        yield from no_effect("skip_bad_records", "token files have no records")
     if len(datasets) == 1:
         yield from no_effect("mixture_stage", "a single source has no weights")
     if args.gradient_accumulation_steps == 1:
         yield from no_effect("defer_grad_sync", "a step has one microbatch")
-    if args.zero_stage == 1:
-        yield from no_effect("defer_grad_sync", "--zero-stage 1 implies it")
+    if args.zero_stage < 2:
+        yield from no_effect("defer_grad_sync", f"--zero-stage {args.zero_stage} implies it")
     if not args.own_plan and args.explicit.get("batch_size") != "auto":
         yield from no_effect("plan_gpu gpus_per_node", "--no-own-plan plans nothing")
 

@@ -243,7 +243,7 @@ class Flags:
         "(Ulysses) [1]",
         on_resume="reported",
     )
-    defer_grad_sync: bool = flag(False, "reduce-scatter only on the last microbatch (stage 1 implies it)")
+    defer_grad_sync: bool = flag(False, "reduce-scatter only on the last microbatch (stages 0 and 1 imply it)")
     cpu_offload: bool = flag(False, "parameters, gradients and optimizer on the host")
 
     precision: Precision | None = flag(

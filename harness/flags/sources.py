@@ -29,7 +29,7 @@ class Stage:
     weights: dict[str, Fraction]
 
 
-def parse_sources(dataset: str | tuple[str, ...]) -> list[Source]:
+def parse_sources(dataset: str | Sequence[str]) -> list[Source]:
     """Parse --dataset. Sources without an explicit name that would share one are numbered: `a-1`, `a-2`."""
     words = [dataset] if isinstance(dataset, str) else dataset
     parsed = [parse_source(word) for word in words]
@@ -69,6 +69,12 @@ def source_name(dataset: str) -> str:
     name = parts[-1] if parts else "data"
     stem = re.sub(r"(\.[A-Za-z0-9]{1,8}){1,2}$", "", name) or name
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "data"
+
+
+def lacks_sources(dataset: str | Sequence[str], run_dataset: str | Sequence[str]) -> bool:
+    """True if sources of `run_dataset` are not in `dataset`, by their names, which a file that moved may keep."""
+    names, run_names = ({source.name for source in parse_sources(one)} for one in (dataset, run_dataset))
+    return not run_names <= names
 
 
 def same_dataset(one: str | Sequence[str], other: str | Sequence[str]) -> bool:
@@ -148,6 +154,10 @@ def mixture_problem(dataset: str | tuple[str, ...], stage_texts: tuple[str, ...]
     unweighted = [source.dataset for source in sources if source.weight is None]
     if repeated:
         return f"--dataset: two sources are named {repeated[0]}; give other names, such as web=FILE:0.7"
+    if len(sources) == 1 and not unweighted:
+        word = dataset if isinstance(dataset, str) else dataset[0]
+        advice = "leave it out; for a part of it give --dataset-split, such as 'train[:70%]'"
+        return f"--dataset {word}: a single source has no weight; {advice}"
     if not isinstance(dataset, str) and "synthetic" in datasets:
         return "--dataset: synthetic cannot be mixed with others"
     if 0 < len(unweighted) < len(sources):

@@ -331,6 +331,10 @@ def test_a_library_gets_windows_shuffled_by_the_seed_that_a_run_has_or_on_reques
     assert rows != in_order.tolist() and sorted(rows) == sorted(in_order.tolist())
     with pytest.raises(base.UserError, match="shuffle=False: a mixture"):
         utils.get_dataset(None, 32, **options | {"dataset": [options["dataset"]]}, shuffle=False)
+    mistakes = {("{}:0.7",): "a single source has no weight", ("{}", "{}:1"): "has no weight, others have one"}
+    for sources, said in mistakes.items():
+        with pytest.raises(base.UserError, match=said):
+            utils.get_dataset(None, 32, **options | {"dataset": [one.format(options["dataset"]) for one in sources]})
 
 
 def test_the_order_is_a_pure_function_of_the_seed_and_of_the_samples_number(show):

@@ -30,4 +30,5 @@ def test_the_suffixes_of_data_files_are_the_readers():
     readers = all_formats()
     assert set(choices.SUFFIXES) == readers.keys()
     assert set(choices.FIELD_SUFFIXES) < readers.keys()
+    assert set(choices.TOKEN_SUFFIXES) == {s for s, reader in readers.items() if hasattr(reader, "open_tokens")}
     assert set(choices.COMPRESSIONS) == COMPRESSIONS.keys()

@@ -167,7 +167,6 @@ def test_a_word_is_a_name_a_place_and_a_weight(word, source, tmp_path, monkeypat
 
 def test_several_words_are_a_tuple_and_sources_of_one_name_get_the_numbers_of_their_words():
     assert parse(["--dataset", "someone/text"]).dataset == "someone/text"
-    assert parse(["--dataset", "someone/text:1"]).dataset == ("someone/text:1",)
     several = parse(["--dataset", "x/a.jsonl", "y/a.bin", "a=z.bin"])
     assert several.dataset == ("x/a.jsonl", "y/a.bin", "a=z.bin")
     assert [source.name for source in several.sources()] == ["a-1", "a-2", "a"]
