@@ -339,7 +339,8 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
         if not isinstance(system, str):
             raise ValueError(f"{field} is {excerpt(system)} instead of text")
         if system.strip() and first["role"] not in ("system", "developer"):
-            messages, first_trained = [{"role": "system", "content": system}, *messages], first_trained + 1
+            messages = [{"role": "system", "content": system}, *messages]
+            first_trained = first_trained and first_trained + 1  # 0 if there is no prompt
         elif system.strip() and first.get("content") != system:
             raise ValueError(f"{field} is {excerpt(system)}, and the first message is another system prompt")
     for field, value in fields.items():
