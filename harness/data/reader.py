@@ -127,7 +127,8 @@ class CorpusReader:
             tokens.file_doc_ends.tofile(folder / "ends")
             return {}
 
-        identity = [[file.version for file in tokens.files], tokens.end_of_text]
+        # with the dtype, as a .ds without metadata has that of the vocabulary
+        identity = [[[file.version, file.tokens.dtype.str] for file in tokens.files], tokens.end_of_text]
         path, _ = base.broadcast_from_node_main(
             lambda: make_once("ends", identity, write, self.cache_dir), self.is_main
         )

@@ -374,6 +374,23 @@ def test_token_files_are_not_joined_with_text_or_with_another_format(tmp_path, l
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+def test_a_token_file_whose_size_is_not_the_listed_one_is_refused(tmp_path):
+    (file,) = find_files(str(flat(tmp_path / "a.bin"))).files_in_split("train")
+    flat(tmp_path / "a.bin", FLAT[:-1])
+    with pytest.raises(UserError, match=r"a\.bin: it has changed since it was listed"):
+        open_token_file(file, VOCAB)
+
+
+def test_the_ends_of_documents_of_a_file_without_a_token_size_are_kept_by_size(tmp_path):
+    file = flat(tmp_path / "a.ds", np.tile([5, 6, 7, END], 8), "<u4")
+    for vocab_size in (VOCAB, 2**17):
+        reader = data.CorpusReader(
+            tokenizer=types.SimpleNamespace(eos_token_id=END), seq_len=4, vocab_size=vocab_size, cache_dir=tmp_path
+        )
+        tokens = open_tokens(file, vocab_size)
+        assert reader.with_doc_ends(tokens).doc_ends.tolist() == tokens.doc_ends.tolist()
+
+
 # The tokenizer
 
 

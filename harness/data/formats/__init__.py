@@ -115,10 +115,10 @@ def read_records(
 
 
 def open_token_file(file: DataFile, vocab_size: int) -> TokenFile:
-    """Map a token file; a UserError if it is damaged or compressed."""
+    """Map a token file; a UserError if it is damaged or compressed, or has changed since it was listed."""
     if file.compression:
         raise damaged(file, "it is compressed, and token files are mapped", "decompress it")
-    with report_read_errors(file):
+    with report_read_errors(file), file.open():  # which compares its size with the listing
         opened = find_format(file.name).open_tokens(file.path, vocab_size)
     opened.version = file.version()
     opened.reopen = functools.partial(open_token_file, file, vocab_size)
