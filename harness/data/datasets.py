@@ -68,7 +68,7 @@ def load(
     reader = make_reader(settings, tokenizer, config)
     if eval_corpus and not settings.num_steps:
         return load_eval_dataset(settings, eval_corpus, reader, trained_on or [])
-    per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
+    samples_per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
     before = recorded_data(settings, manifest)
     if before and (settings.num_epochs or settings.eval_interval == "epoch"):
         refuse_other_sources(settings, corpora, before)
@@ -78,8 +78,8 @@ def load(
         sources={name: source.spec for name, source in opened.items()},
         weights=source_weights(settings, opened),
         per_sample={name: tokens_per_sample(source.train, settings.sequence_length) for name, source in opened.items()},
-        samples_per_step=per_step,
-        num_shards=choose_num_shards(settings, corpora, before, per_step),
+        samples_per_step=samples_per_step,
+        num_shards=choose_num_shards(settings, corpora, before, samples_per_step),
         before=before,
         step=manifest["step"] if manifest else 0,
         samples=manifest["samples"] if manifest else 0,
@@ -98,8 +98,8 @@ def load(
         data.eval_data = {name: source_eval.sequences for name, source_eval in eval_data.items()}
         data.eval_identity = {name: source_eval.sequences.fingerprint() for name, source_eval in eval_data.items()}
     if settings.num_steps:
-        check_size(settings, data, corpora, per_step)
-    data.header = describe(settings, data, opened, corpora, per_step, tokenizer)
+        check_size(settings, data, corpora, samples_per_step)
+    data.header = describe(settings, data, opened, corpora, samples_per_step, tokenizer)
     if eval_corpus:
         data.header["eval data"] = describe_eval_data(eval_data[eval_corpus.name])
     data.first_words = base.broadcast_from_rank_0(
@@ -142,8 +142,8 @@ def open_sources(
     if settings.dataset == "synthetic":
         return {"synthetic": open_synthetic(settings, reader.vocab_size)}
     corpora = [corpus for corpus in corpora if not corpus.is_eval_dataset]
-    per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
-    num_shards = choose_num_shards(settings, corpora, before, per_step)
+    samples_per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
+    num_shards = choose_num_shards(settings, corpora, before, samples_per_step)
     opened = {}
     for corpus in corpora:
         spec = before.sources.get(corpus.name) if before else None
@@ -346,18 +346,30 @@ def open_stream(
     return OpenedSource(train, eval_data, spec)
 
 
-def choose_num_shards(settings: flags.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
+def choose_num_shards(
+    settings: flags.Settings, corpora: list[Corpus], before: DataRecord | None, samples_per_step: int
+) -> int:
     """The number of stream shards of a run: the checkpoint's, or --streams, and no more than the chunks of any source.
     By default the smallest multiple of a step's samples that is not below the number of files: each step then takes one
-    sequence or none of each shard, and a shard reads about a file or less."""
+    sequence or none of each shard, and a shard reads about a file or less. A UserError if the checkpoint's is another
+    number than --streams, or more than the chunks of a source that is added."""
+    streamed = [corpus for corpus in corpora if settings.streaming and not corpus.from_token_files]
+    chunks = {corpus.name: stream.max_shards(corpus.files) for corpus in streamed}  # at most
     if before:
         return before.num_shards
-    streamed = [corpus for corpus in corpora if settings.streaming and not corpus.from_token_files]
     if not streamed:
+        shards = base.counted(before.num_shards, "stream shard")
+        for name, count in chunks.items():
+            if count < before.num_shards and name not in before.sources:
+                problem = f"the new source {name} has {base.counted(count, 'chunk')} for the run's {shards}"
+                raise base.UserError(f"--dataset: {problem}; give it more text, files or row groups")
+        if settings.streams and chunks and min(settings.streams, *chunks.values()) != before.num_shards:
+            problem = f"the run has {shards}, which a resumed run keeps"
+            raise base.UserError(f"--streams {settings.streams}: {problem}; leave it out")
         return 1
-    files_by_source = [corpus.files for corpus in streamed]
-    num_shards = settings.streams or math.ceil(max(map(len, files_by_source)) / per_step) * per_step
-    return min(num_shards, *map(stream.max_shards, files_by_source))
+    most_files = max(len(corpus.files) for corpus in streamed)
+    num_shards = settings.streams or math.ceil(most_files / samples_per_step) * samples_per_step
+    return min(num_shards, *chunks.values())
 
 
 def source_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
@@ -379,17 +391,19 @@ def source_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) ->
     return weights
 
 
-def check_size(settings: flags.Settings, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:
+def check_size(settings: flags.Settings, data: TrainingData, corpora: list[Corpus], samples_per_step: int) -> None:
     """Raise a UserError if a single source has fewer sequences than one step takes, or if a source would be repeated
     more often than --max-epochs."""
     if len(data.sources) == 1 and data.orders:
         (order,) = data.orders.values()
-        if order.sequences < per_step:
+        if order.sequences < samples_per_step:
             sequences = f"{base.counted(order.sequences, 'sequence')} of {settings.sequence_length} tokens"
             problem = f"{sequences}, too few for one global batch"
             advice = "use a smaller batch, a shorter sequence or more text"
             split = f", split {corpora[0].split!r}" if corpora else ""
-            raise base.UserError(f"--dataset {settings.describe_dataset()}{split}: {problem} of {per_step}; {advice}")
+            raise base.UserError(
+                f"--dataset {settings.describe_dataset()}{split}: {problem} of {samples_per_step}; {advice}"
+            )
     last = data.record.samples_of_step(settings.num_steps)
     if settings.max_epochs:
         for name, epochs in data.epochs(last.stop).items():

@@ -102,6 +102,14 @@ class Stream:
                 return chunks
         raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
 
+    def shard_sizes(self) -> np.ndarray:
+        """The bytes of each shard, as they are stored, float64."""
+        sizes = [
+            sum((part.file.size if part.end is None else part.end) - part.start for part in chunk)
+            for chunk in self.chunks
+        ]
+        return np.bincount(np.arange(len(sizes)) % self.num_shards, sizes, self.num_shards)
+
     def portions(self, shard: int, chunk_number: int, portion: int, counts: Counter) -> Iterator[tuple[int, int, list]]:
         """Endless (number of the chunk over epochs, portion, its documents) of a shard, from a portion of a chunk on;
         `counts` gets how many documents of the first epoch are left out."""
