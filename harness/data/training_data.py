@@ -60,7 +60,9 @@ class TrainingData:
         return max(-(-self.orders[name].sequences * total // weight) for name, weight in weights.items())
 
     def __getitem__(self, sample: int) -> np.ndarray | PackedSequence:
-        """A global sample; not of streams."""
+        """A global sample among the first `len(self)`, so that iteration ends; not of streams."""
+        if not 0 <= sample < len(self):
+            raise IndexError(sample)
         source, sequence = self.locate(sample)
         return source[sequence]
 
@@ -173,7 +175,8 @@ class SampleReader:
                 sequences.append(reader.sequence(number))
                 positions.setdefault(name, {}).setdefault(shard, reader.position())
             else:
-                sequences.append(self.data[sample])
+                source, sequence = self.data.locate(sample)
+                sequences.append(source[sequence])
         return sequences, positions
 
     def shard(self, name: str, shard: int) -> ShardReader:
