@@ -22,6 +22,7 @@ from harness.data.formats import json as json_reader
 from harness.data.formats import read_records
 from harness.data.formats.parquet import row_group_parts
 from harness.data.schema import DOCUMENT_MARK, read_documents
+from harness.data.tokenize import TextEncoder
 
 END = 0  # end-of-text of the demo tokenizer
 TEXTS = ["Once upon a time there was a fox.", "The end.", "Tom had a red ball.\nHe liked it.", "A", "Ünïcödé 狐狸"]
@@ -270,6 +271,16 @@ DAMAGES = {
     "without a record": lambda path: path.with_suffix(".json").unlink(),
     "record of another shape": lambda path: path.with_suffix(".json").write_text("[1]"),
 }
+
+
+def test_a_slow_tokenizer_with_another_argument_or_class_makes_another_cache():
+    def identity(name: str = "Words", **arguments) -> list:
+        fake = type(name, (), {"is_fast": False, "eos_token_id": END, "split_special_tokens": False})()
+        fake.init_kwargs, fake.get_vocab = arguments, lambda: {"a": 1}
+        return TextEncoder(fake, 2).identity()
+
+    assert identity(lower=True) == identity(lower=True)
+    assert identity(lower=True) != identity(lower=False) != identity("Letters", lower=False)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
