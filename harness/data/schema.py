@@ -92,7 +92,7 @@ def read_value(fields: dict[str, Any], field: str) -> Record:
     """Return the document in a field that has no conversation: token ids in `input_ids`, text or token ids in any
     other; with what ID_FIELDS of the record say about ids."""
     value = fields[field]
-    if field == "input_ids" or (value and isinstance(value, list)):
+    if field == "input_ids" or isinstance(value, list):
         are_ints = isinstance(value, list) and set(map(type, value)) <= {int}
         if are_ints and 0 <= min(value, default=0) <= max(value, default=0) <= MAX_TOKEN_ID:
             return check_ids(np.array(value, np.uint32), fields)
@@ -166,8 +166,8 @@ def read_documents(
     """Yield the documents in (position, record), without empty ones.
 
     `kind` is the kind of all of them, see `kind_of`; texts and ids mix, as neither has a loss mask; conversations and
-    labels mix with nothing. A bad record is a UserError, or is left out if `skip_bad`;
-    `counts` gets the numbers of these and of empty texts. A token id that is not below `vocab_size` is a UserError."""
+    labels mix with nothing. A bad record is a UserError, or is left out if `skip_bad`; `counts` gets the numbers
+    of these and of empty documents. A token id that is not below `vocab_size` is a UserError."""
     for position, record in records:
         if isinstance(record, BadRecord):
             refuse_or_count(position, record.fault, skip_bad, counts)
@@ -180,7 +180,10 @@ def read_documents(
                 raise base.UserError(
                     f"--dataset {position}: {problem}; it was made with another tokenizer, or is damaged"
                 )
-        if record is None or (len(record) == 0 and not isinstance(record, str)):
+        if record is None:
+            continue
+        if len(record) == 0 and not isinstance(record, str):
+            counts["empty documents"] += 1
             continue
         found = kind_of(record)
         if MASKED_KINDS & {kind, found} and found != kind:
