@@ -278,6 +278,8 @@ def open_cached(
     if corpus.is_chat:
         spec["chat"] = True
     if rule and not split and not settings.num_steps:
+    if train.tokens.needs_end_of_text and (train.document_mask or train.tokens.known_doc_ends is not None):
+        spec["end_of_text"] = reader.end_of_text
         refuse_changed_source(corpus.name, spec_before, spec)
     return OpenedSource(train, eval_data, spec)
 

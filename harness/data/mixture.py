@@ -216,6 +216,7 @@ class Spec(TypedDict, total=False):
     dataset: str  # a checksum of its tokens, or of its files if it is streamed
     beginning: str  # a checksum of its first tokens, by which weights recognize what they were trained on
     chat: bool  # True for conversations; absent for all else
+    end_of_text: int  # id that ends its documents; absent if it decides nothing
 
 
 @dataclass(frozen=True)
