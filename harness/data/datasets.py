@@ -178,7 +178,8 @@ def open_eval_dataset(
     """Open an --eval-split that is a dataset of its own, from the token cache or token files, also with --streaming. It
     is an error if one of the sources in `trained_on` has the same tokens."""
     name = settings.eval_split
-    if corpus.has_loss_mask and not settings.document_mask and "document_mask" not in settings.explicit:
+    is_chosen = settings.document_mask or settings.packing == "none" or "document_mask" in settings.explicit
+    if corpus.has_loss_mask and not is_chosen:
         problem = "it would have a document mask by default, the training data have none"
         raise base.UserError(f"--eval-split {name}: {problem}; give --document-mask or --no-document-mask")
     with blame_eval_split():
@@ -277,9 +278,9 @@ def open_cached(
     spec: Spec = {"held_out": rule, "dataset": tokens.fingerprint(), "beginning": beginning}
     if corpus.is_chat:
         spec["chat"] = True
-    if rule and not split and not settings.num_steps:
     if train.tokens.needs_end_of_text and (train.document_mask or train.tokens.known_doc_ends is not None):
         spec["end_of_text"] = reader.end_of_text
+    if rule and not split and not settings.num_steps:
         refuse_changed_source(corpus.name, spec_before, spec)
     return OpenedSource(train, eval_data, spec)
 
@@ -358,8 +359,6 @@ def choose_num_shards(
     streamed = [corpus for corpus in corpora if settings.streaming and not corpus.from_token_files]
     chunks = {corpus.name: stream.max_shards(corpus.files) for corpus in streamed}  # at most
     if before:
-        return before.num_shards
-    if not streamed:
         shards = base.counted(before.num_shards, "stream shard")
         for name, count in chunks.items():
             if count < before.num_shards and name not in before.sources:
@@ -368,6 +367,8 @@ def choose_num_shards(
         if settings.streams and chunks and min(settings.streams, *chunks.values()) != before.num_shards:
             problem = f"the run has {shards}, which a resumed run keeps"
             raise base.UserError(f"--streams {settings.streams}: {problem}; leave it out")
+        return before.num_shards
+    if not streamed:
         return 1
     most_files = max(len(corpus.files) for corpus in streamed)
     num_shards = settings.streams or math.ceil(most_files / samples_per_step) * samples_per_step

@@ -117,7 +117,7 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
     others = {name: before[name] for name in ("dataset_split", "dataset_config", "text_field", "streaming")}
     run = dataclasses.replace(settings, dataset=dataset, **others)
     if flags.is_eval_dataset(settings.eval_split):
-        refuse_trained_files(find_eval_dataset(settings), training_files(run) if dataset != "synthetic" else {})
+        refuse_trained_files(find_eval_dataset(settings), training_files(run))
         return False
     trained, read = training_files(run), training_files(settings)
     shared = trained.keys() & read.keys()
@@ -140,6 +140,8 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
 def training_files(settings: flags.Flags) -> dict[str, tuple[str, str]]:
     """(source, training split) of each file of a run's sources, by its real path; by the source's name if it is
     gone."""
+    if settings.dataset == "synthetic":
+        return {"synthetic": ("synthetic", "train")}
     found = {}
     for source in settings.sources():
         try:

@@ -136,7 +136,7 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader,
         lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
     if train.has_loss_mask and with_example:
         examples = base.broadcast_from_rank_0(lambda: find_examples(corpus, reader))
-        lines["examples"] = f"([[ ]] is around what is trained on)\n{examples}"
+        lines["examples"] = f"(of the first records of the files; [[ ]] is around what is trained on)\n{examples}"
     return lines
 
 
@@ -150,7 +150,7 @@ def warn_of_cuts(train: WholeDocumentDataset, document: str) -> str:
 
 
 def find_examples(corpus: Corpus, reader: CorpusReader) -> str:
-    """The first conversations of each kind in the files of a corpus, as they are trained on."""
+    """The first conversations of each kind in the files of a corpus, also if they are not in its slice."""
     records = itertools.chain.from_iterable(read_records(file, corpus.text_field) for file in corpus.files)
     first = itertools.islice(records, EXAMPLE_RECORDS)
     documents = read_documents(first, reader.vocab_size, True, Counter(), corpus.kind)
