@@ -57,10 +57,11 @@ def load(
     trained and --eval-split is a dataset of its own. Every rank calls this.
 
     Args:
-        manifest: of the checkpoint that the run resumes from: its specs decide how sources are read, and its mixture
-            continues.
-        trained_on: if nothing is trained, the known specs of the sources that the weights were trained on. Any other
-            source without an eval split is evaluated in full.
+        manifest: of the checkpoint that the run resumes from, or whose own data are evaluated or shown: its specs
+            decide how sources are read, and its mixture continues.
+        trained_on: None if the run trains, or evaluates its checkpoint's own sources. Else the specs of the sources
+            that the weights were trained on, [] if none is known: a source that is not among them and has no eval split
+            is evaluated in full.
         sources: what `open_sources` returned, if it was called before.
     """
     eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_dataset), None)
@@ -102,6 +103,7 @@ def load(
     data.header = describe(settings, data, opened, corpora, samples_per_step, tokenizer)
     if eval_corpus:
         data.header["eval data"] = describe_eval_data(eval_data[eval_corpus.name])
+    # eval data first: those of a stream are at hand, its training data are not
     data.first_words = base.broadcast_from_rank_0(
         lambda: first_words(corpora, data.eval_data or data.sources, tokenizer)
     )
@@ -201,9 +203,9 @@ def load_eval_dataset(
 ) -> TrainingData:
     """Open an --eval-split that is a dataset of its own for an evaluation without training."""
     eval_data = open_eval_dataset(settings, corpus, reader, trained_on)
+    # callers take a TrainingData; its samples are never read here
     data = mix({corpus.name: eval_data.sequences}, {corpus.name: None}, settings.sequence_length, settings.seed)
     data.eval_data, data.header = {corpus.name: eval_data.sequences}, {"eval data": describe_eval_data(eval_data)}
-    data.record.sources[corpus.name]["chat"] = corpus.is_chat
     return data
 
 
@@ -238,14 +240,14 @@ def open_cached(
     trained_on: list[Spec] | None,
 ) -> OpenedSource:
     """A source from the token cache or from token files."""
-    opened = None
-    if trained_on:
-        opened = reader.open_tokens(corpus, corpus.split)
-        spec_before = find_trained_spec(trained_on, opened[0].beginning())
+    tokens_and_line = None
+    if trained_on:  # else the eval split is checked first: a wrong one is an error before anything is tokenized
+        tokens_and_line = reader.open_tokens(corpus, corpus.split)
+        spec_before = find_trained_spec(trained_on, tokens_and_line[0].beginning())
     evaluates_all = trained_on is not None and not spec_before
     split, rule = choose_eval_split(settings, corpus, spec_before, BY_NUMBER, evaluates_all)
     data_name = f"{corpus.source.dataset}, split {corpus.split!r}"
-    tokens, line = opened or reader.open_tokens(corpus, corpus.split)
+    tokens, line = tokens_and_line or reader.open_tokens(corpus, corpus.split)
     beginning = tokens.beginning()
     prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
     job.print0("data      ", prefix + line)

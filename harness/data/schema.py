@@ -219,8 +219,8 @@ ROLES = {  # of chat templates, by ShareGPT's `from`
     "system": "system",
 }
 CALLS = ("function_call", "tool_call")  # of functions, by the assistant
-# Fields by which data leave a turn of the assistant out of the loss: their values that keep it in. None of `mask`: its
-# 1 means trained on in some data and masked out in others.
+# By field, the values with which a turn stays in the loss. For `mask` there is no such value: its 1 means trained on in
+# some data and masked out in others.
 KEEPS_TURN = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)) | {"mask": ()}
 # Fields of a message that a template need not write; contents and calls are checked one by one.
 NAMES_AND_WEIGHTS = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *KEEPS_TURN}
@@ -262,7 +262,8 @@ def find_document(record: Any, names: tuple[str, ...]) -> Record:
     """Return the document of a JSON value: of the first of `names`, fields or layouts, that it has."""
     fields = record if isinstance(record, dict) else {}
     for name in names:
-        if has_layout(fields, name) if name in LAYOUTS else name in fields:
+        is_there = has_layout(fields, name) if name in LAYOUTS else name in fields
+        if is_there:
             return read_fields(fields, name)
     wanted = names[-1]
     if isinstance(fields.get(wanted), str):  # `--text-field messages` for texts

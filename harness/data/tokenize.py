@@ -170,8 +170,9 @@ def tokenize_once(
 ) -> tuple[pathlib.Path, dict]:
     """Tokenize a corpus, unless a complete cache of it exists; return (the path of its files without suffix, counts).
 
-    `identity` is the key of the cache: all that decides what `tokenize` yields, which counts into its argument. Counts
-    have `seconds` only if the corpus was tokenized now. A UserError if the folder cannot be written.
+    `tokenize(counts)` yields the encoded documents and counts them in `counts`. `identity` is the key of the cache: all
+    that decides what it yields. Counts have `seconds` only if the corpus was tokenized now. A UserError if the folder
+    cannot be written.
     """
 
     def make(folder: pathlib.Path) -> dict:

@@ -186,7 +186,7 @@ class Tokens:
 
     @property
     def from_token_files(self) -> bool:
-        """True if they lie in token files, whatever the run's tokenizer."""
+        """True if they lie in token files: the run's tokenizer has not made them."""
         return bool(self.files[0].name)
 
     @property

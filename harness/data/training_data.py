@@ -82,7 +82,7 @@ class TrainingData:
 
     @property
     def from_token_files(self) -> bool:
-        """True if all tokens come from token files, whatever the run's tokenizer."""
+        """True if all tokens lie in token files: the run's tokenizer has not made them."""
         tokens = [getattr(source, "tokens", None) for source in self.sources.values()]
         return all(found is not None and found.from_token_files for found in tokens)
 
