@@ -54,7 +54,7 @@ class TrainingData:
                 )
 
     def __len__(self) -> int:
-        """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
+        """Samples after which each source has been read once; a run reads on, in further epochs. Not of streams."""
         weights = self.record.segments[0].sample_weights
         total = sum(weights.values())
         return max(-(-self.orders[name].sequences * total // weight) for name, weight in weights.items())
