@@ -49,7 +49,7 @@ class Opened:
         return data.read_record(self.manifest) if self.manifest else None
 
     @property
-    def answers(self) -> bool:
+    def is_chat_model(self) -> bool:
         """True if the model is trained on conversations; for weights of unknown data, if conversations are read."""
         if self.record is None or self.settings.num_steps:
             return data.are_chats(self.corpora)
@@ -136,7 +136,7 @@ def render_prompts(opened: Opened, prompts: list[str | data.Conversation]) -> li
     """The texts that samples continue, rendered by rank 0."""
     settings, tokenizer = opened.settings, opened.tokenizer
     return base.broadcast_from_rank_0(
-        lambda: [data.render_prompt(settings, opened.answers, tokenizer, prompt) for prompt in prompts]
+        lambda: [data.render_prompt(settings, opened.is_chat_model, tokenizer, prompt) for prompt in prompts]
     )
 
 
@@ -427,7 +427,7 @@ def generate_samples(opened: Opened, model: transformers.PreTrainedModel, device
     settings, prompts, dataset = opened.settings, opened.prompts, opened.dataset
     if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.first_words:
         prompts = [dataset.first_words]  # --demo has no prompt for other data: continue their first words
-    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, opened.answers, opened.tokenizer))
+    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, opened.is_chat_model, opened.tokenizer))
     texts = render_prompts(opened, prompts)
     return [models.sample(settings, text, stop_ids, model, opened.tokenizer, device) for text in texts]
 
@@ -435,5 +435,5 @@ def generate_samples(opened: Opened, model: transformers.PreTrainedModel, device
 def export(opened: Opened, loaded: state.TrainState) -> None:
     """Write the folder of --export."""
     settings, trained_on = opened.settings, state.trained_on(opened.settings, opened.record)
-    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, opened.answers, opened.tokenizer))
+    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, opened.is_chat_model, opened.tokenizer))
     state.export(settings, loaded, opened.tokenizer, stop_ids, trained_on, opened.replaced_run)

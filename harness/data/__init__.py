@@ -7,7 +7,7 @@
 The files, in the order of what happens to a corpus:
 
     files, stores, data_file    a name of --dataset -> its files; own, cache: files that a run writes
-    corpora                     a source as found, nothing read yet
+    corpora                     a source as found: its files, and the kind of its first valid record
     formats, schema             a file -> records -> documents
     tokenize, chat              documents -> token ids, the token cache
     tokens                      token ids end to end, document ends

@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -29,9 +29,6 @@ import tokenizers
 from harness import base
 from harness.data.schema import NAMES_AND_WEIGHTS, ROLES, Conversation, calls_of, layout_of, parts_of, refuse_or_count
 from harness.data.tokenize import WARNING, Encoded, TextEncoder, backend_of, encode_texts, own_tokens_around, take
-
-if TYPE_CHECKING:
-    pass
 
 TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: Llama's default without a clock
 DATE_CODES = ["%a", "%A", "%b", "%B", "%c", "%d", "%-d", "%F", "%H"]

@@ -1,4 +1,4 @@
-"""Corpora: what the sources of --dataset and --eval-split are, found once before anything is read."""
+"""Corpora: sources of --dataset and --eval-split as found: their files, and the kind of their first valid record."""
 
 import contextlib
 import dataclasses
@@ -125,6 +125,8 @@ def find_corpus(settings: flags.Flags, source: flags.Source) -> Corpus:
 
 
 def wanted_text_field(settings: flags.Flags) -> Field:
+    """The field to read: a typed --text-field, also in place of conversations; else `input_ids`, or its default, of
+    records without conversations."""
     return settings.text_field if "text_field" in settings.explicit else ("input_ids", settings.text_field)
 
 
@@ -277,8 +279,8 @@ def bad_slice(bounds: list[str], problem: str) -> base.UserError:
 
 
 def slice_rows(split_files: list[DataFile], bounds: list[str]) -> tuple[int, int] | None:
-    """The rows of a slice of a hub data set, of which no others are read; None if its files do not say
-    how many they have."""
+    """(first, last) row of a slice of a hub data set, so that only these rows are tokenized; None if its files do not
+    say how many rows they have, or if a bound cuts off nothing."""
     count = getattr(find_format(split_files[0].name), "count", None)
     if count is None or any(find_format(file.name) is not find_format(split_files[0].name) for file in split_files):
         return None

@@ -57,10 +57,11 @@ def load(
     trained and --eval-split is a dataset of its own. Every rank calls this.
 
     Args:
-        manifest: of the checkpoint that the run resumes from: its specs decide how sources are read, and its mixture
-            continues.
-        trained_on: if nothing is trained, the known specs of the sources that the weights were trained on. Any other
-            source without an eval split is evaluated in full.
+        manifest: of the checkpoint that the run resumes from, or whose own data are evaluated or shown: its specs
+            decide how sources are read, and its mixture continues.
+        trained_on: None if the run trains, or evaluates its checkpoint's own sources. Else the specs of the sources
+            that the weights were trained on, [] if none is known: a source that is not among them and has no eval split
+            is evaluated in full.
         sources: what `open_sources` returned, if it was called before.
     """
     eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_dataset), None)
@@ -68,7 +69,7 @@ def load(
     reader = make_reader(settings, tokenizer, config)
     if eval_corpus and not settings.num_steps:
         return load_eval_dataset(settings, eval_corpus, reader, trained_on or [])
-    per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
+    samples_per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
     before = recorded_data(settings, manifest)
     if before and (settings.num_epochs or settings.eval_interval == "epoch"):
         refuse_other_sources(settings, corpora, before)
@@ -78,8 +79,8 @@ def load(
         sources={name: source.spec for name, source in opened.items()},
         weights=source_weights(settings, opened),
         per_sample={name: tokens_per_sample(source.train, settings.sequence_length) for name, source in opened.items()},
-        samples_per_step=per_step,
-        num_shards=choose_num_shards(settings, corpora, before, per_step),
+        samples_per_step=samples_per_step,
+        num_shards=choose_num_shards(settings, corpora, before, samples_per_step),
         before=before,
         step=manifest["step"] if manifest else 0,
         samples=manifest["samples"] if manifest else 0,
@@ -98,10 +99,11 @@ def load(
         data.eval_data = {name: source_eval.sequences for name, source_eval in eval_data.items()}
         data.eval_identity = {name: source_eval.sequences.fingerprint() for name, source_eval in eval_data.items()}
     if settings.num_steps:
-        check_size(settings, data, corpora, per_step)
-    data.header = describe(settings, data, opened, corpora, per_step, tokenizer)
+        check_size(settings, data, corpora, samples_per_step)
+    data.header = describe(settings, data, opened, corpora, samples_per_step, tokenizer)
     if eval_corpus:
         data.header["eval data"] = describe_eval_data(eval_data[eval_corpus.name])
+    # eval data first: those of a stream are at hand, its training data are not
     data.first_words = base.broadcast_from_rank_0(
         lambda: first_words(corpora, data.eval_data or data.sources, tokenizer)
     )
@@ -142,8 +144,8 @@ def open_sources(
     if settings.dataset == "synthetic":
         return {"synthetic": open_synthetic(settings, reader.vocab_size)}
     corpora = [corpus for corpus in corpora if not corpus.is_eval_dataset]
-    per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
-    num_shards = choose_num_shards(settings, corpora, before, per_step)
+    samples_per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
+    num_shards = choose_num_shards(settings, corpora, before, samples_per_step)
     opened = {}
     for corpus in corpora:
         spec = before.sources.get(corpus.name) if before else None
@@ -178,7 +180,8 @@ def open_eval_dataset(
     """Open an --eval-split that is a dataset of its own, from the token cache or token files, also with --streaming. It
     is an error if one of the sources in `trained_on` has the same tokens."""
     name = settings.eval_split
-    if corpus.has_loss_mask and not settings.document_mask and "document_mask" not in settings.explicit:
+    is_chosen = settings.document_mask or settings.packing == "none" or "document_mask" in settings.explicit
+    if corpus.has_loss_mask and not is_chosen:
         problem = "it would have a document mask by default, the training data have none"
         raise base.UserError(f"--eval-split {name}: {problem}; give --document-mask or --no-document-mask")
     with blame_eval_split():
@@ -200,9 +203,9 @@ def load_eval_dataset(
 ) -> TrainingData:
     """Open an --eval-split that is a dataset of its own for an evaluation without training."""
     eval_data = open_eval_dataset(settings, corpus, reader, trained_on)
+    # callers take a TrainingData; its samples are never read here
     data = mix({corpus.name: eval_data.sequences}, {corpus.name: None}, settings.sequence_length, settings.seed)
     data.eval_data, data.header = {corpus.name: eval_data.sequences}, {"eval data": describe_eval_data(eval_data)}
-    data.record.sources[corpus.name]["chat"] = corpus.is_chat
     return data
 
 
@@ -237,14 +240,14 @@ def open_cached(
     trained_on: list[Spec] | None,
 ) -> OpenedSource:
     """A source from the token cache or from token files."""
-    opened = None
-    if trained_on:
-        opened = reader.open_tokens(corpus, corpus.split)
-        spec_before = find_trained_spec(trained_on, opened[0].beginning())
+    tokens_and_line = None
+    if trained_on:  # else the eval split is checked first: a wrong one is an error before anything is tokenized
+        tokens_and_line = reader.open_tokens(corpus, corpus.split)
+        spec_before = find_trained_spec(trained_on, tokens_and_line[0].beginning())
     evaluates_all = trained_on is not None and not spec_before
     split, rule = choose_eval_split(settings, corpus, spec_before, BY_NUMBER, evaluates_all)
     data_name = f"{corpus.source.dataset}, split {corpus.split!r}"
-    tokens, line = opened or reader.open_tokens(corpus, corpus.split)
+    tokens, line = tokens_and_line or reader.open_tokens(corpus, corpus.split)
     beginning = tokens.beginning()
     prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
     job.print0("data      ", prefix + line)
@@ -277,6 +280,8 @@ def open_cached(
     spec: Spec = {"held_out": rule, "dataset": tokens.fingerprint(), "beginning": beginning}
     if corpus.is_chat:
         spec["chat"] = True
+    if train.tokens.needs_end_of_text and (train.document_mask or train.tokens.known_doc_ends is not None):
+        spec["end_of_text"] = reader.end_of_text
     if rule and not split and not settings.num_steps:
         refuse_changed_source(corpus.name, spec_before, spec)
     return OpenedSource(train, eval_data, spec)
@@ -346,18 +351,30 @@ def open_stream(
     return OpenedSource(train, eval_data, spec)
 
 
-def choose_num_shards(settings: flags.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
+def choose_num_shards(
+    settings: flags.Settings, corpora: list[Corpus], before: DataRecord | None, samples_per_step: int
+) -> int:
     """The number of stream shards of a run: the checkpoint's, or --streams, and no more than the chunks of any source.
     By default the smallest multiple of a step's samples that is not below the number of files: each step then takes one
-    sequence or none of each shard, and a shard reads about a file or less."""
-    if before:
-        return before.num_shards
+    sequence or none of each shard, and a shard reads about a file or less. A UserError if the checkpoint's is another
+    number than --streams, or more than the chunks of a source that is added."""
     streamed = [corpus for corpus in corpora if settings.streaming and not corpus.from_token_files]
+    chunks = {corpus.name: stream.max_shards(corpus.files) for corpus in streamed}  # at most
+    if before:
+        shards = base.counted(before.num_shards, "stream shard")
+        for name, count in chunks.items():
+            if count < before.num_shards and name not in before.sources:
+                problem = f"the new source {name} has {base.counted(count, 'chunk')} for the run's {shards}"
+                raise base.UserError(f"--dataset: {problem}; give it more text, files or row groups")
+        if settings.streams and chunks and min(settings.streams, *chunks.values()) != before.num_shards:
+            problem = f"the run has {shards}, which a resumed run keeps"
+            raise base.UserError(f"--streams {settings.streams}: {problem}; leave it out")
+        return before.num_shards
     if not streamed:
         return 1
-    files_by_source = [corpus.files for corpus in streamed]
-    num_shards = settings.streams or math.ceil(max(map(len, files_by_source)) / per_step) * per_step
-    return min(num_shards, *map(stream.max_shards, files_by_source))
+    most_files = max(len(corpus.files) for corpus in streamed)
+    num_shards = settings.streams or math.ceil(most_files / samples_per_step) * samples_per_step
+    return min(num_shards, *chunks.values())
 
 
 def source_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
@@ -379,17 +396,19 @@ def source_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) ->
     return weights
 
 
-def check_size(settings: flags.Settings, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:
+def check_size(settings: flags.Settings, data: TrainingData, corpora: list[Corpus], samples_per_step: int) -> None:
     """Raise a UserError if a single source has fewer sequences than one step takes, or if a source would be repeated
     more often than --max-epochs."""
     if len(data.sources) == 1 and data.orders:
         (order,) = data.orders.values()
-        if order.sequences < per_step:
+        if order.sequences < samples_per_step:
             sequences = f"{base.counted(order.sequences, 'sequence')} of {settings.sequence_length} tokens"
             problem = f"{sequences}, too few for one global batch"
             advice = "use a smaller batch, a shorter sequence or more text"
             split = f", split {corpora[0].split!r}" if corpora else ""
-            raise base.UserError(f"--dataset {settings.describe_dataset()}{split}: {problem} of {per_step}; {advice}")
+            raise base.UserError(
+                f"--dataset {settings.describe_dataset()}{split}: {problem} of {samples_per_step}; {advice}"
+            )
     last = data.record.samples_of_step(settings.num_steps)
     if settings.max_epochs:
         for name, epochs in data.epochs(last.stop).items():

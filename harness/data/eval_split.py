@@ -110,14 +110,15 @@ def refuse_changed_source(name: str, before: Spec | None, now: Spec) -> None:
 
 
 def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
-    """True if an evaluation of a run's checkpoint reads sources of the run, whose record has their eval documents. A
-    UserError if it would read a part of the training data, or these and more."""
+    """True if an evaluation reads exactly the files and splits of some of the run's sources: then the run's record
+    tells their eval documents. A UserError if it reads only some of a source's training data, or other files with
+    them."""
     before = manifest["flags"]
     dataset = before["dataset"] if isinstance(before["dataset"], str) else tuple(before["dataset"])
     others = {name: before[name] for name in ("dataset_split", "dataset_config", "text_field", "streaming")}
     run = dataclasses.replace(settings, dataset=dataset, **others)
     if flags.is_eval_dataset(settings.eval_split):
-        refuse_trained_files(find_eval_dataset(settings), training_files(run) if dataset != "synthetic" else {})
+        refuse_trained_files(find_eval_dataset(settings), training_files(run))
         return False
     trained, read = training_files(run), training_files(settings)
     shared = trained.keys() & read.keys()
@@ -125,9 +126,9 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
         if settings.eval_split and flags.splits_overlap(trained[file][1], settings.eval_split):
             problem = f"it overlaps {trained[file][1]!r}, which the run trained on"
             raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give one that does not")
-    own = {trained[file][0] for file in shared}
-    own_files = {file: split for file, (name, split) in trained.items() if name in own}
-    if shared and own_files == {file: split for file, (_, split) in read.items()}:
+    shared_sources = {trained[file][0] for file in shared}
+    files_of_shared_sources = {file: split for file, (name, split) in trained.items() if name in shared_sources}
+    if shared and files_of_shared_sources == {file: split for file, (_, split) in read.items()}:
         return True
     for file in shared:
         if flags.splits_overlap(trained[file][1], read[file][1]):
@@ -140,6 +141,8 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
 def training_files(settings: flags.Flags) -> dict[str, tuple[str, str]]:
     """(source, training split) of each file of a run's sources, by its real path; by the source's name if it is
     gone."""
+    if settings.dataset == "synthetic":
+        return {"synthetic": ("synthetic", "train")}
     found = {}
     for source in settings.sources():
         try:

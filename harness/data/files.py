@@ -25,7 +25,7 @@ NO_DATA = re.compile(  # in a folder; cache-*.arrow are the results of maps and 
 )
 
 
-def mark_of(status: os.stat_result) -> tuple[int, str]:
+def size_and_mark(status: os.stat_result) -> tuple[int, str]:
     """Return (size, mark) of a local file."""
     return status.st_size, str(status.st_mtime_ns)
 
@@ -107,7 +107,7 @@ def is_data(name: str) -> bool:
 
 
 def is_fallback(file: DataFile) -> bool:
-    """True if a file is data only without data files of other formats in its folder."""
+    """True for a file that is data only if the corpus has no data files of other formats."""
     return getattr(formats.find_format(file.name), "IS_FALLBACK", False)
 
 
@@ -154,7 +154,7 @@ def list_paths(path: str) -> tuple[list[DataFile], list[str]]:
         if real in files:
             left_out.append(f"{name} (the same as {os.path.relpath(files[real].path, os.path.dirname(found))})")
         elif os.path.isfile(found):
-            files[real] = DataFile(found, *mark_of(os.stat(found)))
+            files[real] = DataFile(found, *size_and_mark(os.stat(found)))
         else:
             left_out.append(f"{name} (no regular file)")
     return list(files.values()), left_out
@@ -209,5 +209,5 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
 def hub_file(path: str, known: dict[str, dict]) -> DataFile:
     """Return a file that `datasets` resolved; `known` has the hub's information on files, by URL."""
     if not base.is_url(path):
-        return DataFile(path, *mark_of(os.stat(path)))
+        return DataFile(path, *size_and_mark(os.stat(path)))
     return DataFile(path, *stores.size_and_mark(path, known.get(path) or stores.ask(path, "info")))

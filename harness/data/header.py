@@ -16,6 +16,7 @@ from harness.data.formats import read_records
 from harness.data.packing import HeldSequences, PackedDataset, SyntheticDataset, WholeDocumentDataset, sequence_tokens
 from harness.data.reader import CorpusReader
 from harness.data.schema import Conversation, calls_of, read_documents
+from harness.data.stream import Stream
 from harness.data.tokenize import Encoded, TextEncoder, own_tokens_around
 from harness.data.training_data import OpenedSource, SampleReader, TrainingData
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_CUT_SHARE = 0.1  # maximum share of documents longer than a sequence without a warning
+MAX_UNEVEN = 1.5  # maximum ratio of the sizes of stream shards without a word in the header
 EXAMPLE_RECORDS = 1000  # records searched for examples
 MAX_EXAMPLES, EXAMPLE_TOKENS = 4, 200
 THOUGHTS = {"reasoning_content", "reasoning", "thinking"}  # fields of messages
@@ -34,7 +36,7 @@ def describe(
     data: TrainingData,
     opened: dict[str, OpenedSource],
     corpora: list[Corpus],
-    per_step: int,
+    samples_per_step: int,
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> dict[str, str]:
     """The lines of the header about data: the training data with their shares, the eval data, and what is left out."""
@@ -47,7 +49,11 @@ def describe(
         source = opened[corpus.name]
         train, size = source.train, "streamed"
         if corpus.name in epochs:
-            read = f"{len(train) / per_step:,.1f} steps an epoch" if is_single else f"{epochs[corpus.name]:.1f} epochs"
+            read = (
+                f"{len(train) / samples_per_step:,.1f} steps an epoch"
+                if is_single
+                else f"{epochs[corpus.name]:.1f} epochs"
+            )
             size = f"{train.total_tokens():,} tokens, {read}{describe_left_out(train)}"
         name = ", ".join(filter(None, [corpus.source.dataset, settings.dataset_config, corpus.split]))
         files = corpus.listing.describe(parse_split(corpus.split)[0])
@@ -70,7 +76,19 @@ def describe(
         )
         if data.record.num_shards < settings.groups(dist.get_world_size()):
             lines["streams"] += "; ranks outnumber them, so several read the same"
+        for name, streamed in data.sources.items():
+            if isinstance(streamed, Stream):
+                lines["streams"] += describe_uneven(name, streamed.shard_sizes())
     return lines
+
+
+def describe_uneven(name: str, shard_sizes: np.ndarray) -> str:
+    """A text to append if the shards of a source differ by more than MAX_UNEVEN; else ""."""
+    smallest, largest = int(shard_sizes.min()), int(shard_sizes.max())
+    if largest <= MAX_UNEVEN * smallest:
+        return ""
+    sizes = f"those of {name} have {smallest:,} to {largest:,} bytes"
+    return f"; {sizes}, and documents of small ones repeat more often: begin a run with fewer --streams"
 
 
 def describe_eval_data(eval_data: EvalData | None) -> str:
@@ -118,7 +136,7 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader,
         lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
     if train.has_loss_mask and with_example:
         examples = base.broadcast_from_rank_0(lambda: find_examples(corpus, reader))
-        lines["examples"] = f"([[ ]] is around what is trained on)\n{examples}"
+        lines["examples"] = f"(of the first records of the files; [[ ]] is around what is trained on)\n{examples}"
     return lines
 
 
@@ -132,7 +150,7 @@ def warn_of_cuts(train: WholeDocumentDataset, document: str) -> str:
 
 
 def find_examples(corpus: Corpus, reader: CorpusReader) -> str:
-    """The first conversations of each kind in the files of a corpus, as they are trained on."""
+    """The first conversations of each kind in the files of a corpus, also if they are not in its slice."""
     records = itertools.chain.from_iterable(read_records(file, corpus.text_field) for file in corpus.files)
     first = itertools.islice(records, EXAMPLE_RECORDS)
     documents = read_documents(first, reader.vocab_size, True, Counter(), corpus.kind)

@@ -75,10 +75,10 @@ def training_batches(
     return batches if data.is_uniform else add_loss_divisors(batches, settings.gradient_accumulation_steps)
 
 
-def add_loss_divisors(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[dict[str, Any]]:
-    """Add a `loss_divisor` to each microbatch, from the trained labels of all `per_step` microbatches of a step on all
+def add_loss_divisors(batches: Iterator[dict[str, Any]], microbatches_per_step: int) -> Iterator[dict[str, Any]]:
+    """Add a `loss_divisor` to each microbatch, from the trained labels of all microbatches of a step on all
     ranks. Every rank calls this; the sum stays on the device. The loss of a step without a trained label is NaN."""
-    while microbatches := list(itertools.islice(batches, per_step)):
+    while microbatches := list(itertools.islice(batches, microbatches_per_step)):
         trained = torch.stack([(batch["labels"] != IGNORE_INDEX).sum() for batch in microbatches]).double()
         in_step = trained.sum()
         job.enter_phase("labels")  # from here on a rank waits for the others, which it does not in "data"
@@ -99,7 +99,9 @@ def read_batches(
         prefetch_factor=STREAM_PREFETCH if data.has_streams and settings.num_workers else None,
         worker_init_fn=job.ignore_signals,
         pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # its own: it draws a seed when it begins, which a resumed run would draw again
+        # a DataLoader draws a seed when it begins; from torch's own generator a resumed run would draw one more than
+        # the run that was not stopped
+        generator=torch.Generator(),
     )
     items: Iterator[dict[str, Any]] = map(raised, loader)
     if data.has_streams:

@@ -88,7 +88,9 @@ class Mixture:
             only_batch_differs = (
                 segment.weights == before.weights and segment.samples_per_step != before.samples_per_step
             )
-            if not only_batch_differs:  # the order of samples does not depend on the global batch
+            # a segment that changes the batch alone continues the blocks; any other begins new ones, also with equal
+            # weights: checkpoints continue in that order
+            if not only_batch_differs:
                 self.segments.append(segment)
         self.firsts = [segment.first for segment in self.segments]
         self.names = list(dict.fromkeys(name for segment in segments for name in segment.weights))
@@ -199,7 +201,8 @@ class SequenceOrder:
         return self.sequences
 
     def __getitem__(self, sample: int) -> int:
-        """A sequence of the first epoch, which is a sequence of them."""
+        """The index of a sequence in the first epoch: with this and a length, the order can be the indices of a
+        `Subset`."""
         if not 0 <= sample < self.sequences:
             raise IndexError(sample)
         return self.sequence_at(sample)
@@ -216,6 +219,7 @@ class Spec(TypedDict, total=False):
     dataset: str  # a checksum of its tokens, or of its files if it is streamed
     beginning: str  # a checksum of its first tokens, by which weights recognize what they were trained on
     chat: bool  # True for conversations; absent for all else
+    end_of_text: int  # id that ends its documents; absent if it decides nothing
 
 
 @dataclass(frozen=True)
@@ -224,7 +228,9 @@ class DataRecord:
     know which sample comes when."""
 
     sources: dict[str, Spec]  # by name, of each source that the run has or had
-    ordered_without_name: str | None  # the source that was the only one when the run first started, else None
+    # The source whose order does not depend on its name (`SequenceOrder`): the only one when the run first started;
+    # None if there were several.
+    ordered_without_name: str | None
     num_shards: int
     asked: dict[str, Any]  # the weights and stages of the command line
     segments: list[Segment]  # all that have begun, and those that are planned

@@ -38,8 +38,8 @@ def sequence_tokens(sequence: np.ndarray | PackedSequence) -> np.ndarray:
 
 
 def document_lengths(sequence: np.ndarray | PackedSequence) -> np.ndarray:
-    """Inputs of each document, or piece of one, in a sequence, without padding, int64; their sum alone if documents
-    see those before them."""
+    """The number of inputs of each document, or piece of one, in a sequence, without padding, int64; one number for all
+    of them without a document mask."""
     if not isinstance(sequence, PackedSequence):
         return np.array([len(sequence) - 1])
     real = len(sequence.tokens) - 1 if sequence.real is None else sequence.real

@@ -36,8 +36,9 @@ def keyed(text: str) -> int:
 
 def spread(counts: Sequence[int], key: str) -> np.ndarray:
     """The numbers of parts, each as many times as its count says, spread evenly over a circle in another order for each
-    key: of a part that comes c times each one lies at random in its own of c equal stretches. Each position is as
-    likely to have any one of them; without the turn of the circle light parts would be rare at its beginning."""
+    key. The circle is divided into c equal stretches for a part that comes c times, and each stretch has one of them at
+    a random place. The circle is then turned by a random amount, so each position is equally likely to have any item;
+    without it light parts would be rare at the beginning."""
     total = sum(counts)
     if total == max(counts):  # one part, as most runs have: nothing to sort
         return np.full(total, np.argmax(counts))

@@ -26,8 +26,8 @@ def read_prompts(values: Iterable[str]) -> list[str | Conversation]:
 def read_prompt(prompt: str) -> list[str | Conversation]:
     """Return the prompts of one value of --sample-prompt: a text, or the conversations of a .json or .jsonl file, each
     without its last answer. A list of messages is one conversation."""
-    is_file = os.path.isfile(prompt) or len(prompt.split()) == 1
-    if not (is_file and prompt.endswith((".json", ".jsonl"))):
+    may_be_file = os.path.isfile(prompt) or len(prompt.split()) == 1
+    if not (may_be_file and prompt.endswith((".json", ".jsonl"))):
         return [prompt]
     problem = f"--sample-prompt {prompt}"
     try:
@@ -54,15 +54,16 @@ def read_prompt(prompt: str) -> list[str | Conversation]:
 
 
 def render_prompt(
-    settings: flags.Settings, answers: bool, tokenizer: "PreTrainedTokenizerBase", prompt: str | Conversation
+    settings: flags.Settings, is_chat_model: bool, tokenizer: "PreTrainedTokenizerBase", prompt: str | Conversation
 ) -> str:
-    """The text that a sample continues: the prompt, or if the model `answers` or a chat template is given, a user's
-    message rendered by the template; messages always are."""
-    has_template = bool(tokenizer.chat_template)  # without one a prompt and its completion are text
+    """The text that a sample continues: the prompt, or for a chat model or with a given chat template, a user's message
+    rendered by the template; messages always are."""
+    has_template = bool(tokenizer.chat_template)
     if isinstance(prompt, Conversation) and not has_template and settings.chat_template is None:
         problem = "it holds messages, and the tokenizer has no chat template"
         raise base.UserError(f"--sample-prompt {prompt.position}: {problem}; give one with --chat-template FILE")
-    if isinstance(prompt, str) and not (answers and has_template) and settings.chat_template is None:
+    # a chat model without a template was trained on prompts and completions as plain text
+    if isinstance(prompt, str) and not (is_chat_model and has_template) and settings.chat_template is None:
         return prompt
     if isinstance(prompt, str):
         prompt = Conversation([{"role": "user", "content": prompt}])
@@ -73,13 +74,12 @@ def render_prompt(
         raise base.UserError(f"--sample-prompt: the chat template fails, {base.first_line(error)}") from error
 
 
-def end_tokens(settings: flags.Settings, answers: bool, tokenizer: "PreTrainedTokenizerBase | None") -> list[int]:
-    """The tokens that end a text of a model: the tokenizer's own, and if the model `answers` the one that ends an
-    answer."""
+def end_tokens(settings: flags.Settings, is_chat_model: bool, tokenizer: "PreTrainedTokenizerBase | None") -> list[int]:
+    """The tokens that end a text of a model: the tokenizer's own, and for a chat model the one that ends an answer."""
     if tokenizer is None:
         return []
     ends = [tokenizer.eos_token_id]
-    if answers:
+    if is_chat_model:
         ends += ends_of_answers(tokenizer, base.read_template(settings.chat_template))
     return [end for end in dict.fromkeys(ends) if end is not None]
 
@@ -111,9 +111,9 @@ def is_record_of_chats(record: DataRecord) -> bool:
     return any(spec.get("chat") for spec in record.sources.values())
 
 
-def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """The first words of the first source, as a prompt for a sample; empty if it has no text."""
-    dataset = next(iter(sources.values()))
+def first_words(corpora: list[Corpus], sequences: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    """The first words of the first source of `sequences`, as a prompt for a sample; empty if it has no text."""
+    dataset = next(iter(sequences.values()))
     is_chat = any(corpus.is_chat for corpus in corpora[:1])
     if tokenizer is None or is_chat or isinstance(dataset, Stream | SyntheticDataset):
         return ""

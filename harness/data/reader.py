@@ -66,7 +66,8 @@ class CorpusReader:
         slice is cut at document boundaries."""
         name, bounds = parse_split(split)
         split_files = corpus.listing.files_in_split(name)
-        if are_token_files(split_files):  # of another kind than the corpus' training split, if there are both
+        # not corpus.from_token_files, which is of the training split: one split may be token files and another text
+        if are_token_files(split_files):
             opened = base.call_on_all_ranks(  # raises on all ranks if a file is missing on one node
                 lambda: [formats.open_token_file(file, self.vocab_size) for file in split_files]
             )
@@ -77,11 +78,11 @@ class CorpusReader:
                 rows = base.broadcast_from_rank_0(functools.partial(slice_rows, split_files, bounds))
             if rows:
                 bounds = []  # only these rows are tokenized: nothing is left to cut
-            found = base.broadcast_from_node_main(
+            path, counts = base.broadcast_from_node_main(
                 functools.partial(self._tokenize, corpus, split_files, rows), self.is_main
             )
-            opened, line = [open_cache(found[0], self.vocab_size)], describe_cache(*found)
-            for warning in warnings_in(found[1]):
+            opened, line = [open_cache(path, self.vocab_size)], describe_cache(path, counts)
+            for warning in warnings_in(counts):
                 job.warn(warning)
         tokens = Tokens(opened, self.vocab_size, self.end_of_text)
         if bounds:
@@ -127,7 +128,8 @@ class CorpusReader:
             tokens.file_doc_ends.tofile(folder / "ends")
             return {}
 
-        identity = [[file.version for file in tokens.files], tokens.end_of_text]
+        # with the dtype, as a .ds without metadata has that of the vocabulary
+        identity = [[[file.version, file.tokens.dtype.str] for file in tokens.files], tokens.end_of_text]
         path, _ = base.broadcast_from_node_main(
             lambda: make_once("ends", identity, write, self.cache_dir), self.is_main
         )

@@ -92,7 +92,7 @@ def read_value(fields: dict[str, Any], field: str) -> Record:
     """Return the document in a field that has no conversation: token ids in `input_ids`, text or token ids in any
     other; with what ID_FIELDS of the record say about ids."""
     value = fields[field]
-    if field == "input_ids" or (value and isinstance(value, list)):
+    if field == "input_ids" or isinstance(value, list):
         are_ints = isinstance(value, list) and set(map(type, value)) <= {int}
         if are_ints and 0 <= min(value, default=0) <= max(value, default=0) <= MAX_TOKEN_ID:
             return check_ids(np.array(value, np.uint32), fields)
@@ -166,8 +166,8 @@ def read_documents(
     """Yield the documents in (position, record), without empty ones.
 
     `kind` is the kind of all of them, see `kind_of`; texts and ids mix, as neither has a loss mask; conversations and
-    labels mix with nothing. A bad record is a UserError, or is left out if `skip_bad`;
-    `counts` gets the numbers of these and of empty texts. A token id that is not below `vocab_size` is a UserError."""
+    labels mix with nothing. A bad record is a UserError, or is left out if `skip_bad`; `counts` gets the numbers
+    of these and of empty documents. A token id that is not below `vocab_size` is a UserError."""
     for position, record in records:
         if isinstance(record, BadRecord):
             refuse_or_count(position, record.fault, skip_bad, counts)
@@ -180,7 +180,10 @@ def read_documents(
                 raise base.UserError(
                     f"--dataset {position}: {problem}; it was made with another tokenizer, or is damaged"
                 )
-        if record is None or (len(record) == 0 and not isinstance(record, str)):
+        if record is None:
+            continue
+        if len(record) == 0 and not isinstance(record, str):
+            counts["empty documents"] += 1
             continue
         found = kind_of(record)
         if MASKED_KINDS & {kind, found} and found != kind:
@@ -216,8 +219,8 @@ ROLES = {  # of chat templates, by ShareGPT's `from`
     "system": "system",
 }
 CALLS = ("function_call", "tool_call")  # of functions, by the assistant
-# Fields by which data leave a turn of the assistant out of the loss: their values that keep it in. None of `mask`: its
-# 1 means trained on in some data and masked out in others.
+# By field, the values with which a turn stays in the loss. For `mask` there is no such value: its 1 means trained on in
+# some data and masked out in others.
 KEEPS_TURN = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)) | {"mask": ()}
 # Fields of a message that a template need not write; contents and calls are checked one by one.
 NAMES_AND_WEIGHTS = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *KEEPS_TURN}
@@ -259,7 +262,8 @@ def find_document(record: Any, names: tuple[str, ...]) -> Record:
     """Return the document of a JSON value: of the first of `names`, fields or layouts, that it has."""
     fields = record if isinstance(record, dict) else {}
     for name in names:
-        if has_layout(fields, name) if name in LAYOUTS else name in fields:
+        is_there = has_layout(fields, name) if name in LAYOUTS else name in fields
+        if is_there:
             return read_fields(fields, name)
     wanted = names[-1]
     if isinstance(fields.get(wanted), str):  # `--text-field messages` for texts
@@ -339,7 +343,8 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
         if not isinstance(system, str):
             raise ValueError(f"{field} is {excerpt(system)} instead of text")
         if system.strip() and first["role"] not in ("system", "developer"):
-            messages, first_trained = [{"role": "system", "content": system}, *messages], first_trained + 1
+            messages = [{"role": "system", "content": system}, *messages]
+            first_trained = first_trained and first_trained + 1  # 0 if there is no prompt
         elif system.strip() and first.get("content") != system:
             raise ValueError(f"{field} is {excerpt(system)}, and the first message is another system prompt")
     for field, value in fields.items():

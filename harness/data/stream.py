@@ -95,12 +95,21 @@ class Stream:
                     yield document
 
     def shard_chunks(self, shard: int) -> list[list[Part]]:
-        """The chunks of a shard; if these hold no document, those of the next shard that has some."""
+        """The chunks of a shard. A shard gives sequences without end, so one without a document reads another's, whose
+        documents are then read more often."""
         for owner in range(shard, shard + self.num_shards):
             chunks = self.chunks[owner % self.num_shards :: self.num_shards]
             if any(True for chunk in chunks for _ in self.documents(chunk)):
                 return chunks
         raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
+
+    def shard_sizes(self) -> np.ndarray:
+        """The bytes of each shard, as they are stored, float64."""
+        sizes = [
+            sum((part.file.size if part.end is None else part.end) - part.start for part in chunk)
+            for chunk in self.chunks
+        ]
+        return np.bincount(np.arange(len(sizes)) % self.num_shards, sizes, self.num_shards)
 
     def portions(self, shard: int, chunk_number: int, portion: int, counts: Counter) -> Iterator[tuple[int, int, list]]:
         """Endless (number of the chunk over epochs, portion, its documents) of a shard, from a portion of a chunk on;
@@ -153,8 +162,8 @@ class Stream:
         are none. Every rank calls this."""
         length = self.seq_len
         parts, total = self.read_in_turn(count * length + 1 if count else sys.maxsize)
-        number = min(count or sys.maxsize, max(0, total - 1) // length)
-        if not number:
+        sequences = min(count or sys.maxsize, max(0, total - 1) // length)
+        if not sequences:
             problem = (
                 f"{base.counted(total, 'token')} to evaluate, too few for one sequence of --sequence-length {length}"
             )
@@ -163,7 +172,7 @@ class Stream:
         sent: list[list[tuple]] = [[] for _ in range(dist.get_world_size())]
         for first, encoded in parts.items():
             last, ends = first + len(encoded.tokens), first + np.cumsum(encoded.lengths)
-            for sequence in range(max(0, (first - 1) // length), min(number, -(-last // length))):
+            for sequence in range(max(0, (first - 1) // length), min(sequences, -(-last // length))):
                 begin = sequence * length
                 start, stop = max(begin, first), min(begin + length + 1, last)
                 inside = ends[np.searchsorted(ends, start, "right") : np.searchsorted(ends, stop, "right")] - begin
@@ -180,18 +189,19 @@ class Stream:
             held[sequence] = self.first_sequence(tokens[sequence], np.sort(np.concatenate(found)))
         held[0] = base.broadcast_from_rank_0(lambda: held[0])
         identity = [self.files_digest(), self.reads, hashlib.sha256(sequence_tokens(held[0]).tobytes()).hexdigest()]
-        return HeldSequences(held, number, length, f"{identity}, {base.counted(number, 'sequence')}")
+        return HeldSequences(held, sequences, length, f"{identity}, {base.counted(sequences, 'sequence')}")
 
     def read_in_turn(self, tokens: int) -> tuple[dict[int, Encoded], int]:
-        """The documents of the first chunks, until they have this number of tokens: those that this rank has read, by
-        the number of tokens before them, and how many tokens all have. In each round ranks divide twice as many chunks
-        as in the last, or as many as seem to be needed. Every rank calls this."""
+        """Read the first chunks until they have this number of tokens. Return ({tokens before it: what this rank has
+        read in one round}, the tokens of all ranks). Ranks divide the chunks of a round; each round has twice as many
+        chunks as the last, or as many as seem to be needed. Every rank calls this."""
         rank, world = dist.get_rank(), dist.get_world_size()
         mine: dict[int, Encoded] = {}
         first, found, width = 0, 0, 1
         while first < len(self.chunks) and found < tokens:
             width = min(width, len(self.chunks) - first)
-            begin, end = (first - (-width * number // world) for number in (rank, rank + 1))
+            # ceil(width * number / world) chunks of the round are before those of rank `number`
+            begin, end = (first + -(-width * number // world) for number in (rank, rank + 1))
             chunks = self.chunks[begin:end]
             encoded = base.call_on_all_ranks(functools.partial(self.first_documents, chunks, tokens - found))
             sizes = base.all_gather_objects(len(encoded.tokens))
@@ -201,7 +211,8 @@ class Stream:
         return mine, found
 
     def first_sequence(self, tokens: np.ndarray, ends: np.ndarray) -> np.ndarray | PackedSequence:
-        """The sequence that tokens begin with, whose documents end at `ends`, counted from its first token."""
+        """The first `seq_len + 1` of these tokens as a sequence. `ends` are the positions after each document, counted
+        from the first token."""
         sequence = tokens[: self.seq_len + 1].copy()  # without what comes after it
         if not self.document_mask:
             return sequence
@@ -213,8 +224,8 @@ def cut_into_chunks(files: list[DataFile], num_shards: int) -> list[list[Part]]:
     """The chunks of a corpus: those of files that can be cut anywhere, then row groups, then other files, each in the
     order of the files. A pure function of these and of the number of shards. Every rank calls this.
 
-    Files that can be cut anywhere are cut, end to end, into so many parts of equal size that each shard has as many of
-    them; a large file is in several chunks, and a chunk may have several small files. A row group is a chunk of its
+    Files that can be cut anywhere are laid end to end and cut into parts of equal size, the same number for each shard:
+    a large file is in several chunks, and a chunk may have several small files. A row group is a chunk of its
     own, and so is any other file.
     """
     whole = [[part] for part in row_groups(tuple(files))]
@@ -222,7 +233,7 @@ def cut_into_chunks(files: list[DataFile], num_shards: int) -> list[list[Part]]:
     cut = [file for file in files if can_be_cut(file) and not has_row_groups(file) and file.size]
     ends = list(itertools.accumulate(file.size for file in cut))
     if not cut:
-        return whole or [[Part(file)] for file in files]
+        return whole or [[Part(file)] for file in files]  # all files are empty: the error comes when they are read
     most = max(min(MAX_CHUNK, MAX_OPEN_BYTES // num_shards), MIN_CHUNK)
     count = num_shards * -(-ends[-1] // (num_shards * most))
     chunks = []

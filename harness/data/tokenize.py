@@ -63,7 +63,12 @@ class TextEncoder:
     def identity(self) -> list:
         """Return all that decides the tokens of a document, as JSON takes it: part of the key of the token cache."""
         tokenizer = self.tokenizer
-        return [vocabulary_of(tokenizer), tokenizer.eos_token_id, self.vocab_size] if tokenizer else [self.vocab_size]
+        if not tokenizer:
+            return [self.vocab_size]
+        identity = [vocabulary_of(tokenizer), tokenizer.eos_token_id, self.vocab_size]
+        if not tokenizer.is_fast:  # its class and arguments, as lower case or normalization, split text too
+            identity += [type(tokenizer).__name__, json.dumps(tokenizer.init_kwargs, sort_keys=True, default=str)]
+        return identity
 
     def encode(self, documents: list, counts: Counter) -> Encoded:
         """Encode texts and token ids; `counts` gets the numbers of documents and tokens. A UserError if the tokenizer
@@ -137,7 +142,8 @@ def backend_of(tokenizer: "PreTrainedTokenizerBase") -> "tokenizers.Tokenizer":
 
 
 def vocabulary_of(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return all that decides how a tokenizer splits text, as one string."""
+    """Return what decides how a tokenizer splits text, as one string: all of a fast tokenizer, the vocabulary of a slow
+    one."""
     vocabulary = backend_of(tokenizer).to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     return f"{vocabulary}, special tokens as text" if tokenizer.split_special_tokens else vocabulary
 
@@ -164,8 +170,9 @@ def tokenize_once(
 ) -> tuple[pathlib.Path, dict]:
     """Tokenize a corpus, unless a complete cache of it exists; return (the path of its files without suffix, counts).
 
-    `identity` is the key of the cache: all that decides what `tokenize` yields, which counts into its argument. Counts
-    have `seconds` only if the corpus was tokenized now. A UserError if the folder cannot be written.
+    `tokenize(counts)` yields the encoded documents and counts them in `counts`. `identity` is the key of the cache: all
+    that decides what it yields. Counts have `seconds` only if the corpus was tokenized now. A UserError if the folder
+    cannot be written.
     """
 
     def make(folder: pathlib.Path) -> dict:

@@ -186,13 +186,18 @@ class Tokens:
 
     @property
     def from_token_files(self) -> bool:
-        """True if they lie in token files, whatever the run's tokenizer."""
+        """True if they lie in token files: the run's tokenizer has not made them."""
         return bool(self.files[0].name)
+
+    @property
+    def needs_end_of_text(self) -> bool:
+        """True if documents of some of the files end after the end-of-text token only."""
+        return not all(file.find_ends for file in self.files)
 
     @property
     def has_doc_ends(self) -> bool:
         """True if document boundaries are known, or the files have them, so that no token is read for them."""
-        return self.known_doc_ends is not None or all(file.find_ends for file in self.files)
+        return self.known_doc_ends is not None or not self.needs_end_of_text
 
     @functools.cached_property
     def file_doc_ends(self) -> np.ndarray:

@@ -54,13 +54,15 @@ class TrainingData:
                 )
 
     def __len__(self) -> int:
-        """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
+        """Samples after which each source has been read once; a run reads on, in further epochs. Not of streams."""
         weights = self.record.segments[0].sample_weights
         total = sum(weights.values())
         return max(-(-self.orders[name].sequences * total // weight) for name, weight in weights.items())
 
     def __getitem__(self, sample: int) -> np.ndarray | PackedSequence:
-        """A global sample; not of streams."""
+        """A global sample among the first `len(self)`, so that iteration ends; not of streams."""
+        if not 0 <= sample < len(self):
+            raise IndexError(sample)
         source, sequence = self.locate(sample)
         return source[sequence]
 
@@ -80,7 +82,7 @@ class TrainingData:
 
     @property
     def from_token_files(self) -> bool:
-        """True if all tokens come from token files, whatever the run's tokenizer."""
+        """True if all tokens lie in token files: the run's tokenizer has not made them."""
         tokens = [getattr(source, "tokens", None) for source in self.sources.values()]
         return all(found is not None and found.from_token_files for found in tokens)
 
@@ -173,7 +175,8 @@ class SampleReader:
                 sequences.append(reader.sequence(number))
                 positions.setdefault(name, {}).setdefault(shard, reader.position())
             else:
-                sequences.append(self.data[sample])
+                source, sequence = self.data.locate(sample)
+                sequences.append(source[sequence])
         return sequences, positions
 
     def shard(self, name: str, shard: int) -> ShardReader:

@@ -54,7 +54,8 @@ def checkpoint_flags(args: Args) -> dict[str, Any]:
     model, and for evaluations and --show-samples those of the data, unless --dataset is another one. Empty if the
     checkpoint cannot be read, which is an error when it is loaded."""
     try:
-        flags = base.read_manifest(checkpoint_folder(args.resume))["flags"]
+        manifest = base.read_manifest(checkpoint_folder(args.resume))
+        flags, given = manifest["flags"], manifest["given"]
     except (OSError, ValueError, KeyError):
         return {}
     names = flags_where("from_checkpoint", "model")
@@ -64,6 +65,8 @@ def checkpoint_flags(args: Args) -> dict[str, Any]:
         if "eval_steps" not in args.explicit:
             names.append("eval_sequences")
     found = {name: flags[name] for name in names if name in flags}
+    if "text_field" in found and "text_field" in given:  # a typed one is read in place of conversations
+        found["explicit"] = {"text_field": given["text_field"], **args.explicit}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 

@@ -140,6 +140,9 @@ def check_data(settings: flags.Settings, now: corpora.DataRecord, manifest: dict
     of the time when it was removed."""
     before = corpora.read_record(manifest)
     for name, field in differences(before.sources, now):
+        if field == "end of text":
+            problem = f"its end-of-text token, by which the documents of {name} end, is not the checkpoint's"
+            raise base.UserError(f"--tokenizer: {problem}; {ADVICE}")
         if len(now.sources) == 1:
             refuse_changed(settings, manifest, DATA_FLAGS)
             raise base.UserError(f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}")
@@ -150,10 +153,11 @@ def check_data(settings: flags.Settings, now: corpora.DataRecord, manifest: dict
 
 
 def differences(before: dict[str, corpora.Spec], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:
-    """Yield (source, field of its record) for each field that changed."""
+    """Yield (source, field of its record) for each field that changed. A field that one of the records lacks decides
+    nothing there."""
     for name, spec in now.sources.items():
         for key, value in before.get(name, {}).items():
-            if spec.get(key) != value:
+            if spec.get(key, value) != value:
                 yield name, key.replace("_", " ")
 
 

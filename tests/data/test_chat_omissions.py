@@ -340,6 +340,8 @@ def test_a_prompt_is_a_text_or_the_conversations_of_a_file_up_to_their_answers(t
         "a.json": json.dumps(record),
         "b.json": json.dumps([record], indent=1),
         "c.json": json.dumps({"prompt": [SYSTEM, HI], "completion": [HELLO], "tools": json.dumps(TOOLS)}),
+        "d.json": json.dumps({"system": SYSTEM["content"], "messages": RECORDS["call"][0], "tools": TOOLS}),
+        "e.json": json.dumps({"system": SYSTEM["content"], "prompt": [HI], "completion": [HELLO], "tools": TOOLS}),
     }.items():
         (prompt,) = prompts_in(tmp_path, name, content)
         assert (prompt.messages, prompt.tools) == ([SYSTEM, HI], TOOLS)

@@ -128,6 +128,16 @@ def test_each_source_is_within_a_few_samples_of_its_share_at_a_blocks_end(source
                 assert abs(count - blocks * BLOCK * weights[name] / sum(weights.values())) <= within
 
 
+def test_a_mixture_of_a_library_ends_after_its_length(tmp_path):
+    for name, tokens in (("a", 170), ("b", 90)):
+        np.save(tmp_path / f"{name}.npy", np.arange(tokens, dtype=np.uint16))
+    mixed = utils.get_dataset(None, 8, dataset=[f"{tmp_path}/a.npy:1", f"{tmp_path}/b.npy:1"], vocab_size=1536)
+    assert len([*mixed]) == len(mixed) == 42
+    for sample in (-1, len(mixed)):
+        with pytest.raises(IndexError):
+            mixed[sample]
+
+
 UNMIXABLE = {  # sources, by "/" that of the folder: what is wrong with them
     "a name given twice": (["x=/a.jsonl:1", "x=/b.jsonl:1"], "two sources are named x"),
     "a weight that is missing": (["x=/a.jsonl:1", "y=/b.jsonl"], "has no weight, others have one"),

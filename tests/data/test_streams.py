@@ -108,6 +108,29 @@ def test_a_stream_is_not_resumed_on_other_data_that_begin_as_its_own_do(device, 
     assert str(raised.value).startswith(says)
 
 
+def test_a_resumed_stream_keeps_its_shards_and_takes_no_source_that_has_fewer_chunks(device, flags, corpus, tmp_path):
+    run = [*flags, "--output-dir", tmp_path, "--run-name", "r", "--resume", "auto", "--num-steps"]
+    train([*run, 2, "--streams", 4], device)
+    with pytest.raises(UserError, match=r"^--streams 2: the run has 4 stream shards, which a resumed run keeps"):
+        train([*run, 4, "--streams", 2], device)
+    (tmp_path / "one.txt").write_text("Tom had a red ball. " * 50)
+    mixed = ["--dataset", f"{corpus.name}={corpus}:1", f"new={tmp_path / 'one.txt'}:1"]
+    with pytest.raises(UserError, match=r"^--dataset: the new source new has 1 chunk for the run's 4 stream shards"):
+        train([*run, 4, *mixed], device)
+
+
+def test_the_header_says_if_documents_of_a_small_shard_repeat_more_often(device, flags, tmp_path, capfd):
+    for name, count in (("a", 300), ("b", 20)):
+        lines = [json.dumps({"text": f"Story {number} has a fox."}) + "\n" for number in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+    run = [*flags, "--num-steps", 1, "--streams", 2]
+    for pattern, is_said in (("*.jsonl", False), ("*.gz", True)):
+        train([*run, "--dataset", tmp_path / pattern, "--output-dir", tmp_path / str(is_said)], device)
+        (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("streams ")]
+        assert ("documents of small ones repeat more often" in line) == is_said
+
+
 def test_workers_change_no_loss_also_where_a_resume_has_others(device, flags, corpus, tmp_path):
     mixed = [*flags, "--dataset", f"web={corpus}:0.6", f"code={corpus / 'a.jsonl'}:0.4", "--output-dir", tmp_path]
     for steps, workers in ((3, 2), (6, 1)):

@@ -22,6 +22,7 @@ from harness.data.formats import json as json_reader
 from harness.data.formats import read_records
 from harness.data.formats.parquet import row_group_parts
 from harness.data.schema import DOCUMENT_MARK, read_documents
+from harness.data.tokenize import TextEncoder
 
 END = 0  # end-of-text of the demo tokenizer
 TEXTS = ["Once upon a time there was a fox.", "The end.", "Tom had a red ball.\nHe liked it.", "A", "Ünïcödé 狐狸"]
@@ -127,9 +128,16 @@ def test_a_bad_byte_of_a_text_costs_its_line_and_a_pdf_is_left_out(load, line_of
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.txt").write_bytes(novel + DOCUMENT_MARK.encode() + b"Another \xef\xbf\xbd.")
     (tmp_path / "data" / "b.txt").write_bytes(b"%PDF-1.7\nText.\n")
-    kept = ["Call me Ishmael.\nHaving little money.", "Another \ufffd."]
+    kept = ["Call me Ishmael.\nHaving little money.\nIt is a way \ufffd.", "Another \ufffd."]
     assert tokens_of(load(tmp_path / "data", skip_bad_records=True)) == encoded(kept)
-    assert line_of(tmp_path / "data", skip_bad_records=True).endswith(", left out: bad records 4")
+    assert line_of(tmp_path / "data", skip_bad_records=True).endswith(", left out: bad records 3")
+
+
+def test_a_record_without_token_ids_is_an_empty_document_in_json_and_parquet(load, tmp_path):
+    rows = [[5, 6, 7], [], [8, 9]]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
+    for file in (tmp_path / "data.jsonl", write_parquet(tmp_path / "data.parquet", tokens=rows)):
+        assert tokens_of(load(file, text_field="tokens")) == [5, 6, 7, 8, 9]
 
 
 SLICES = {  # of 6 documents, 3 of them short: the same slice with other bounds, or what is wrong with it
@@ -263,6 +271,16 @@ def test_a_changed_file_or_vocabulary_makes_another_cache_and_a_slice_does_not(l
     assert tokens_of(load(file)) == encoded(TEXTS[::-1])
     assert [path.stat().st_size // len(encoded(TEXTS)) for path in caches(tmp_path)].count(4) == 1
     assert len(caches(tmp_path)) == 3
+
+
+def test_a_slow_tokenizer_with_another_argument_or_class_makes_another_cache():
+    def identity(name: str = "Words", **arguments) -> list:
+        fake = type(name, (), {"is_fast": False, "eos_token_id": END, "split_special_tokens": False})()
+        fake.init_kwargs, fake.get_vocab = arguments, lambda: {"a": 1}
+        return TextEncoder(fake, 2).identity()
+
+    assert identity(lower=True) == identity(lower=True)
+    assert identity(lower=True) != identity(lower=False) != identity("Letters", lower=False)
 
 
 DAMAGES = {

@@ -12,12 +12,13 @@ import re
 import types
 
 import formats
+import multirank
 import numpy as np
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, losses_of, metrics_of, parse, train, words
+from conftest import ROOT, losses_of, metrics_of, parse, train, words, write_model
 from transformers import AutoTokenizer
 
 from harness import data
@@ -373,8 +374,44 @@ def test_token_files_are_not_joined_with_text_or_with_another_format(tmp_path, l
     assert len(load(tmp_path / "*.npy"))
 
 
+def test_a_token_file_whose_size_is_not_the_listed_one_is_refused(tmp_path):
+    (file,) = find_files(str(flat(tmp_path / "a.bin"))).files_in_split("train")
+    flat(tmp_path / "a.bin", FLAT[:-1])
+    with pytest.raises(UserError, match=r"a\.bin: it has changed since it was listed"):
+        open_token_file(file, VOCAB)
+
+
+def test_the_ends_of_documents_of_a_file_without_a_token_size_are_kept_by_size(tmp_path):
+    file = flat(tmp_path / "a.ds", np.tile([5, 6, 7, END], 8), "<u4")
+    for vocab_size in (VOCAB, 2**17):
+        reader = data.CorpusReader(
+            tokenizer=types.SimpleNamespace(eos_token_id=END), seq_len=4, vocab_size=vocab_size, cache_dir=tmp_path
+        )
+        tokens = open_tokens(file, vocab_size)
+        assert reader.with_doc_ends(tokens).doc_ends.tolist() == tokens.doc_ends.tolist()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The tokenizer
+
+
+@pytest.mark.parametrize("mask, is_refused", [("--document-mask", True), ("--no-document-mask", False)])
+def test_a_resume_with_another_end_of_text_is_refused_if_documents_end_by_it(
+    tmp_path, arguments, device, mask, is_refused
+):
+    other = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+    other.eos_token = other.convert_ids_to_tokens(7)
+    other.save_pretrained(tmp_path / "other")
+    run = [*arguments, "--dataset", flat(tmp_path / "a.bin"), mask, "--resume", "auto", "--final-checkpoint"]
+    model = write_model(tmp_path / "model", "llama", **multirank.SIZES | {"vocab_size": VOCAB})
+    assert train([*run, "--model", model], device) == 0
+    again = [*run, "--model", model, "--num-steps", "3", "--tokenizer", tmp_path / "other"]
+    if not is_refused:
+        assert train(again, device) == 0
+        return
+    with pytest.raises(UserError, match=r"^--tokenizer: its end-of-text token, by which the documents of a end"):
+        train(again, device)
+    assert train([*again, "--no-document-mask"], device) == 0  # which is reported
 
 
 def test_the_run_warns_of_another_tokenizer_than_that_of_the_files(tmp_path, arguments, device, capfd):

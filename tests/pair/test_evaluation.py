@@ -206,6 +206,19 @@ def test_an_evaluation_of_a_run_takes_what_the_run_held_out(start, device, capfd
         assert f"eval loss {found['eval_loss']:.4f} " in said and f", {found['tokens']:,} tokens" in said
 
 
+@pytest.mark.parametrize("field", [[], ["--text-field", "text"]])
+def test_an_evaluation_reads_the_field_that_the_run_read(start, device, tmp_path, evaluate, field):
+    stories = [json.loads(line)["text"] for line in (start.folder / "my.jsonl").read_text().splitlines()[:60]]
+    chats = [[{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": story}] for story in stories]
+    records = [{"messages": chat, "text": story} for chat, story in zip(chats, stories, strict=True)]
+    (tmp_path / "both.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = ["--dataset", tmp_path / "both.jsonl", "--output-dir", tmp_path, "--eval-interval", 2, *field]
+    if not field:
+        flags += ["--chat-template", "chatml"]
+    assert train(start("r", *flags), device) == 0
+    assert evaluate("--resume", tmp_path / "r")["eval_loss"] == pytest.approx(held_out_loss(tmp_path / "r"), rel=1e-6)
+
+
 @pytest.mark.parametrize("flags", ["", "--streaming"])
 def test_data_that_the_run_did_not_train_on_are_evaluated_whole_with_the_number_of_documents(
     runs, evaluate, capfd, flags

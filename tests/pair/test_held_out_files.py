@@ -11,6 +11,7 @@ from conftest import ROOT, STORIES, metrics_of, parse, train, words, write_model
 
 from harness import data, loop
 from harness.base import UserError
+from harness.data import files
 
 CHAT = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
 CHAT += "{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -109,6 +110,11 @@ def test_a_checkpoint_and_its_export_have_the_loss_that_the_run_had_of_it(flags,
         assert found["dataset"] == f"{folder}/held.jsonl"
 
 
+def test_held_out_chats_need_no_choice_of_a_document_mask_with_a_document_per_sequence(flags):
+    found = loaded(flags("--eval-split {}/chats.jsonl --packing none --chat-template {}/template.jinja"))
+    assert len(found.eval_data["chats"].tokens.doc_ends) == 10
+
+
 def test_held_out_chats_may_have_another_layout_which_is_said(flags, folder, device, capfd):
     lines = (json.loads(line)["messages"] for line in (folder / "chats.jsonl").read_text().splitlines())
     alpaca = [{"instruction": user["content"], "output": answer["content"]} for user, answer in lines]
@@ -119,13 +125,16 @@ def test_held_out_chats_may_have_another_layout_which_is_said(flags, folder, dev
     assert f"{folder}/alpaca.jsonl: instruction, input and output, as Alpaca" in capfd.readouterr().out
 
 
-def test_a_run_on_random_tokens_is_evaluated_on_a_text(folder, flags, device, tmp_path, capfd):
+def test_a_run_on_random_tokens_is_evaluated_on_a_text(folder, flags, device, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(files, "find_on_hub", lambda *_: pytest.fail("there is no data set named synthetic"))
     given = flags("--dataset synthetic --final-checkpoint --eval-interval 0")
     assert train(given, device) == 0
     run = ["--num-steps", "0", "--eval-interval", "1", "--json", "--resume", str(tmp_path / "r")]
-    capfd.readouterr()
-    assert train([*run, "--eval-split", f"{folder}/held.jsonl"], device) == 0
-    assert json.loads(capfd.readouterr().out)["dataset"] == f"{folder}/held.jsonl"
+    for other in ("--eval-split", "--dataset"):
+        capfd.readouterr()
+        assert train([*run, other, f"{folder}/held.jsonl", "--cache-dir", f"{folder}/cache"], device) == 0
+        assert json.loads(capfd.readouterr().out)["dataset"] == f"{folder}/held.jsonl"
+    assert train(run, device) == 0  # on random tokens
 
 
 def test_other_held_out_data_at_a_resume_are_said(flags, folder, device, tmp_path, capfd):

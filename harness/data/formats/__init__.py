@@ -10,12 +10,13 @@ A format has `SUFFIXES`, the ends of its files' names, and one of these:
   read. What is cheap to check is checked here; a fault is `tokens.damaged`.
 
 `CAN_BE_CUT = True`: `read(stream, text_field, start, end)` gives the records that begin within these bytes, so parts
-end to end hold each record once. With `row_group_parts(file)` too, a file is cut at these positions only; a record
-begins where its row group does. Other files, and compressed ones, are read as a whole.
+end to end hold each record once. If it also has `row_group_parts(file)`, a file is cut only at the ends of the parts
+that this returns, and all records of a row group count as beginning at its first byte. Other files, and compressed
+ones, are read as a whole.
 
-Files that cannot be read raise an OSError or a ValueError. `IS_FALLBACK = True`: files are data only if no other data
-files are in their folder. `COMPANIONS`: suffixes of files that belong to a data file. `harness/flags/choices.py` has
-the suffixes too, and which of them are of records with fields.
+Files that cannot be read raise an OSError or a ValueError. `IS_FALLBACK = True`: files are data only if the corpus has
+no data files of other formats. `COMPANIONS`: suffixes of files that belong to a data file. `harness/flags/choices.py`
+has the suffixes too, and which of them are of records with fields.
 """
 
 import bz2
@@ -74,10 +75,11 @@ def is_token_file(name: str) -> bool:
 
 @contextlib.contextmanager
 def report_read_errors(file: DataFile) -> Iterator[None]:
-    """Raise a UserError that names the file for what the reading of one raises."""
+    """Raise a UserError that names the file for an error of reading it."""
     try:
         yield
-    except (OSError, ValueError, NotImplementedError, EOFError, zlib.error) as error:  # 2 and 3 are Arrow's
+    # ArrowInvalid is a ValueError, ArrowNotImplementedError a NotImplementedError
+    except (OSError, ValueError, NotImplementedError, EOFError, zlib.error) as error:
         raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
 
 
@@ -115,10 +117,10 @@ def read_records(
 
 
 def open_token_file(file: DataFile, vocab_size: int) -> TokenFile:
-    """Map a token file; a UserError if it is damaged or compressed."""
+    """Map a token file; a UserError if it is damaged or compressed, or has changed since it was listed."""
     if file.compression:
         raise damaged(file, "it is compressed, and token files are mapped", "decompress it")
-    with report_read_errors(file):
+    with report_read_errors(file), file.open():  # which compares its size with the listing
         opened = find_format(file.name).open_tokens(file.path, vocab_size)
     opened.version = file.version()
     opened.reopen = functools.partial(open_token_file, file, vocab_size)

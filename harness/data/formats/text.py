@@ -1,5 +1,6 @@
 """Text: one document, or several with <|endoftext|> between them. UTF-8, or UTF-16 with its byte order mark."""
 
+import codecs
 import sys
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -25,6 +26,9 @@ OTHER_FILES = {  # first bytes of files that are no text: what they are
     b"\xff\xfe\0\0": "UTF-32; only UTF-8 and UTF-16 are read",
 }
 
+AS_NUL = "harness-nul"  # an error handler: bytes that cannot be decoded become a NUL, which no text has
+codecs.register_error(AS_NUL, lambda error: ("\0", error.end))  # type: ignore[attr-defined]
+
 
 def read(stream: BinaryIO, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
     # UTF-16 has no mark in UTF-8: its first record is the whole file, and other parts have none
@@ -47,18 +51,17 @@ def read_lines(content: bytes, position: int) -> Iterator[Record]:
     encoding = "utf-16" if position == 0 and content.startswith(UTF16_MARKS) else "utf-8"
     try:
         text = content.decode(encoding)
-        mark, before, fault = "\0", text[: max(text.find("\0"), 0)], "a NUL byte"
+        before, fault = text[: max(text.find("\0"), 0)], "a NUL byte"
     except UnicodeDecodeError as error:
-        text = content.decode(encoding, "replace").replace("\0", "\ufffd")
-        mark, before = "\ufffd", content[: error.start].decode(encoding)
+        text, before = content.decode(encoding, AS_NUL), content[: error.start].decode(encoding)
         fault = f"0x{content[error.start]:02x} is not {encoding.upper()} (iconv converts other encodings)"
     if position == 0:
         text = text.removeprefix("\ufeff")
     text = text.replace("\r\n", "\n")
-    if mark in text:
+    if "\0" in text:
         place = f"line {before.count(chr(10)) + 1:,}, byte {position + len(before.encode(encoding)):,} of the file"
         lines = text.split("\n")
-        good = [line for line in lines if mark not in line]
+        good = [line for line in lines if "\0" not in line]
         yield from [BadRecord(f"{place}: {fault}")] * (len(lines) - len(good))
         text = "\n".join(good)
     yield text.strip("\n") or None
