@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -54,17 +54,21 @@ class TrainingData:
                 )
 
     def __len__(self) -> int:
-        """Samples after which each source has been read once; a run reads on, in further epochs. Not of streams."""
+        """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
         weights = self.record.segments[0].sample_weights
         total = sum(weights.values())
         return max(-(-self.orders[name].sequences * total // weight) for name, weight in weights.items())
 
     def __getitem__(self, sample: int) -> np.ndarray | PackedSequence:
-        """A global sample among the first `len(self)`, so that iteration ends; not of streams."""
-        if not 0 <= sample < len(self):
+        """A global sample, also of further epochs; not of streams."""
+        if sample < 0:
             raise IndexError(sample)
         source, sequence = self.locate(sample)
         return source[sequence]
+
+    def __iter__(self) -> Iterator[np.ndarray | PackedSequence]:
+        """The first `len(self)` samples."""
+        return map(self.__getitem__, range(len(self)))
 
     @property
     def is_uniform(self) -> bool:
@@ -175,8 +179,7 @@ class SampleReader:
                 sequences.append(reader.sequence(number))
                 positions.setdefault(name, {}).setdefault(shard, reader.position())
             else:
-                source, sequence = self.data.locate(sample)
-                sequences.append(source[sequence])
+                sequences.append(self.data[sample])
         return sequences, positions
 
     def shard(self, name: str, shard: int) -> ShardReader:

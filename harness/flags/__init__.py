@@ -17,7 +17,13 @@ from harness.flags.choices import DATASETS, FIELD_SUFFIXES, Dataset, Optimizer
 from harness.flags.commands import as_flags, as_words, run_flags, shell_command
 from harness.flags.imports import IMPORTED, REGISTERED, describe_fault, describe_imports, model_types
 from harness.flags.parser import complete, make_parser, parse_args
-from harness.flags.rules import contradiction, may_be_on_the_hub, misfits_float8, not_a_folder_name, without_effect
+from harness.flags.rules import (
+    contradiction,
+    flags_without_effect,
+    may_be_on_the_hub,
+    misfits_float8,
+    not_a_folder_name,
+)
 from harness.flags.schedules import SCHEDULES, Schedule
 from harness.flags.settings import (
     ASSETS,
@@ -91,6 +97,7 @@ __all__ = [
     "describe_fault",
     "describe_imports",
     "flags_where",
+    "flags_without_effect",
     "is_eval_dataset",
     "is_pattern",
     "make_parser",
@@ -109,5 +116,4 @@ __all__ = [
     "shell_command",
     "source_name",
     "splits_overlap",
-    "without_effect",
 ]

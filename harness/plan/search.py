@@ -391,9 +391,8 @@ def command(settings: flags.Settings, world: int, changes: dict) -> str:
 
 def with_effect(given: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return the flags of `given` that have an effect beside each other and `changes`."""
-    problems = flags.without_effect(flags.complete(given | changes))
-    idle = {flag for problem in problems for flag in problem.partition(":")[0].split(", ")}
-    kept = {name: value for name, value in given.items() if flags.as_flag(name) not in idle}
+    idle = flags.flags_without_effect(flags.complete(given | changes))
+    kept = {name: value for name, value in given.items() if name not in idle}
     return kept if kept == given else with_effect(kept, changes)  # a flag may depend on a dropped one
 
 

@@ -300,10 +300,10 @@ def test_the_demo_is_a_data_set_of_the_library_too(tokenizer, tmp_path, monkeypa
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """Four token files of 1,100 windows of 32, each of one id."""
+    """Four token files of 100 windows of 32, each of one id."""
     folder = tmp_path_factory.mktemp("four")
     for number in range(1, 5):
-        np.save(folder / f"{number}.npy", np.full(1100 * 32 + 1, number, np.uint16))
+        np.save(folder / f"{number}.npy", np.full(100 * 32 + 1, number, np.uint16))
     return folder
 
 
