@@ -89,6 +89,7 @@ def build_model(
     models.adapt_forward(model, settings)  # the loss, document masks, the part of a sequence (--context-parallel)
     layers, weights, convert_to_fp8 = models.decoder_layers(model), None, None
     adapters = models.Adapters(settings, model) if settings.lora_rank else None  # all else is frozen
+    models.check_dtypes(model, settings.precision)
     host_inputs = models.HostInputs() if settings.activation_checkpointing == "offload" else None
     if not settings.cpu_offload:
         models.check_room(model, device, mesh["shard"].size())
@@ -119,6 +120,7 @@ def build_model(
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
+    models.gather_frozen_in_own_dtype(model)
     # In a shard group of one rank FSDP2 would copy each parameter and gradient.
     models.alias_unsharded_params(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
     models.make_replicas_equal(model, mesh)  # different kinds of GPU draw different numbers from one seed

@@ -6,7 +6,7 @@ Import it as `from harness import model as models`, as a model is called `model`
 
 from harness.model.activations import HostInputs, checkpoint_activations, offloaded_bytes, pinned_bytes
 from harness.model.attention import choose_attention, describe_attention
-from harness.model.collectives import alias_unsharded_params, make_replicas_equal
+from harness.model.collectives import alias_unsharded_params, gather_frozen_in_own_dtype, make_replicas_equal
 from harness.model.configs import find_source, load_config, read_generation_config, scale_rope
 from harness.model.context import check_context_parallel, most_ranks_per_sequence
 from harness.model.finite import loss_and_norm, loss_without_data
@@ -42,7 +42,15 @@ from harness.model.skipping import decide_skip, skips_on_device, step_or_skip
 from harness.model.stand_ins import without_data
 from harness.model.tokenizer import load_files
 from harness.model.verify import verify_sharding
-from harness.model.weights import as_in_checkpoint, check_room, decoder_layers, layer_period, materialize, on_meta
+from harness.model.weights import (
+    as_in_checkpoint,
+    check_dtypes,
+    check_room,
+    decoder_layers,
+    layer_period,
+    materialize,
+    on_meta,
+)
 
 __all__ = [
     "CORRECTED_FORMULAS",
@@ -58,6 +66,7 @@ __all__ = [
     "build_optimizer",
     "build_scheduler",
     "check_context_parallel",
+    "check_dtypes",
     "check_float8",
     "check_generates",
     "check_room",
@@ -85,6 +94,7 @@ __all__ = [
     "fp8_converter",
     "freeze_as_in",
     "full_loss",
+    "gather_frozen_in_own_dtype",
     "has_frozen",
     "layer_period",
     "load_config",

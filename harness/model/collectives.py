@@ -2,6 +2,7 @@
 group copies neither, and replicas begin equal. The private parts of FSDP2 used here are the same in torch 2.11 and
 2.13."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 # private: only the protocols are public (`set_custom_all_gather`), without their default implementations
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -106,6 +107,20 @@ def alias_unsharded_params(model: nn.Module, mesh: DeviceMesh, accumulates: bool
             casts_itself = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
             if not (parameter.offload_to_cpu or casts_itself):
                 parameter.__class__ = SingleRankParameter
+
+
+def set_own_dtype(parameter: FSDPParam, _: MixedPrecisionPolicy) -> None:
+    FSDPParam.init_dtype_attrs(parameter, MixedPrecisionPolicy())
+
+
+def gather_frozen_in_own_dtype(model: nn.Module) -> None:
+    """Keep FSDP2 from casting frozen parameters, which are in the dtype that their layer computes in: bf16, or fp32 for
+    those that the family keeps in it."""
+    for module in sharded_modules(model):
+        for parameter in fsdp_group(module).fsdp_params:
+            if not parameter.sharded_param.requires_grad:
+                # private: FSDP2 has one dtype for all parameters of a group
+                vars(parameter)["init_dtype_attrs"] = functools.partial(set_own_dtype, parameter)
 
 
 @torch.no_grad()

@@ -237,7 +237,11 @@ class PretrainedWeights:
         """
         # private: `from_pretrained` reads by it; there is no public way to read into modules on the meta device
         config = transformers.modeling_utils.LoadStateDictConfig(
-            dtype=self.dtype, weight_mapping=self.rules, device_map={"": device}, hf_quantizer=self.quantizer
+            dtype=self.dtype,
+            dtype_plan=self.model._get_dtype_plan(self.dtype),
+            weight_mapping=self.rules,
+            device_map={"": device},
+            hf_quantizer=self.quantizer,
         )
         info, _ = transformers.core_model_loading.convert_and_load_state_dict_in_model(
             self.model, self.slices.get(layer, {}), config
@@ -258,8 +262,6 @@ class PretrainedWeights:
                 if not getattr(weight, "_is_hf_initialized", False):  # private: set when a parameter is read
                     missing = f"{path}.{name} of shape {tuple(weight.shape)}"
                     raise base.UserError(f"--init pretrained: {self.source} has no {missing}")
-                if weight.dtype != self.dtype:  # transformers 5.17 dequantizes to bf16
-                    weight.data = weight.data.to(self.dtype)
 
     def tie(self, missing: set[str]) -> None:
         """Tie the parameters that the config ties, with the values of the one in the checkpoint.

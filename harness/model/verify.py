@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from harness import base, flags
 from harness.model.collectives import fsdp_group, sharded_modules
-from harness.model.lora import loaded_dtype
 from harness.model.optimization import local, weight_dtype
 
 
@@ -26,7 +25,7 @@ def verify_sharding(
         RuntimeError: a parameter or state has another placement or dtype; it names the first one.
     """
     placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
-    dtype, frozen_dtype, num_states = weight_dtype(settings), loaded_dtype(settings), 0
+    dtype, num_states = weight_dtype(settings), 0
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, name in names.items():
         kept = optimizer.state.get(parameter, {})
@@ -39,7 +38,8 @@ def verify_sharding(
                 raise RuntimeError(f"{tensor_name} is not sharded as {placements} over {mesh}: {type(tensor).__name__}")
         if not parameter.requires_grad and states:
             raise RuntimeError(f"{name} is frozen and has an optimizer state")
-        check_dtype(name, local(parameter).dtype, dtype if parameter.requires_grad else frozen_dtype)
+        if parameter.requires_grad:
+            check_dtype(name, local(parameter).dtype, dtype)
         num_states += len(states)
     for module in sharded_modules(model):
         for parameter in fsdp_group(module).fsdp_params:
@@ -58,11 +58,11 @@ def verify_sharding(
                 check_dtype(f"the gradient of {name}", parameter.grad.dtype, dtype)
 
     handle = optimizer.register_step_pre_hook(check_gradients)
-    in_dtype, frozen_in = (str(one).removeprefix("torch.") for one in (dtype, frozen_dtype))
-    frozen = sum(not parameter.requires_grad for parameter in names)
-    counted = f"{len(names) - frozen} parameters in {in_dtype}"
+    frozen = [str(local(parameter).dtype) for parameter in names if not parameter.requires_grad]
+    counted = f"{len(names) - len(frozen)} parameters in {dtype}"
     if frozen:
-        counted += f" and {frozen} frozen ones in {frozen_in}"
+        counted += f" and {len(frozen)} frozen ones in {' and '.join(sorted({*frozen}))}"
+    counted = counted.replace("torch.", "")
     return f"{counted}, {num_states} states: {' x '.join(map(repr, placements))}"
 
 

@@ -16,7 +16,8 @@ from harness.model.pretrained import PretrainedWeights
 def on_meta(
     config: transformers.PretrainedConfig, attention: str | None = None, dtype: torch.dtype = torch.float32
 ) -> transformers.PreTrainedModel:
-    """The model without storage, with one of `--attention`'s kernels, by default transformers' choice.
+    """The model without storage, with one of `--attention`'s kernels, by default transformers' choice. Its tensors have
+    `dtype`, but for those that the family keeps in fp32.
 
     Raises:
         UserError: transformers builds no model of the config, or not with this kernel.
@@ -25,12 +26,19 @@ def on_meta(
     options = {"attn_implementation": "sdpa" if attention in ONE_KERNEL else attention, "trust_remote_code": False}
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except (ValueError, ImportError) as error:
         raise base.UserError(f"--attention {attention}: {base.first_line(error)}") from error
     except Exception as error:  # a negative size, an unknown activation
         reason = f"{type(error).__name__}: {base.first_line(error)}"
         raise base.UserError(f"--model: transformers builds no model of its config.json ({reason})") from error
+    # private: only `from_pretrained` has them in fp32
+    if fp32_patterns := model._get_dtype_plan(dtype):
+        kept, *_ = transformers.core_model_loading.build_glob_alternation([*fp32_patterns])
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if kept.search(name):
+                tensor.data = tensor.data.float()
+    return model
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -63,6 +71,19 @@ def layer_period(model: nn.Module) -> int:
         if kinds[period:] == kinds[:-period]:
             return period
     return len(layers)
+
+
+def check_dtypes(model: Any, precision: str) -> None:
+    """Check that trained weights have one dtype, as FSDP2 requires; `model` has no storage yet.
+
+    Raises:
+        UserError: the family keeps some of them in fp32.
+    """
+    trained = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
+    kept = [name for name, dtype in trained.items() if dtype == torch.float32]
+    if 0 < len(kept) < len(trained):
+        problem = f"{model.config.model_type} keeps {kept[0]} in fp32"
+        raise base.UserError(f"--precision {precision}: {problem}; use --precision bf16, or --lora-rank 16")
 
 
 def check_room(model: nn.Module, device: torch.device, shards: int) -> None:

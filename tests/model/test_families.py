@@ -1,20 +1,33 @@
 """Every family of causal language models that the installed transformers has: its FLOPs are torch's or are refused."""
 
+import functools
 import json
+import re
+import shutil
 import sys
 
 import pytest
+import torch
 import transformers
-from conftest import ROOT, forked
+from conftest import ROOT, forked, parse, train, words
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import families
 
+from harness import model as models
 from harness.base import UserError
 from harness.model import loss
-from harness.model.configs import load_config
+from harness.model.configs import find_training_obstacle, load_config
+from harness.model.context import ContextGroup
+from harness.model.matrices import matrix_weights
+from harness.model.optimization import decay_matrices
+from harness.model.routing import watch_routers
+from harness.state import exports
 
+CPU = torch.device("cpu")
 RECORDED = json.loads(families.RESULTS.read_text())
 
 
@@ -36,6 +49,162 @@ def test_flops_of_every_family_are_those_of_real_tensors_or_refused():
     if transformers.__version__ == RECORDED["transformers"]:
         recorded = {name for name, found in RECORDED["families"].items() if found["verdict"] == "not built"}
         assert unbuilt == recorded
+
+
+def trainable_configs():
+    """(name, small config) of each family that transformers builds small and that is not refused."""
+    for name in families.families():
+        try:
+            config = families.small_config(name)
+            families.check_size(config)
+        except Exception:
+            continue
+        if not find_training_obstacle(config):
+            yield name, config
+
+
+def materialized(config, dtype=torch.float32, folder=None):
+    """A model as a run builds it, not sharded; with the weights of a folder if one is given."""
+    model = models.on_meta(config, "eager", dtype)
+    layers = models.decoder_layers(model)
+    source = models.find_source(str(folder))
+    weights = models.PretrainedWeights(model, layers, source, dtype) if folder else None
+    in_layers = [list(layer.modules()) for layer in layers]
+    outside = set(model.modules()) - {module for modules in in_layers for module in modules}
+    torch.manual_seed(0)
+    models.materialize(model, [module for module in model.modules() if module in outside], CPU, weights)
+    for index, modules in enumerate(in_layers):
+        models.materialize(model, modules, CPU, weights, index)
+    return model
+
+
+def tensors_of(model):
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+@pytest.mark.slow
+def test_the_weights_of_every_family_are_drawn_and_loaded_as_by_transformers(tmp_path):
+    """Its constructor and from_pretrained, in fp32 and bf16: equal values and dtypes, of buffers too."""
+    wrong, compared = [], 0
+    for name, config in trainable_configs():
+        torch.manual_seed(1)
+        theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        try:
+            drawn = tensors_of(materialized(config))
+        except UserError:  # refused in one line
+            continue
+        compared += 1
+        for key, expected in tensors_of(theirs).items():
+            scale = expected.double().std(correction=0).item()
+            if expected.numel() > 500 and scale and abs(drawn[key].double().std(correction=0) / scale - 1) > 0.2:
+                wrong.append((name, "drawn", key))
+        for tensor in theirs.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn_like(tensor) * 0.3 + 1)
+        for dtype in (torch.float32, torch.bfloat16):
+            folder = tmp_path / f"{name}-{dtype}"
+            theirs.save_pretrained(folder)
+            try:
+                read = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+            except ValueError:  # the config of a family's text part, which AutoModelForCausalLM does not read back
+                continue
+            loaded = tensors_of(materialized(AutoConfig.from_pretrained(folder), dtype, folder))
+            for key, expected in tensors_of(read).items():
+                if name == "zaya" and key.endswith("balancing_biases"):  # from_pretrained overwrites the last of them
+                    expected = theirs.get_buffer(key)
+                if loaded[key].dtype != expected.dtype or not torch.equal(loaded[key], expected):
+                    wrong.append((name, dtype, key))
+            shutil.rmtree(folder)
+    assert not wrong
+    assert compared > 150
+
+
+@pytest.mark.slow
+def test_rope_that_is_scaled_is_read_from_the_export_of_every_family_as_it_was_trained(tmp_path):
+    compared, refused = 0, []
+    for name, config in trainable_configs():
+        text = config.get_text_config()
+        settings = parse(["--model", "demo", "--rope-scaling", "yarn"])
+        try:
+            models.scale_rope(settings, config, 4 * (getattr(text, "max_position_embeddings", None) or 1))
+        except UserError as error:
+            refused += [name] if "does not take its fields" in str(error) else []
+            continue
+        content = exports.model_config(models.on_meta(config), None, pretrained=True)
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        read = AutoConfig.from_pretrained(tmp_path).get_text_config()
+        assert read.rope_parameters == text.rope_parameters, name
+        assert read.rope_parameters["rope_type"] == "yarn"
+        compared += 1
+    assert compared > 80
+    assert refused == ["phi3", "phi4_multimodal", "phimoe"]  # their config classes know longrope only
+
+
+@pytest.mark.slow
+def test_the_load_of_every_router_is_that_of_its_experts():
+    """Also with a correction bias, which changes the choice and not the logits."""
+    compared = []
+    for name, config in trainable_configs():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        watch_routers(model, "random", ContextGroup())
+        if not model.routing:
+            continue
+        for key, tensor in model.state_dict().items():
+            if key.endswith("e_score_correction_bias"):
+                tensor.copy_(torch.arange(tensor.numel()).view_as(tensor))
+        used: list[torch.Tensor] = []
+        record = functools.partial(lambda used, module, inputs: used.append(inputs[1]), used)
+        for path, module in model.named_modules():
+            if path.endswith(".experts"):
+                module.register_forward_pre_hook(record)
+        tokens = torch.randint(1, 500, (2, 32))
+        loss = model.train()(input_ids=tokens, labels=tokens, use_cache=False).loss
+        _, load = model.routing.read()
+        expected = torch.stack([chosen.flatten().bincount(minlength=load.shape[1]) for chosen in used])
+        assert torch.equal(load, expected[-len(load) :].float()), name  # deepseek_v4's first layers have no router
+        assert loss == model(input_ids=tokens, labels=tokens, use_cache=False, output_router_logits=True).loss
+        compared.append(name)
+    assert {"minimax_m2", "phimoe", "qwen3_moe"} < set(compared) and len(compared) > 20
+
+
+def test_a_router_loss_that_is_not_known_is_no_part_of_the_loss():
+    config = families.small_config("jetmoe")
+    config.output_router_logits = True
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tokens = torch.randint(1, 500, (2, 32))
+    mixed = model(input_ids=tokens, labels=tokens, use_cache=False)
+    watch_routers(model, "pretrained", ContextGroup())
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    router_loss = 0 if mixed.aux_loss is None else config.aux_loss_coef * mixed.aux_loss  # transformers 5.17 has none
+    assert torch.isclose(loss, mixed.loss - router_loss)
+    assert (
+        models.describe_routing(model) == "JetMoeForCausalLM has no router loss here, so nothing balances its experts"
+    )
+
+
+@pytest.mark.slow
+def test_weight_decay_and_muon_take_matrices_of_every_family_and_no_norm_bias_or_single_row():
+    settings, compared = parse(["--model", "demo", "--weight-decay", "0.1"]), 0
+    for name, config in trainable_configs():
+        if name == "cohere":
+            config.use_qk_norm = True  # with norms of two dimensions
+        model = models.on_meta(config)
+        try:
+            by_muon = {id(weight.parameter) for weight in matrix_weights(model).values()}
+        except UserError:  # refused in one line
+            continue
+        decayed = {id(parameter) for parameter in decay_matrices(model, settings)[0]["params"]}
+        for key, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            is_vector = parameter.dim() < 2 or bool(re.search(r"norm\w*\.weight$|bias$|A_log$", key))
+            assert (id(parameter) in decayed) != is_vector, (name, key)
+            if id(parameter) in by_muon:
+                assert not is_vector and min(parameter.shape[-2:]) > 1, (name, key)
+        compared += 1
+    assert compared > 150
 
 
 @pytest.mark.slow
@@ -83,3 +252,32 @@ def test_a_capped_head_is_not_fused_and_one_that_hides_it_is_stopped(tmp_path, d
     monkeypatch.setattr("harness.model.choose_loss", lambda *_: True)
     with pytest.raises(UserError, match="--fused-loss"):
         families.train(tmp_path, device)
+
+
+KEPT = {"deepseek_v3": "e_score_correction_bias", "ernie4_5_moe": r"gate\.weight|moe_statics"}  # in fp32
+
+
+@pytest.mark.parametrize("family", KEPT)
+@pytest.mark.parametrize("flags", ["--precision bf16-pure", "--precision bf16 --lora-rank 2 --export-weights merged"])
+def test_what_a_family_keeps_in_fp32_stays_so_in_a_bf16_run_and_its_export(tmp_path, device, family, flags):
+    """Rounding the bias of a router's choice changes the chosen experts. Trained weights of two dtypes are refused."""
+    theirs = AutoModelForCausalLM.from_config(families.small_config(family), dtype=torch.bfloat16)
+    kept = {name: tensor.float() + 0.1 * torch.rand(tensor.shape) for name, tensor in theirs.state_dict().items()}
+    kept = {name: tensor for name, tensor in kept.items() if re.search(KEPT[family], name)}
+    for name, tensor in kept.items():
+        theirs.get_parameter_or_buffer(name).data = tensor
+    theirs.save_pretrained(tmp_path / "model")
+    places = (
+        f"--model {tmp_path}/model --init pretrained --output-dir {tmp_path} --run-name r --export {tmp_path}/export"
+    )
+    flags = f"{flags} {places} --dataset synthetic --sequence-length 32 --num-steps 2 --no-compile"
+    if family == "ernie4_5_moe" and "pure" in flags:
+        with pytest.raises(UserError, match=r"--precision bf16-pure: ernie4_5_moe keeps .*weight in fp32; use"):
+            train(words(flags), device)
+        return
+    assert train(words(flags), device) == 0
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    found = {name for name, tensor in exported.items() if tensor.dtype == torch.float32}
+    assert found == {name for name, tensor in before.items() if tensor.dtype == torch.float32}
+    assert found and all(torch.equal(exported[name], before[name]) for name in found)
