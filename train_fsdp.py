@@ -59,7 +59,8 @@ def build_mesh(settings: flags.Flags, device: torch.device) -> DeviceMesh:
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    job.lift_group_timeouts(*mesh.get_all_groups())  # new groups have torch's timeout; the world's is lifted already
+    # a day, as the world's group has: heartbeats find a stalled rank, not the timeout of a collective
+    job.lift_group_timeouts(*mesh.get_all_groups())
     return mesh
 
 
@@ -76,8 +77,8 @@ def build_model(
     """Build the sharded model: on the meta device first, then each decoder layer in turn is materialized and sharded.
     The optimizer is built after it: built before, it would hold the full parameters, and states of their size.
 
-    No rank ever holds more than its shards and one full layer (and, for a moment, embedding and head). Every rank draws
-    the same random numbers in the same order, so the weights do not depend on world size or sharding.
+    No rank ever holds more than its shards, one full layer, and embedding and head, which are sharded last. Every rank
+    draws the same random numbers in the same order, so the weights do not depend on world size or sharding.
 
     Args:
         read_weights: False if a checkpoint is loaded next; frozen weights are read anyway, as no checkpoint has them.
@@ -85,7 +86,7 @@ def build_model(
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
     dtype = models.loaded_dtype(settings)
     model = models.on_meta(config, settings.attention, dtype)
-    models.adapt_forward(model, settings)  # its loss, and labels that are shifted already
+    models.adapt_forward(model, settings)  # the loss, document masks, the part of a sequence (--context-parallel)
     layers, weights, convert_to_fp8 = models.decoder_layers(model), None, None
     adapters = models.Adapters(settings, model) if settings.lora_rank else None  # all else is frozen
     host_inputs = models.HostInputs() if settings.activation_checkpointing == "offload" else None
@@ -113,7 +114,7 @@ def build_model(
     if settings.compile:
         base.count_compiling_as_work()  # in the heartbeats: a rank that compiles has not stalled
         for module in outside:
-            if type(module).__name__.endswith("Norm"):  # before the head: it belongs to no compiled layer
+            if type(module).__name__.endswith("Norm"):  # the final one, which is in no compiled layer
                 module.forward = torch.compile(module.forward)
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
@@ -183,7 +184,8 @@ def train_step(
     same router loss on any number of ranks.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
-    # At stage 0 too, where it reduces nothing: a shard group is one rank, and replicas have their own switch below.
+    # At stage 0 too, where the shard group is one rank and nothing is sent: FSDP2 adds each gradient to `.grad` instead
+    # of keeping it unreduced beside that. The switch below reduces the replicas.
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
     step_loss = models.StepLoss(model, settings.gradient_accumulation_steps)
     document_lengths = []
@@ -203,7 +205,7 @@ def train_step(
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
         document_lengths.append(batch.pop("document_lengths", None))  # a plan's batches have none
         cross_entropy = model(**batch, use_cache=False).loss
-        objective = step_loss.add_microbatch(cross_entropy, divisor)  # divided, plus router loss and terms
+        objective = step_loss.add_microbatch(cross_entropy, divisor)  # its gradient has the terms
         job.enter_phase("backward")
         objective.backward()
     job.enter_phase("optimizer")
@@ -244,7 +246,7 @@ def evaluate(
                 # a batch without labels has loss 0, not NaN
                 source_totals += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
-    # the ranks that share a sequence have each counted all of it
+    # the ranks that share a sequence count all its tokens, by which the loss of a rank's part is weighted
     return data.mean_losses(eval_data, totals / settings.context_parallel)
 
 
@@ -257,7 +259,7 @@ def prepare(args: flags.Args, device: torch.device) -> loop.Run:
     peak_tflops = args.peak_tflops or utils.get_gpu_peak_tflops()
     opened = loop.open_training(args, mesh, device, peak_tflops)  # the run's folder, data and checkpoint
     settings = opened.settings
-    model = build_model(settings, opened.config, mesh, read_weights=not opened.checkpoint)
+    model = build_model(settings, opened.config, mesh, read_weights=not opened.source_checkpoint)
     optimizer = models.build_optimizer(settings, model)
     scheduler = models.build_scheduler(settings, optimizer)
     possible_lengths = np.arange(settings.sequence_length + 1)  # of a document
@@ -286,7 +288,7 @@ def train(run: loop.Run, stop: job.StopRequest) -> None:
         if due.save:
             run.checkpoints.save(run.state, wait=due.last)
             if not due.last:
-                stop.raise_if_stopping()  # now: the checkpoint just saved is of the last complete step
+                stop.raise_if_stopping()  # a forward would answer one pass later, perhaps after another step to save
     run.checkpoints.finish()
 
 
@@ -321,6 +323,7 @@ RECIPE = plan.Recipe(
 
 
 def main(args: flags.Args) -> None:
+    """Do what the flags request. `World` ends the process with `exit_code`, and an error with one line."""
     with job.World(args, memory_advice=lambda: plan.memory_advice(args)) as world:
         if args.plan:
             plan.print_plan(args, RECIPE)

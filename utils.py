@@ -68,16 +68,17 @@ def get_dataset(
         split: with an optional slice; by default `train`, of hub data its first 5 %.
         vocab_size: embeddings of the model; by default the tokenizer's own size. Required without a tokenizer.
         cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.
-        text_field: column of the text, of messages, or of token ids where it is `input_ids`; of several the first that
-            is there, after conversations. With ids, `labels`, `attention_mask` and masks of the loss are read.
+        text_field: column of the text, of messages, or of token ids where it is `input_ids`. One name is read if it is
+            there, conversations otherwise; of several the first that is there, if there are no conversations. With ids,
+            `labels`, `attention_mask` and masks of the loss are read.
         skip_bad_records: leave out, and count, records that have no text; otherwise the first is a UserError.
         packing: "concatenate" cuts documents where sequences end, "best-fit" fills sequences with whole ones, "none"
             pads each to a sequence of its own; by default conversations and rows with labels are packed best-fit and
             all else concatenated.
         chat_template: file with the jinja template of conversations; by default the tokenizer's.
         chat_loss: which tokens of conversations are trained on: those of the "assistant", or "all".
-        document_mask: True if sequences have the positions at which documents begin, and no label across these; by
-            default for conversations and rows with labels; never with `packing="none"`.
+        document_mask: True keeps attention and labels inside each document: batches have `position_ids` that begin
+            again at 0 in each. By default for conversations and rows with labels; never with `packing="none"`.
         shuffle: False for the order of the corpus, which mixtures do not take.
         seed: of the order, and of best-fit packing.
 
@@ -160,7 +161,8 @@ def get_flops_by_length(
         raise ValueError(f"no causal figure: torch counts {text.model_type}, and its count has no causal masks")
     if has_frozen:
         models.freeze_as_in(model, on_meta)
-    # torch counts whole score matrices, of which masks leave a part out; two counts give the line over all lengths
+    # Torch counts whole score matrices: what masks leave out is subtracted. The count per token is linear in the
+    # length, so that of two lengths gives it for all.
     longest = int(lengths[-1])
     counted = models.count_flops(on_meta, longest) / longest
     masked_out = attention_flops(text, lengths) - attention_flops(text, lengths, masked, causal)
@@ -202,7 +204,7 @@ def attention_flops(
     """
     windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     layer_types = getattr(config, "layer_types", None)
-    if not layer_types:  # all alike: with a window if the config has one, which no mask of Moshi reads
+    if not layer_types:  # all alike: "sliding_attention" has a window only if the config has one, which Moshi ignores
         layer_types = ["full_attention" if config.model_type == "moshi" else "sliding_attention"]
         layer_types *= config.num_hidden_layers
     total = np.zeros(len(lengths))
@@ -219,7 +221,8 @@ def attention_flops(
         if causal and layer_type == "chunked_attention":
             keys = keys / 2
         elif causal:
-            keys = keys * (1 - keys / (2 * lengths))  # the first queries of a sequence have no full window before them
+            # the first queries of a sequence have no full window before them
+            keys = keys * (1 - keys / (2 * np.maximum(lengths, 1)))
         total += 6 * heads * (qk_dim + v_dim) * keys
     return total
 

@@ -32,19 +32,28 @@ class Opened:
     config: transformers.PretrainedConfig
     tokenizer: Any
     prompts: list[str | data.Conversation]  # to generate samples from
-    checkpoint: state.Checkpoint | None  # to resume from or to read
+    source_checkpoint: state.Checkpoint | None  # to resume from or to read
+    replaced_run: str = ""  # whose export is in DIR of --export
     dataset: Any = None  # a data.TrainingData; None if no data are read, or before they are
 
     @property
     def manifest(self) -> dict | None:
-        return self.checkpoint.manifest if self.checkpoint else None
+        """The checkpoint's."""
+        return self.source_checkpoint.manifest if self.source_checkpoint else None
 
     @property
     def record(self) -> data.DataRecord | None:
-        """The record of the data that are read; if none are, the checkpoint's."""
-        if self.dataset is not None:
+        """The record of the data that the weights are trained on; None if no run of ours has trained them."""
+        if self.dataset is not None and self.settings.num_steps:
             return self.dataset.record
         return data.read_record(self.manifest) if self.manifest else None
+
+    @property
+    def answers(self) -> bool:
+        """True if the model is trained on conversations; for weights of unknown data, if conversations are read."""
+        if self.record is None or self.settings.num_steps:
+            return data.are_chats(self.corpora)
+        return data.is_record_of_chats(self.record)
 
 
 def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
@@ -58,8 +67,8 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     """
     print_imports()
     corpora = data.find(args) if args.num_steps or args.eval_interval or args.show_samples else []
-    config, tokenizer, typed_prompts = models.load_files(args, data.needs_tokenizer(args, corpora))
-    prompts = base.broadcast_from_rank_0(lambda: [one for typed in typed_prompts for one in data.read_prompt(typed)])
+    config, tokenizer = models.load_files(args, data.needs_tokenizer(args, corpora))
+    prompts = base.broadcast_from_rank_0(lambda: data.read_prompts(args.sample_prompt or ()))
     checkpoint = state.find_checkpoint(args.resume, folder)
     trained_length = checkpoint.manifest["flags"]["sequence_length"] if checkpoint else args.sequence_length
     models.scale_rope(args, config, trained_length)
@@ -67,8 +76,7 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     warning = base.broadcast_from_rank_0(lambda: models.describe_ignored_weights(args.model)) if draws_weights else ""
     if warning:
         job.warn(warning)
-    if args.export:
-        state.check_export(args, checkpoint, folder)
+    replaced_run = state.check_export(args, checkpoint, folder) if args.export else ""
     # only a run that trains keeps the global batch and the warmup of its checkpoint
     resumed_manifest = checkpoint.manifest if checkpoint and args.trains() else None
     settings = resolving.resolve(args, config, corpora, resumed_manifest)
@@ -90,7 +98,8 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
         config=config,
         tokenizer=tokenizer,
         prompts=prompts,
-        checkpoint=checkpoint,
+        source_checkpoint=checkpoint,
+        replaced_run=replaced_run,
     )
     check_prompts(opened)
     return opened
@@ -126,9 +135,8 @@ def check_prompts(opened: Opened) -> None:
 def render_prompts(opened: Opened, prompts: list[str | data.Conversation]) -> list[str]:
     """The texts that samples continue, rendered by rank 0."""
     settings, tokenizer = opened.settings, opened.tokenizer
-    is_chat = data.are_chats(opened.corpora, data.read_record(opened.manifest) if opened.manifest else None)
     return base.broadcast_from_rank_0(
-        lambda: [data.render_prompt(settings, is_chat, tokenizer, prompt) for prompt in prompts]
+        lambda: [data.render_prompt(settings, opened.answers, tokenizer, prompt) for prompt in prompts]
     )
 
 
@@ -160,7 +168,7 @@ class OpenedTraining(Opened):
     folder: pathlib.Path
     trackers: list
     peak_tflops: float | None  # of one device; None if it is not known
-    identity: dict  # for the manifests of the run's checkpoints
+    identity: dict  # what its starts share beside flags, such as the data; a part of its manifests
     changed: str  # changes since the checkpoint that it resumes from, in words
 
 
@@ -202,7 +210,7 @@ def open_training(
         trackers=trackers,
         peak_tflops=peak_tflops,
         identity=identity,
-        changed=state.check_resume(settings, config, identity, opened.dataset, opened.checkpoint),
+        changed=state.check_resume(settings, config, identity, opened.dataset, opened.source_checkpoint),
     )
 
 
@@ -219,7 +227,7 @@ def start_or_resume(
     Raises:
         UserError: the weights are not finite, --min-mfu needs FLOPs that are unknown, or the disk has too little room.
     """
-    settings, checkpoint, folder, device = opened.settings, opened.checkpoint, opened.folder, opened.device
+    settings, checkpoint, folder, device = opened.settings, opened.source_checkpoint, opened.folder, opened.device
     if settings.min_mfu and not flops_by_length.any():
         raise base.UserError(f"--min-mfu: {flops_text}")
     sharding_text = models.verify_sharding(settings, train_state.model, train_state.optimizer, opened.mesh)
@@ -229,7 +237,7 @@ def start_or_resume(
     state.check_finite(settings, train_state, checkpoint)
     # False: no room for the final checkpoint, which is left out. An error if checkpoints were requested. Without a step
     # left nothing is saved, so nothing is checked.
-    has_room = train_state.step == settings.num_steps or job.check_disk(
+    has_room = train_state.step >= settings.num_steps or job.check_disk(
         settings, train_state.saved_bytes(), state.export_bytes(settings, train_state.model), folder
     )
     dataset, changed = opened.dataset, opened.changed
@@ -259,11 +267,11 @@ def start_or_resume(
 
 
 def evaluate_missed_step(run: Run, stop: job.StopRequest, evaluate: Evaluate) -> None:
-    """Evaluate the step that this start resumes from, if the last start was stopped before it had done so."""
+    """Evaluate the step that the run resumes from, if it was stopped before that evaluation was done."""
     due = run.log.due_at(run.state.step)
     if due.evaluate and base.broadcast_from_rank_0(run.log.needs_evaluation):
         metrics = {"step": run.state.step, "tokens_seen": run.state.tokens}
-        evaluate_and_log(run, due, metrics, "", stop, evaluate)
+        evaluate_and_log(run, due, metrics, "", stop, evaluate)  # no problem
 
 
 def check_and_log(run: Run, due: job.Actions, stop: job.StopRequest, evaluate: Evaluate) -> None:
@@ -284,8 +292,8 @@ def check_and_log(run: Run, due: job.Actions, stop: job.StopRequest, evaluate: E
 def evaluate_and_log(
     run: Run, due: job.Actions, metrics: dict, problem: str, stop: job.StopRequest, evaluate: Evaluate
 ) -> None:
-    """Add an evaluation to `metrics` if one is due, and write the log line. Raise a UserError if the run diverged: for
-    `problem`, or a loss of the evaluation. If a stop interrupts the evaluation, its losses and samples are discarded,
+    """Add an evaluation to `metrics` if one is due, and write the log line. Raise a UserError if there is a
+    `problem`, or an eval loss is not finite. If a stop interrupts the evaluation, its losses and samples are discarded,
     and the next start repeats it."""
     samples = []
     if due.evaluate and not problem:
@@ -303,7 +311,7 @@ def evaluate_and_log(
     run.log.write(metrics, samples)
     if problem:
         run.checkpoints.finish()
-        raise report.divergence_error(problem, run.folder, run.checkpoint)
+        raise report.divergence_error(problem, run.folder, run.source_checkpoint)
 
 
 def find_non_finite(run: Run, metrics: dict) -> str:
@@ -339,7 +347,7 @@ def finish(run: Run, stop: job.StopRequest, plan_process: subprocess.Popen | Non
         # An export and the wait for the plan take long; without them the run is done anyway. All ranks must agree, so
         # this does not ask for `plan_process`, which rank 0 alone has.
         stop.raise_if_stopping()
-    stop.can_save = False
+    stop.can_save = False  # nothing is left to save: from here on a signal ends the process at once
     metrics = run.log.finish(samples, plan.predicted_metrics(plan_process) | run.checkpoints.best_metrics())
     if settings.export:
         export(run, run.state)
@@ -361,11 +369,13 @@ def save_and_stop(run: Run, stop: job.StopRequest) -> int:
     checkpoints.finish()
     saved = is_saved()
     if not saved:
-        # without results they were read for the last log line
+        # no results since the last log line: that has the metrics of this step
         metrics, problem = log.metrics() if log.results else (log.last, "")
         problem = problem or find_non_finite(run, metrics)
         if problem:
-            raise report.divergence_error(problem, run.folder, run.checkpoint)
+            raise report.divergence_error(problem, run.folder, run.source_checkpoint)
+        if log.skipped:
+            log.write(metrics)  # with the reasons, which the checkpoint does not have
         checkpoints.save(run.state, wait=True)
         saved = is_saved()
     saved_in = checkpoints.folder if saved else None
@@ -381,15 +391,15 @@ def evaluate_only(args: flags.Args, device: torch.device, recipe: plan.Recipe) -
     with report.keep_stdout_for_json(args) as stdout:
         mesh = recipe.build_mesh(args, device)
         opened = open_run(args)
-        settings, checkpoint = opened.settings, opened.checkpoint
+        settings, checkpoint = opened.settings, opened.source_checkpoint
         if settings.eval_interval:
             load_eval_data(opened)
         state.check_same_weights(settings, opened.config, opened.manifest)
         model = recipe.build_model(settings, opened.config, mesh, read_weights=not checkpoint)
         loaded = state.TrainState(model)
         if checkpoint:
-            opened.checkpoint = state.load_for_inference(settings, loaded, opened.config, checkpoint)
-        state.check_finite(settings, loaded, opened.checkpoint)
+            opened.source_checkpoint = state.load_for_inference(settings, loaded, opened.config, checkpoint)
+        state.check_finite(settings, loaded, opened.source_checkpoint)
         if settings.eval_interval:
             losses, tokens = recipe.evaluate(settings, model, opened.dataset.eval_data, device)
             report.print_evaluation(settings, opened.dataset, loaded if checkpoint else None, losses, tokens, stdout)
@@ -403,7 +413,7 @@ def show_samples(args: flags.Args) -> int:
     """--show-samples: print what a step of this run trains on, in the order that the run recorded if it has one. Return
     the exit code."""
     opened = open_run(args)
-    recorded = state.find_recorded_data(args, opened.checkpoint)
+    recorded = state.find_recorded_data(args, opened.source_checkpoint)
     dataset = data.load(opened.settings, opened.corpora, opened.tokenizer, opened.config, recorded)
     if recorded:
         state.check_data(opened.settings, dataset.record, recorded)
@@ -415,15 +425,15 @@ def generate_samples(opened: Opened, model: transformers.PreTrainedModel, device
     """Generate a continuation of each prompt; for conversations, an answer to it."""
     job.enter_phase("sampling")
     settings, prompts, dataset = opened.settings, opened.prompts, opened.dataset
-    if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.beginning:
-        prompts = [dataset.beginning]  # --demo has no prompt for other data: continue their first words
-    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, opened.record, opened.tokenizer))
+    if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.first_words:
+        prompts = [dataset.first_words]  # --demo has no prompt for other data: continue their first words
+    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, opened.answers, opened.tokenizer))
     texts = render_prompts(opened, prompts)
     return [models.sample(settings, text, stop_ids, model, opened.tokenizer, device) for text in texts]
 
 
 def export(opened: Opened, loaded: state.TrainState) -> None:
     """Write the folder of --export."""
-    settings, record = opened.settings, opened.record
-    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, record, opened.tokenizer))
-    state.export(settings, loaded, opened.tokenizer, stop_ids, state.trained_on(settings, record))
+    settings, trained_on = opened.settings, state.trained_on(opened.settings, opened.record)
+    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, opened.answers, opened.tokenizer))
+    state.export(settings, loaded, opened.tokenizer, stop_ids, trained_on, opened.replaced_run)

@@ -244,7 +244,7 @@ def slow(what: str, seconds: str, *argv: str) -> None:
     elif what == "compile":
         compile_fx.compile_fx = slowly(lambda graph, *_, **__: graph.forward)
     elif what == "tokenization":
-        tokenize.TextFormat.encode = slowly(tokenize.TextFormat.encode)
+        tokenize.TextEncoder.encode = slowly(tokenize.TextEncoder.encode)
     elif what == "sampling":
         torch.multinomial = slowly(torch.multinomial, each=True)
     elif what == "evaluation":

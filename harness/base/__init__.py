@@ -19,8 +19,10 @@ from harness.base.ranks import (
 )
 from harness.base.saved import (
     ADAPTER_CONFIG,
+    DAMAGED,
     FORMAT,
     MANIFEST,
+    OtherFormatError,
     checkpoint_name,
     complete_checkpoints,
     dump_with_checksum,
@@ -59,6 +61,7 @@ __all__ = [
     "ADAPTER_CONFIG",
     "CLOCK_STOPPED",
     "CONTEXT_GIB",
+    "DAMAGED",
     "FORMAT",
     "GIB",
     "IGNORE_INDEX",
@@ -69,6 +72,7 @@ __all__ = [
     "WORK",
     "Gpu",
     "NoSplitError",
+    "OtherFormatError",
     "ShowVersion",
     "UserError",
     "all_gather_objects",

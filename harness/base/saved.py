@@ -12,6 +12,7 @@ import re
 MANIFEST = "manifest.json"  # of a checkpoint; includes the flags of the run
 ADAPTER_CONFIG = "adapter_config.json"  # of a folder of adapters, by peft
 FORMAT = 2  # version of the checkpoint format; others are refused
+DAMAGED: set[pathlib.Path] = set()  # checkpoints with intact manifests whose other files this process found damaged
 UNFINISHED = re.compile(r"\.step-[0-9]{8}\.(writing|deleting)")
 
 
@@ -38,6 +39,10 @@ def read_config(folder: pathlib.Path) -> dict:
     with contextlib.suppress(OSError, ValueError):
         return read_json(folder / "config.json")
     return {}
+
+
+class OtherFormatError(ValueError):
+    """A checkpoint of another version of this program."""
 
 
 def sync_to_disk(path: pathlib.Path) -> None:
@@ -71,12 +76,12 @@ def named_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def complete_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
     """The complete checkpoints in a run's folder, oldest first: folders, not links, with an intact manifest. The files
-    that it lists are not read."""
+    that it lists are not read; checkpoints in which a resume found a damaged one are left out."""
     found = []
     for path in named_checkpoints(folder):
         with contextlib.suppress(OSError, ValueError):
             read_manifest(path)
-            if not path.is_symlink():
+            if not path.is_symlink() and path not in DAMAGED:
                 found.append(path)
     return found
 
@@ -112,7 +117,8 @@ def read_manifest(checkpoint: pathlib.Path) -> dict:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is damaged, or has another format or step than expected.
+        OtherFormatError: it has another format than this version reads.
+        ValueError: it is damaged, or has another step than expected.
     """
     try:
         manifest = read_json(checkpoint / MANIFEST)
@@ -121,7 +127,7 @@ def read_manifest(checkpoint: pathlib.Path) -> dict:
         raise ValueError(f"{MANIFEST} cannot be read") from error
     if manifest.get("format") != FORMAT:
         problem = f"{MANIFEST} has format {manifest.get('format')}, and this version reads {FORMAT}"
-        raise ValueError(f"{problem}: resume or export with the version that wrote it")
+        raise OtherFormatError(f"{problem}: resume or export with the version that wrote it")
     if written != manifest_checksum(manifest):
         raise ValueError(f"{MANIFEST} has changed")
     if step_in_name(checkpoint) not in (None, step):

@@ -1,24 +1,41 @@
 """Data: from files, buckets and the hub to the microbatches of a rank.
 
-    corpora = data.find(settings)                     one listing, by rank 0
+    corpora = data.find(args)                     one listing, by rank 0
     train_set = data.load(settings, corpora, tokenizer, config, manifest)
     for batch in data.training_batches(settings, train_set, state, device): ...
 
-Each name of the list has a docstring in its file.
+The files, in the order of what happens to a corpus:
+
+    files, stores, data_file    a name of --dataset -> its files; own, cache: files that a run writes
+    corpora                     a source as found, nothing read yet
+    formats, schema             a file -> records -> documents
+    tokenize, chat              documents -> token ids, the token cache
+    tokens                      token ids end to end, document ends
+    packing                     token ids -> sequences
+    eval_split                  what is not trained on
+    stream                      files -> sequences while training
+    mixture, permutation        sample number -> source and sequence
+    training_data               the samples of a run
+    reader                      corpus -> sequences
+    datasets                    opens all of it: start here
+    loader                      samples -> batches of a rank
+    header, prompts             what is printed about it; the texts that samples continue
+
+A plural name of an int (samples, sequences, documents) is a number of them.
 """
 
-from harness.data.chat import read_prompt
 from harness.data.corpora import Corpus, find, masks_documents, needs_tokenizer
 from harness.data.datasets import load, open_sequences, open_sources, show_samples
 from harness.data.eval_split import evaluates_own_data
 from harness.data.loader import Batches, eval_batches, mean_losses, training_batches
-from harness.data.mixture import DataRecord, SequenceOrder, describe_changes, read_record
+from harness.data.mixture import DataRecord, SequenceOrder, Spec, describe_changes, read_record
 from harness.data.packing import PackedDataset, SyntheticDataset, create_collate_fn
-from harness.data.prompts import are_chats, end_tokens, render_prompt
+from harness.data.prompts import are_chats, end_tokens, is_record_of_chats, read_prompts, render_prompt
 from harness.data.reader import CorpusReader
 from harness.data.schema import Conversation
+from harness.data.stream import Position
 from harness.data.tokenize import vocabulary_of
-from harness.data.training_data import TrainingData, mix
+from harness.data.training_data import Positions, TrainingData, mix
 
 __all__ = [
     "Batches",
@@ -27,7 +44,10 @@ __all__ = [
     "CorpusReader",
     "DataRecord",
     "PackedDataset",
+    "Position",
+    "Positions",
     "SequenceOrder",
+    "Spec",
     "SyntheticDataset",
     "TrainingData",
     "are_chats",
@@ -37,6 +57,7 @@ __all__ = [
     "eval_batches",
     "evaluates_own_data",
     "find",
+    "is_record_of_chats",
     "load",
     "masks_documents",
     "mean_losses",
@@ -44,7 +65,7 @@ __all__ = [
     "needs_tokenizer",
     "open_sequences",
     "open_sources",
-    "read_prompt",
+    "read_prompts",
     "read_record",
     "render_prompt",
     "show_samples",

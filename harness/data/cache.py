@@ -53,7 +53,7 @@ def make_once(
                     os.replace(f"{folder}/{suffix}", path.with_suffix(f".{suffix}"))
             return path, dict(counts, seconds=time.perf_counter() - start)
     except OSError as error:
-        raise base.UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
+        raise base.UserError(f"--cache-dir {path.parent}: cannot be written ({base.first_line(error)})") from error
 
 
 def counts_of(path: pathlib.Path) -> dict | None:

@@ -16,7 +16,6 @@ import datetime
 import functools
 import itertools
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -28,32 +27,17 @@ import numpy as np
 import tokenizers
 
 from harness import base
-from harness.data.formats.json import values_in
-from harness.data.schema import (
-    LAYOUTS,
-    NAMES_AND_WEIGHTS,
-    ROLES,
-    BadRecord,
-    Conversation,
-    calls_of,
-    find_document,
-    is_objects,
-    layout_of,
-    parts_of,
-    refuse_or_count,
-)
-from harness.data.tokenize import WARNING, Encoded, TextFormat, backend_of, encode_texts, own_tokens_around, take
+from harness.data.schema import NAMES_AND_WEIGHTS, ROLES, Conversation, calls_of, layout_of, parts_of, refuse_or_count
+from harness.data.tokenize import WARNING, Encoded, TextEncoder, backend_of, encode_texts, own_tokens_around, take
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: Llama's default without a clock
 DATE_CODES = ["%a", "%A", "%b", "%B", "%c", "%d", "%-d", "%F", "%H"]
 DATE_CODES += ["%I", "%j", "%m", "%-m", "%M", "%p", "%S", "%y", "%Y"]
 COMPLETIONS = "prompt+completion"  # the layout that needs no template if both are text
-EXCERPT = 30  # characters shown on each side of a position
-MAX_EXAMPLES, EXAMPLE_TOKENS = 4, 200
-THOUGHTS = {"reasoning_content", "reasoning", "thinking"}  # fields of messages
+CONTEXT_CHARACTERS = 30  # shown on each side of a position
 
 
 class Rendered(NamedTuple):
@@ -82,7 +66,7 @@ class BadConversationError(Exception):
     """A conversation that cannot be trained on; the argument is the fault."""
 
 
-class ChatFormat(TextFormat):
+class ChatEncoder(TextEncoder):
     """Encoder of conversations."""
 
     def __init__(
@@ -163,10 +147,11 @@ class ChatFormat(TextFormat):
         if not self.has_template:
             return self.end_to_end(conversation)
         template = self.template_for(conversation)
-        marks = self.loss != "all"
-        text, spans = self.render_messages(conversation, template, len(conversation.messages), mark=marks)
+        wants_spans = self.loss != "all"
+        count = len(conversation.messages)
+        text, spans = self.render_messages(conversation, template, count, with_spans=wants_spans)
         self.check_text(conversation, template, text, Counter() if counts is None else counts)
-        if not marks:
+        if not wants_spans:
             return Rendered(text, [(0, len(text))])
         if not has_generation(template):
             return Rendered(text, self.spans_by_prefixes(conversation, template, text))
@@ -183,10 +168,10 @@ class ChatFormat(TextFormat):
         return with_fixed_date(self.tokenizer.get_chat_template(self.template, conversation.tools))
 
     def render_messages(
-        self, conversation: Conversation, template: str, count: int, prompt: bool = False, mark: bool = False
+        self, conversation: Conversation, template: str, count: int, prompt: bool = False, with_spans: bool = False
     ) -> Rendered:
-        """Render the first `count` messages, with the generation prompt if `prompt`, and with the spans that the
-        template marks if `mark`."""
+        """Render the first `count` messages, with the generation prompt if `prompt`, and `with_spans` with those that
+        the template marks."""
         from transformers.utils.chat_template_utils import render_jinja_template  # takes long to import
 
         tools: Any = conversation.tools  # transformers types them as objects or functions
@@ -194,7 +179,7 @@ class ChatFormat(TextFormat):
             conversations=[conversation.messages[:count]],
             tools=tools,
             chat_template=template,
-            return_assistant_tokens_mask=mark and has_generation(template),
+            return_assistant_tokens_mask=with_spans and has_generation(template),
             add_generation_prompt=prompt,
             **self.tokenizer.special_tokens_map,
         )
@@ -233,8 +218,9 @@ class ChatFormat(TextFormat):
             return len(prefix)
         pairs = enumerate(itertools.zip_longest(prefix, text))
         at = next(number for number, (one, other) in pairs if one != other)
-        alone, followed = (repr(part[max(0, at - EXCERPT) : at + EXCERPT]) for part in (prefix, text))
-        problem = f"its chat template changes earlier messages when more follow ({alone} becomes {followed})"
+        nearby = slice(max(0, at - CONTEXT_CHARACTERS), at + CONTEXT_CHARACTERS)
+        change = f"{prefix[nearby]!r} becomes {text[nearby]!r}"
+        problem = f"its chat template changes earlier messages when more follow ({change})"
         why = "such as one that moves a system prompt or drops thoughts"
         raise no_assistant_mask(f"--dataset {conversation.position}: {problem}, {why}")
 
@@ -260,7 +246,8 @@ class ChatFormat(TextFormat):
         if shape not in self.omissions:
             self.omissions[shape] = self.find_omissions(conversation, template)
         rendered = self.special_tokens_in(conversation, text)
-        for omission in (*self.omissions[shape], *changed_contents(conversation, text), *rendered):
+        found = (*self.omissions[shape], *changed_contents(conversation, text), *rendered)
+        for omission in dict.fromkeys(found):  # once, though several messages may have it
             if omission.is_fault:
                 raise BadConversationError(omission.text)
             position = self.first_positions.setdefault(omission.text, conversation.position)
@@ -487,116 +474,3 @@ def no_assistant_mask(problem: str) -> base.UserError:
         f"{problem}, so which tokens are the assistant's is not known; {advice}, or train on all tokens with "
         "--chat-loss all"
     )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Prompts and examples
-
-
-def read_prompt(prompt: str) -> list[str | Conversation]:
-    """Return the prompts that --sample-prompt gives: a text, or the conversations of a .json or .jsonl file, each
-    without its last answer. A list of messages is one conversation."""
-    is_file = os.path.isfile(prompt) or len(prompt.split()) == 1
-    if not (is_file and prompt.endswith((".json", ".jsonl"))):
-        return [prompt]
-    problem = f"--sample-prompt {prompt}"
-    try:
-        with open(os.path.expanduser(prompt), "rb") as file:
-            values = [*values_in(file)]
-    except (OSError, ValueError) as error:
-        fault = f"cannot be read ({base.first_line(error)})"
-        raise base.UserError(f"{problem}: {fault}; give JSON with messages") from error
-    if not values:
-        raise base.UserError(f"{problem}: it is empty; give JSON with messages")
-    if is_objects(values) and "role" in values[0]:
-        values = [{"messages": values}]
-    prompts: list[str | Conversation] = []
-    for number, value in enumerate(values, 1):
-        found = find_document(value, tuple(LAYOUTS))
-        if not isinstance(found, Conversation):
-            fault = found.fault if isinstance(found, BadRecord) else "no conversation"
-            raise base.UserError(f"{problem}, record {number}: {fault}")
-        last = found.first_trained or len(found.messages)
-        while last > 1 and found.messages[last - 1]["role"] == "assistant":
-            last -= 1
-        prompts.append(replace(found, messages=found.messages[:last], position=prompt))
-    return prompts
-
-
-def render_user_message(
-    tokenizer: "PreTrainedTokenizerBase", template: str | None, prompt: "str | Conversation"
-) -> str:
-    """Render a user's message, or a conversation, with the generation prompt."""
-    if isinstance(prompt, str):
-        prompt = Conversation([{"role": "user", "content": prompt}])
-    chat = ChatFormat(tokenizer, len(tokenizer), template, "all")
-    try:
-        return chat.render_messages(prompt, chat.template_for(prompt), len(prompt.messages), prompt=True).text
-    except Exception as error:  # a template may raise anything
-        raise base.UserError(f"--sample-prompt: the chat template fails, {base.first_line(error)}") from error
-
-
-def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None = None) -> list[int]:
-    """Return the id of the special token that a chat template, by default the tokenizer's, writes after an answer; []
-    if it writes none."""
-    answer = "Zq"  # not part of a special token
-    messages = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}]
-    try:
-        text, _ = ChatFormat(tokenizer, len(tokenizer), template, "all").render(Conversation(messages))
-    except Exception:  # a template may raise anything
-        return []
-    end = text.rpartition(answer)[2]
-    ids = tokenizer(end.lstrip(), add_special_tokens=False)["input_ids"]
-    if ids and (token := tokenizer.added_tokens_decoder.get(ids[0])) and token.special:
-        return ids[:1]
-    return []
-
-
-def describe_examples(documents: Iterator, encoder: TextFormat) -> str:
-    """Return the first conversation of each kind, or the first rows, up to MAX_EXAMPLES: for each a line with its
-    position and kind, and its text, at most EXAMPLE_TOKENS tokens, with [[ ]] around what is trained on."""
-    found: dict[str, str] = {}
-    for number, document in enumerate(documents, 1):
-        kind, title = f"row {number}", f"row {number}"
-        if isinstance(document, Conversation):
-            kind = describe_kind(document)
-            title = f"{document.position}: {kind}"
-        if kind not in found:
-            encoded = encoder.encode([document], Counter())
-            if len(encoded.tokens):
-                found[kind] = f"--- {title}\n{mark_trained(encoded, encoder.tokenizer)}"
-        if len(found) == MAX_EXAMPLES:
-            break
-    return "\n".join(found.values())
-
-
-def describe_kind(conversation: Conversation) -> str:
-    """Name what a conversation has that others may lack."""
-    messages = conversation.messages
-    roles = [message["role"] for message in messages]
-    texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
-    kinds = {
-        "system": not {"system", "developer"}.isdisjoint(roles),
-        "tools": bool(conversation.tools) or any(map(calls_of, messages)),
-        "reasoning": any(THOUGHTS & message.keys() for message in messages) or "</think>" in "".join(texts),
-        "several turns": roles.count("user") > 1,
-    }
-    return ", ".join(kind for kind, is_there in kinds.items() if is_there) or "one turn"
-
-
-def mark_trained(encoded: Encoded, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return the text of a document with [[ ]] around what is trained on; the middle of a long one is left out."""
-    halves = [slice(None)]
-    if len(encoded.tokens) > EXAMPLE_TOKENS:
-        halves = [slice(EXAMPLE_TOKENS // 2), slice(-EXAMPLE_TOKENS // 2, None)]
-    texts = []
-    for half in halves:
-        tokens, trained = encoded.tokens[half], encoded.trained[half].astype(bool)
-        borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
-        parts = []
-        for first, last in itertools.pairwise(borders):
-            text = tokenizer.decode(tokens[first:last].tolist())
-            assert isinstance(text, str)  # of one list of ids
-            parts.append(f"[[{text}]]" if trained[first] else text)
-        texts.append("".join(parts))
-    return " ... ".join(texts)

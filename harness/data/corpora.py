@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,7 @@ class Corpus:
     text_field: Field  # or the layout of conversations
     from_token_files: bool  # True if its files are token files
     kind: str  # of its records, one of `schema.KINDS`; "ids" for token files
-    is_eval_only: bool = False  # an eval dataset of its own: evaluated in full, never trained on
+    is_eval_dataset: bool = False  # an eval dataset of its own: evaluated in full, never trained on
 
     @property
     def name(self) -> str:
@@ -46,41 +46,34 @@ class Corpus:
         return self.kind == "chat"
 
     @property
-    def has_mask(self) -> bool:
+    def has_loss_mask(self) -> bool:
         """True if some of its tokens are not trained on."""
         return self.kind in MASKED_KINDS
 
 
-def find(settings: flags.Args) -> list[Corpus]:
+def find(args: flags.Args) -> list[Corpus]:
     """Find the corpora of a run: its sources (none for synthetic data), then the eval dataset if --eval-split is a
     dataset of its own; the eval dataset alone if nothing is trained. Rank 0 lists the files. Every rank calls this."""
     chat_flags = {"chat_template": "--chat-template", "chat_loss": "--chat-loss"}
-    typed = [flag for name, flag in chat_flags.items() if name in settings.explicit and settings.trains()]
-    own.write_all(settings)
-    corpora = base.broadcast_from_rank_0(lambda: find_all(settings))
+    typed = [flag for name, flag in chat_flags.items() if name in args.explicit and args.trains()]
+    own.write_all(args)
+    corpora = base.broadcast_from_rank_0(lambda: find_all(args))
     refuse_unused(typed, corpora)
     return corpora
 
 
-def find_all(settings: flags.Args) -> list[Corpus]:
+def find_all(args: flags.Args) -> list[Corpus]:
     """The corpora of `find`, listed by this process."""
-    has_eval_dataset = (
-        settings.eval_interval and flags.is_eval_dataset(settings.eval_split) and not settings.show_samples
-    )
-    if has_eval_dataset and settings.num_steps == 0:
-        return [find_eval_dataset(settings)]
+    has_eval_dataset = args.eval_interval and flags.is_eval_dataset(args.eval_split) and not args.show_samples
+    if has_eval_dataset and args.num_steps == 0:
+        return [find_eval_dataset(args)]
     corpora = []
-    if settings.dataset != "synthetic":
-        corpora = [find_corpus(settings, source) for source in settings.sources()]
+    if args.dataset != "synthetic":
+        corpora = [find_corpus(args, source) for source in args.sources()]
     if not has_eval_dataset:
         return corpora
-    eval_corpus = find_eval_dataset(settings)
-    eval_files = {file.version()[0] for file in eval_corpus.files}
-    for corpus in corpora:
-        if shared := [file for file in corpus.files if file.version()[0] in eval_files]:
-            problem = f"{shared[0]} is in --dataset {corpus.source.dataset} too, which is trained on"
-            advice = "take it out of there, or name a pattern without it"
-            raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; {advice}")
+    eval_corpus = find_eval_dataset(args)
+    refuse_trained_files(eval_corpus, {file.real_path for corpus in corpora for file in corpus.files})
     return [*corpora, eval_corpus]
 
 
@@ -88,14 +81,22 @@ def find_eval_dataset(settings: flags.Flags) -> Corpus:
     """Find the corpus of an --eval-split that is a dataset of its own: its split `validation`, or `test` if it has
     none, or `train`, which is everything if no file is named as a split."""
     name = str(settings.eval_split)
+    source = flags.Source(flags.source_name(name), name, None)
     with blame_eval_split():
-        split = "train"
-        if name not in flags.DATASETS:
-            splits = files.find_files(name).splits
-            split = next((name for name in (DEFAULT_EVAL_SPLIT, "test") if name in splits), "train")
-        source = flags.Source(flags.source_name(name), name, None)
-        corpus = inspect_source(source, split, wanted_text_field(settings), None, cache_dir=settings.cache_dir)
-    return dataclasses.replace(corpus, is_eval_only=True)
+        listing = list_source(source, None, settings.cache_dir)
+        split = next((split for split in (DEFAULT_EVAL_SPLIT, "test") if split in listing.splits), "train")
+        corpus = inspect_listing(source, listing, split, wanted_text_field(settings))
+    return dataclasses.replace(corpus, is_eval_dataset=True)
+
+
+def refuse_trained_files(eval_corpus: Corpus, trained: Container[str]) -> None:
+    """Raise a UserError if a file of an eval dataset is one of the `trained`, which are real paths."""
+    for file in eval_corpus.files:
+        if file.real_path in trained:
+            advice = "take it out of one of them, or name a pattern without it"
+            raise base.UserError(
+                f"--eval-split {eval_corpus.source.dataset}: {file} is in the training data too; {advice}"
+            )
 
 
 @contextlib.contextmanager
@@ -136,13 +137,21 @@ def inspect_source(
     cache_dir: str | os.PathLike | None = None,
 ) -> Corpus:
     """A source as it is found, with its default split without a `split`."""
+    listing = list_source(source, subset, cache_dir)
+    return inspect_listing(source, listing, split or flags.default_split(source.dataset, streaming), text_field)
+
+
+def list_source(source: flags.Source, subset: str | None, cache_dir: str | os.PathLike | None) -> Listing:
     path = source.dataset
     if path == "demo":
         path = str(flags.ASSETS / "demo" / "stories")
     elif path in flags.DATASETS:
-        path = str(own.find(path, cache_dir))
-    listing = files.find_files(path, subset)
-    split = split or flags.default_split(source.dataset, streaming)
+        path = str(own.write_once(path, cache_dir))
+    return files.find_files(path, subset)
+
+
+def inspect_listing(source: flags.Source, listing: Listing, split: str, text_field: Field) -> Corpus:
+    """The corpus of a split, by its files and the first of their records."""
     split_files = listing.files_in_split(parse_split(split)[0])
     from_token_files = are_token_files(split_files)
     kind = "ids"
@@ -174,7 +183,7 @@ def inspect_records(file: DataFile, text_field: Field) -> tuple[str, Field] | No
     """Return (the kind of a file's records, the field or layout to read) from the first valid record; None if there is
     none. If a record has a conversation and a field of `text_field`, the conversation is read, unless `text_field` is
     one name, which the user gave. Files that cannot be read are reported later."""
-    if not getattr(find_format(file.name), "HAS_FIELDS", True):
+    if {*find_format(file.name).SUFFIXES}.isdisjoint(flags.FIELD_SUFFIXES):
         return "text", text_field
     names = (text_field, *LAYOUTS) if isinstance(text_field, str) else (*LAYOUTS, *text_field)
     try:
@@ -210,8 +219,8 @@ def masks_documents(settings: flags.Flags, corpora: Sequence[Corpus]) -> bool:
     if settings.packing == "none":
         return False
     if settings.document_mask is None:
-        sources = [corpus for corpus in corpora if not corpus.is_eval_only] or corpora
-        return any(corpus.has_mask for corpus in sources)
+        sources = [corpus for corpus in corpora if not corpus.is_eval_dataset] or corpora
+        return any(corpus.has_loss_mask for corpus in sources)
     return settings.document_mask
 
 
@@ -225,20 +234,26 @@ def parse_split(split: str) -> tuple[str, list[str]]:
     return part[1], [part[3] or "0%", part[4] or "100%"]
 
 
+def parse_bound(bound: str, documents: int) -> tuple[int, int]:
+    """Return (number, size): a slice's bound, such as 95% or -100, is at number / size of the documents."""
+    number = int(bound.rstrip("%"))
+    size = 100 if bound.endswith("%") else documents
+    return (number + size if number < 0 else number), size
+
+
 def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
-    """The number of documents before each bound of a slice, such as 95% or -100; None if a percentage would cut off
-    none or all of them."""
+    """The number of documents before each bound of a slice; None if a percentage would cut off none or all of them."""
     cuts: list[int | None] = []
     for bound in bounds:
-        number = int(bound.rstrip("%"))
-        size = 100 if bound.endswith("%") else documents
-        if abs(number) > size:
-            raise base.UserError(f"--dataset-split: the slice's bound {bound} is beyond the {documents:,} documents")
-        if number < 0:
-            number += size
+        number, size = parse_bound(bound, documents)
+        if not 0 <= number <= size:
+            raise bad_slice(bounds, f"{bound} is beyond the {documents:,} documents")
         cut = round(documents * number / size) if size else 0
         cuts_nothing = 0 < number < size and cut in (0, documents)
         cuts.append(None if cuts_nothing else cut)
+    first, last = cuts
+    if first is not None and last is not None and first > last:
+        raise bad_slice(bounds, "it ends before it begins")
     return cuts
 
 
@@ -248,10 +263,17 @@ def cut_positions(bounds: list[str], ends: np.ndarray, length: int) -> list[int]
     positions = []
     for cut, bound in zip(cut_documents(bounds, len(ends)), bounds, strict=True):
         if cut is None:
-            positions.append(length * int(bound.rstrip("%")) // 100)
+            number, size = parse_bound(bound, len(ends))
+            positions.append(length * number // size)
         else:
             positions.append(int(ends[cut - 1]) if cut else 0)
+    if positions[0] > positions[1]:  # a share of the tokens, and an end of a document
+        raise bad_slice(bounds, f"it ends before it begins in these {len(ends):,} documents")
     return positions
+
+
+def bad_slice(bounds: list[str], problem: str) -> base.UserError:
+    return base.UserError(f"--dataset, split [{':'.join(bounds)}]: {problem}; give other bounds")
 
 
 def slice_rows(split_files: list[DataFile], bounds: list[str]) -> tuple[int, int] | None:

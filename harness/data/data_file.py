@@ -44,6 +44,11 @@ class DataFile:
             raise stores.changed(self.path)
         return opened
 
+    @property
+    def real_path(self) -> str:
+        """Its URL, or its path without links."""
+        return self.path if self.is_remote else os.path.realpath(self.path)
+
     def version(self) -> list:
         """Return its real path, size and mark, which tell it from other files and from other versions of it."""
-        return [self.path if self.is_remote else os.path.realpath(self.path), self.size, self.mark]
+        return [self.real_path, self.size, self.mark]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import Subset
 
 from harness import base, flags, job
-from harness.data import stream, token_files
+from harness.data import stream
 from harness.data.corpora import Corpus, are_token_files, blame_eval_split, inspect_source, parse_split, refuse_unused
 from harness.data.eval_split import (
     BY_CONTENT,
@@ -28,13 +28,14 @@ from harness.data.eval_split import (
 )
 from harness.data.header import describe, describe_eval_data, describe_packing, describe_step
 from harness.data.loader import evaluating_ranks
-from harness.data.mixture import DataRecord, SequenceOrder, make_record, read_record
-from harness.data.packing import PackedDataset, PaddedDataset, SyntheticDataset
+from harness.data.mixture import DataRecord, SequenceOrder, Spec, make_record, read_record
+from harness.data.packing import PackedDataset, SyntheticDataset
 from harness.data.prompts import first_words
 from harness.data.reader import CorpusReader
 from harness.data.schema import Field
 from harness.data.stream import Stream
-from harness.data.training_data import OpenedSource, TrainingData, mix
+from harness.data.tokens import differing_tokenizer
+from harness.data.training_data import OpenedSource, TrainingData, mix, tokens_per_sample
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -49,7 +50,7 @@ def load(
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
     manifest: dict | None = None,
-    trained_on: list[dict[str, Any]] | None = None,
+    trained_on: list[Spec] | None = None,
     sources: dict[str, OpenedSource] | None = None,
 ) -> TrainingData:
     """Open the training and eval data of a run, with the header's lines about them; the eval data alone if nothing is
@@ -62,8 +63,8 @@ def load(
             source without an eval split is evaluated in full.
         sources: what `open_sources` returned, if it was called before.
     """
-    eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_only), None)
-    corpora = [corpus for corpus in corpora if not corpus.is_eval_only]
+    eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_dataset), None)
+    corpora = [corpus for corpus in corpora if not corpus.is_eval_dataset]
     reader = make_reader(settings, tokenizer, config)
     if eval_corpus and not settings.num_steps:
         return load_eval_dataset(settings, eval_corpus, reader, trained_on or [])
@@ -73,15 +74,15 @@ def load(
         refuse_other_sources(settings, corpora, before)
     opened = sources or open_sources(settings, corpora, tokenizer, config, manifest, trained_on)
     record = make_record(
-        settings,
-        {name: source.spec for name, source in opened.items()},
-        source_weights(settings, opened),
-        {name: tokens_per_sample(source.train, settings) for name, source in opened.items()},
-        per_step,
-        choose_num_shards(settings, corpora, before, per_step),
-        before,
-        manifest["step"] if manifest else 0,
-        manifest["samples"] if manifest else 0,
+        settings=settings,
+        sources={name: source.spec for name, source in opened.items()},
+        weights=source_weights(settings, opened),
+        per_sample={name: tokens_per_sample(source.train, settings.sequence_length) for name, source in opened.items()},
+        samples_per_step=per_step,
+        num_shards=choose_num_shards(settings, corpora, before, per_step),
+        before=before,
+        step=manifest["step"] if manifest else 0,
+        samples=manifest["samples"] if manifest else 0,
     )
     data = TrainingData(
         {name: source.train for name, source in opened.items()}, record, settings.sequence_length, settings.seed
@@ -101,7 +102,9 @@ def load(
     data.header = describe(settings, data, opened, corpora, per_step, tokenizer)
     if eval_corpus:
         data.header["eval data"] = describe_eval_data(eval_data[eval_corpus.name])
-    data.beginning = base.broadcast_from_rank_0(lambda: first_words(corpora, data.eval_data or data.sources, tokenizer))
+    data.first_words = base.broadcast_from_rank_0(
+        lambda: first_words(corpora, data.eval_data or data.sources, tokenizer)
+    )
     return data
 
 
@@ -132,13 +135,13 @@ def open_sources(
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
     manifest: dict | None = None,
-    trained_on: list[dict[str, Any]] | None = None,
+    trained_on: list[Spec] | None = None,
 ) -> dict[str, OpenedSource]:
     """Open the sources of a run, by name; arguments as `load` has them. Every rank calls this."""
     reader, before = make_reader(settings, tokenizer, config), recorded_data(settings, manifest)
     if settings.dataset == "synthetic":
         return {"synthetic": open_synthetic(settings, reader.vocab_size)}
-    corpora = [corpus for corpus in corpora if not corpus.is_eval_only]
+    corpora = [corpus for corpus in corpora if not corpus.is_eval_dataset]
     per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
     num_shards = choose_num_shards(settings, corpora, before, per_step)
     opened = {}
@@ -170,12 +173,12 @@ def refuse_other_sources(settings: flags.Flags, corpora: list[Corpus], before: D
 
 
 def open_eval_dataset(
-    settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: list[dict[str, Any]]
+    settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: list[Spec]
 ) -> EvalData:
     """Open an --eval-split that is a dataset of its own, from the token cache or token files, also with --streaming. It
     is an error if one of the sources in `trained_on` has the same tokens."""
     name = settings.eval_split
-    if corpus.has_mask and not settings.document_mask and "document_mask" not in settings.explicit:
+    if corpus.has_loss_mask and not settings.document_mask and "document_mask" not in settings.explicit:
         problem = "it would have a document mask by default, the training data have none"
         raise base.UserError(f"--eval-split {name}: {problem}; give --document-mask or --no-document-mask")
     with blame_eval_split():
@@ -185,7 +188,7 @@ def open_eval_dataset(
         sequences = reader.pack(tokens, f"{name}, split {corpus.split!r}")
     job.print0("data      ", f"{name}: {line}")
     if corpus.is_chat:
-        lines = base.broadcast_from_rank_0(lambda: reader.chat_format(corpus).describe())
+        lines = base.broadcast_from_rank_0(lambda: reader.chat_encoder(corpus).describe())
         job.print0("format    ", f"{name}: {lines['format']}")
     documents = f", {base.counted(len(tokens.doc_ends), 'document')}" if tokens.has_doc_ends else ""
     split = f", {corpus.split}" if len(corpus.listing.splits) > 1 else ""
@@ -193,7 +196,7 @@ def open_eval_dataset(
 
 
 def load_eval_dataset(
-    settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: list[dict[str, Any]]
+    settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: list[Spec]
 ) -> TrainingData:
     """Open an --eval-split that is a dataset of its own for an evaluation without training."""
     eval_data = open_eval_dataset(settings, corpus, reader, trained_on)
@@ -230,66 +233,66 @@ def open_cached(
     settings: flags.Settings,
     corpus: Corpus,
     reader: CorpusReader,
-    spec: dict[str, Any] | None,
-    trained_on: list[dict[str, Any]] | None,
+    spec_before: Spec | None,
+    trained_on: list[Spec] | None,
 ) -> OpenedSource:
     """A source from the token cache or from token files."""
     opened = None
     if trained_on:
         opened = reader.open_tokens(corpus, corpus.split)
-        spec = find_trained_spec(trained_on, opened[0].beginning())
-    evaluates_all = trained_on is not None and not spec
-    split, rule = choose_eval_split(settings, corpus, spec, BY_NUMBER, evaluates_all)
+        spec_before = find_trained_spec(trained_on, opened[0].beginning())
+    evaluates_all = trained_on is not None and not spec_before
+    split, rule = choose_eval_split(settings, corpus, spec_before, BY_NUMBER, evaluates_all)
     data_name = f"{corpus.source.dataset}, split {corpus.split!r}"
     tokens, line = opened or reader.open_tokens(corpus, corpus.split)
     beginning = tokens.beginning()
     prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
     job.print0("data      ", prefix + line)
-    warning = token_files.differing_tokenizer(tokens.files, reader.tokenizer)
+    warning = differing_tokenizer(tokens.files, reader.tokenizer)
     if warning:
         job.warn(warning)
     eval_data = None
     if rule:
         tokens = reader.with_doc_ends(tokens)
         documents = len(tokens.doc_ends)
-        divided = divide(tokens)
-        tokens = divided[0]
-        name = f"{rule}, {len(divided[1].doc_ends):,} of {documents:,}"
+        tokens, eval_tokens = divide(tokens)
+        name = f"{rule}, {len(eval_tokens.doc_ends):,} of {documents:,}"
         if documents < EVERY:
             name = f"the last {100 // EVERY} % of it"
         if not flags.is_eval_dataset(settings.eval_split):
-            eval_data = EvalData(reader.pack(divided[1], f"{data_name}, {rule}"), name)
+            eval_data = EvalData(reader.pack(eval_tokens, f"{data_name}, {rule}"), name)
     if split:  # with a rule too: a resumed run keeps its eval documents out of training, and evaluates this split
+        evaluates_training_split = split == corpus.split
         split_tokens = tokens
-        if split != corpus.split:
+        if not evaluates_training_split:
             split_tokens, line = reader.open_tokens(corpus, split)
             job.print0("data      ", prefix + line)
         eval_data = EvalData(reader.pack(split_tokens, f"{corpus.source.dataset}, split {split!r}"), split)
-        if split_tokens is tokens and tokens.has_doc_ends:  # else all tokens would be read to count them
+        if evaluates_training_split and tokens.has_doc_ends:  # else all tokens would be read to count them
             eval_data.name = f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
     train = reader.pack(tokens, data_name)
     trains = settings.num_steps > 0 and not settings.show_samples
     for word, line in describe_packing(corpus, train, reader, with_example=trains).items():
         job.print0(f"{word:10}", prefix + line)
-    recorded: dict[str, Any] = {"held_out": rule, "dataset": tokens.fingerprint(), "beginning": beginning}
+    spec: Spec = {"held_out": rule, "dataset": tokens.fingerprint(), "beginning": beginning}
     if corpus.is_chat:
-        recorded["chat"] = True
+        spec["chat"] = True
     if rule and not split and not settings.num_steps:
-        refuse_changed_source(corpus.name, spec, recorded)
-    return OpenedSource(train, eval_data, recorded)
+        refuse_changed_source(corpus.name, spec_before, spec)
+    return OpenedSource(train, eval_data, spec)
 
 
 def open_stream(
     settings: flags.Settings,
     corpus: Corpus,
     reader: CorpusReader,
-    spec: dict[str, Any] | None,
+    spec_before: Spec | None,
     num_shards: int,
-    trained_on: list[dict[str, Any]] | None,
+    trained_on: list[Spec] | None,
 ) -> OpenedSource:
     """A source that is read while training."""
     dataset = corpus.source.dataset
-    if corpus.has_mask:
+    if corpus.has_loss_mask:
         holds = "conversations" if corpus.is_chat else "token ids with labels"
         raise base.UserError(
             f"--dataset {dataset}: holds {holds}, whose masks are in the token cache; leave out --streaming"
@@ -307,27 +310,27 @@ def open_stream(
                 f"--dataset {dataset}: has token files, which are read in place; leave out --streaming"
             )
         return Stream(
-            split_files,
-            reader.encoder(corpus),
-            corpus.text_field,
-            settings.sequence_length,
-            settings.seed,
-            settings.skip_bad_records,
-            num_shards,
-            bool(settings.document_mask),
+            files=split_files,
+            encoder=reader.encoder(corpus),
+            text_field=corpus.text_field,
+            seq_len=settings.sequence_length,
+            seed=settings.seed,
+            skip_bad=settings.skip_bad_records,
+            num_shards=num_shards,
+            document_mask=bool(settings.document_mask),
         )
 
     train = open_split(corpus.split)
     fingerprint = base.broadcast_from_rank_0(train.fingerprint)
     if trained_on:
-        spec = find_trained_spec(trained_on, fingerprint["beginning"])
-    evaluates_all = trained_on is not None and not spec
-    split, rule = choose_eval_split(settings, corpus, spec, BY_CONTENT, evaluates_all)
+        spec_before = find_trained_spec(trained_on, fingerprint["beginning"])
+    evaluates_all = trained_on is not None and not spec_before
+    split, rule = choose_eval_split(settings, corpus, spec_before, BY_CONTENT, evaluates_all)
     eval_stream = open_split(split) if split else copy.copy(train)
     if rule:
-        train.eval_only = False
+        train.reads = "training"
     if rule and not split:
-        eval_stream.eval_only = True
+        eval_stream.reads = "eval"
     eval_data = None
     if settings.eval_interval and not flags.is_eval_dataset(settings.eval_split):
         count = settings.eval_sequences
@@ -337,10 +340,10 @@ def open_stream(
         eval_data = EvalData(sequences, split or rule or "")
         if len(eval_data.sequences) == count:
             eval_data.name += f", the first {base.counted(count, 'sequence')}"
-    recorded = {"held_out": rule} | fingerprint
+    spec: Spec = {"held_out": rule, **fingerprint}
     if rule and not split and not settings.num_steps:
-        refuse_changed_source(corpus.name, spec, recorded)
-    return OpenedSource(train, eval_data, recorded)
+        refuse_changed_source(corpus.name, spec_before, spec)
+    return OpenedSource(train, eval_data, spec)
 
 
 def choose_num_shards(settings: flags.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
@@ -374,13 +377,6 @@ def source_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) ->
         else:
             weights[source.name] = Fraction(train.total_tokens())
     return weights
-
-
-def tokens_per_sample(train: PackedDataset | SyntheticDataset | Stream, settings: flags.Settings) -> Fraction:
-    """The mean number of tokens in a sequence, without padding."""
-    if isinstance(train, PaddedDataset):
-        return Fraction(train.total_tokens(), len(train))
-    return Fraction(settings.sequence_length)
 
 
 def check_size(settings: flags.Settings, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:
@@ -437,8 +433,7 @@ def open_sequences(
     """The sequences of one corpus, or of several mixed, for `utils.get_dataset`."""
     if not (shuffle or isinstance(dataset, str)):
         raise base.UserError("shuffle=False: a mixture has the order that its shares and its seed give; leave it out")
-    if not isinstance(dataset, str):
-        dataset = tuple(dataset)
+    dataset = dataset if isinstance(dataset, str) else tuple(dataset)
     if problem := flags.mixture_problem(dataset, None):
         raise base.UserError(problem)
     sources = flags.parse_sources(dataset)

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from harness import base, flags
-from harness.data.corpora import DEFAULT_EVAL_SPLIT, Corpus, find_corpus, find_eval_dataset
+from harness.data.corpora import DEFAULT_EVAL_SPLIT, Corpus, find_corpus, find_eval_dataset, refuse_trained_files
+from harness.data.mixture import Spec
 from harness.data.tokens import Tokens
 
 EVERY = 20  # one of so many documents is an eval document
@@ -60,7 +61,7 @@ def is_eval_document(document: str | np.ndarray) -> bool:
 
 
 def choose_eval_split(
-    settings: flags.Flags, corpus: Corpus, spec: dict[str, Any] | None, rule: str, evaluates_all: bool
+    settings: flags.Flags, corpus: Corpus, spec: Spec | None, rule: str, evaluates_all: bool
 ) -> tuple[str | None, str | None]:
     """Return (eval split, `rule` if it takes eval documents out of the training split); None for what does not apply.
 
@@ -74,7 +75,7 @@ def choose_eval_split(
     if not settings.eval_interval:
         return None, None
     was_divided = bool(spec and spec["held_out"])
-    split, is_eval_only = settings.eval_split, flags.is_eval_dataset(settings.eval_split)
+    split, has_own_dataset = settings.eval_split, flags.is_eval_dataset(settings.eval_split)
     if split is None and not was_divided and DEFAULT_EVAL_SPLIT in corpus.listing.splits:
         split = DEFAULT_EVAL_SPLIT
     if split is None and evaluates_all:
@@ -86,27 +87,23 @@ def choose_eval_split(
         advice = "add" if rule == BY_NUMBER else "leave out"
         problem = "the run chose its eval documents differently"
         raise base.UserError(f"--dataset {corpus.source.dataset}: {problem}; {advice} --streaming")
-    if is_eval_only:
+    if has_own_dataset:
         return None, rule if was_divided else None
     return split, rule if split is None or was_divided else None
 
 
-def find_trained_spec(trained_on: list[dict[str, Any]], beginning: str) -> dict[str, Any] | None:
+def find_trained_spec(trained_on: list[Spec], beginning: str) -> Spec | None:
     """The spec of the source in `trained_on` whose tokens have this `beginning`, read from the token cache or streamed;
-    None if none has. If several runs trained on it with different rules, no document is an eval document of all. A
-    UserError if an earlier version exported the weights: it recorded no beginnings."""
-    if any("held_out" in spec and "beginning" not in spec for spec in trained_on):
-        problem = "whether the weights were trained on the data is not known, as an earlier version exported them"
-        raise base.UserError(f"--eval-interval: {problem}; evaluate with that version")
+    None if none has. If several runs trained on it with different rules, no document is an eval document of all."""
     found = [spec for spec in trained_on if spec.get("beginning") == beginning]
     if len({spec["held_out"] for spec in found}) > 1:
-        return found[0] | {"held_out": None}
+        return {**found[0], "held_out": None}
     return found[0] if found else None
 
 
-def refuse_changed_source(name: str, spec: dict[str, Any] | None, now: dict[str, Any]) -> None:
-    """Raise a UserError if a source is not what its `spec` recorded: then its eval documents are not known."""
-    for key, value in (spec or {}).items():
+def refuse_changed_source(name: str, before: Spec | None, now: Spec) -> None:
+    """Raise a UserError if a source is not what its spec recorded before: then its eval documents are not known."""
+    for key, value in (before or {}).items():
         if now.get(key) != value:
             problem = f"{name} is not what it was at the checkpoint ({key}), so the run's eval split is not known"
             raise base.UserError(f"--dataset: {problem}; give the same data, or data that it did not train on")
@@ -117,15 +114,10 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
     UserError if it would read a part of the training data, or these and more."""
     before = manifest["flags"]
     dataset = before["dataset"] if isinstance(before["dataset"], str) else tuple(before["dataset"])
-    run = dataclasses.replace(
-        settings, dataset=dataset, dataset_split=before["dataset_split"], streaming=before["streaming"]
-    )
+    others = {name: before[name] for name in ("dataset_split", "dataset_config", "text_field", "streaming")}
+    run = dataclasses.replace(settings, dataset=dataset, **others)
     if flags.is_eval_dataset(settings.eval_split):
-        trained = training_files(run) if dataset != "synthetic" else {}
-        for eval_file in find_eval_dataset(settings).files:
-            if eval_file.version()[0] in trained:
-                problem = f"the run trained on {eval_file}"
-                raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give what it did not train on")
+        refuse_trained_files(find_eval_dataset(settings), training_files(run) if dataset != "synthetic" else {})
         return False
     trained, read = training_files(run), training_files(settings)
     shared = trained.keys() & read.keys()
@@ -156,5 +148,5 @@ def training_files(settings: flags.Flags) -> dict[str, tuple[str, str]]:
             found[source.dataset] = (source.name, settings.dataset_split or "train")
             continue
         for file in corpus.files:
-            found[file.version()[0]] = (source.name, corpus.split)
+            found[file.real_path] = (source.name, corpus.split)
     return found

@@ -63,7 +63,8 @@ def find_files(dataset: str, subset: str | None = None) -> Listing:
         is_pattern = stores.has_pattern(path)
         candidates = [DataFile(url, *stores.size_and_mark(url, info)) for url, info in stores.list_url(path)]
     elif os.path.exists(path) or glob.has_magic(path):
-        is_pattern, (candidates, left_out) = not os.path.exists(path), list_paths(path)
+        is_pattern = not os.path.exists(path)
+        candidates, left_out = list_paths(path)
     elif formats.find_format(dataset) or not flags.may_be_on_the_hub(dataset):
         hint = f"; there is {dataset}.bin" if os.path.exists(f"{path}.bin") else ""  # Megatron omits the suffix
         raise base.UserError(f"--dataset {dataset}: no such file or folder{hint}")
@@ -84,9 +85,9 @@ def find_files(dataset: str, subset: str | None = None) -> Listing:
             files.append(file)
         elif not file.name.endswith(formats.companions()):
             left_out.append(name if name.isprintable() else ascii(name))
-    if not all(needs_exclusive_format(file) for file in files):
-        left_out += [names[file] for file in files if needs_exclusive_format(file)]
-        files = [file for file in files if not needs_exclusive_format(file)]
+    if not all(map(is_fallback, files)):
+        left_out += [names[file] for file in files if is_fallback(file)]
+        files = [file for file in files if not is_fallback(file)]
     if not files:
         raise base.UserError(f"--dataset {dataset}: {describe_nothing(left_out)}")
     splits: dict[str, list[DataFile]] = {}
@@ -105,9 +106,9 @@ def is_data(name: str) -> bool:
     return formats.find_format(name) is not None and not NO_DATA.fullmatch(name.lower())
 
 
-def needs_exclusive_format(file: DataFile) -> bool:
+def is_fallback(file: DataFile) -> bool:
     """True if a file is data only without data files of other formats in its folder."""
-    return getattr(formats.find_format(file.name), "ONLY_ALONE", False)
+    return getattr(formats.find_format(file.name), "IS_FALLBACK", False)
 
 
 def find_splits(dataset: str, names: list[str]) -> list[str]:
@@ -192,6 +193,7 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
         hint = f"without a network use a local {'/'.join(formats.suffixes())} file or folder, 'synthetic' or 'demo'"
         raise base.UserError(f"--dataset {dataset}: {problem}; {hint}") from error
     splits, left_out = {}, []
+    # the root of a data set at a revision, hf://datasets/OWNER/NAME@REVISION; "" of a file that is not on the hub
     roots = {re.match(r"(hf://(?:[^/]+/){2}[^/]+)?", path)[0] for paths in found.values() for path in paths}
     known = dict(entry for root in roots if root for entry in stores.list_url(root))
     for split, paths in found.items():

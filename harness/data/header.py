@@ -3,21 +3,20 @@
 import dataclasses
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch.distributed as dist
 
 from harness import base, flags, job
-from harness.data.chat import describe_examples
 from harness.data.corpora import Corpus, parse_split
 from harness.data.eval_split import EvalData
 from harness.data.formats import read_records
-from harness.data.packing import HeldSequences, PackedDataset, PaddedDataset, SyntheticDataset, sequence_tokens
+from harness.data.packing import HeldSequences, PackedDataset, SyntheticDataset, WholeDocumentDataset, sequence_tokens
 from harness.data.reader import CorpusReader
-from harness.data.schema import read_documents
-from harness.data.stream import Stream
-from harness.data.tokenize import own_tokens_around
+from harness.data.schema import Conversation, calls_of, read_documents
+from harness.data.tokenize import Encoded, TextEncoder, own_tokens_around
 from harness.data.training_data import OpenedSource, SampleReader, TrainingData
 
 if TYPE_CHECKING:
@@ -25,7 +24,9 @@ if TYPE_CHECKING:
 
 MAX_CUT_SHARE = 0.1  # maximum share of documents longer than a sequence without a warning
 EXAMPLE_RECORDS = 1000  # records searched for examples
-EXCERPT = 200  # characters printed of a document
+MAX_EXAMPLES, EXAMPLE_TOKENS = 4, 200
+THOUGHTS = {"reasoning_content", "reasoning", "thinking"}  # fields of messages
+MAX_PRINTED = 200  # characters of a document in a sample
 
 
 def describe(
@@ -41,7 +42,7 @@ def describe(
         return {"data": "synthetic, random tokens"}
     is_single = len(corpora) == 1
     epochs = data.epochs(data.record.samples_of_step(settings.num_steps).stop)
-    found: dict[str, list[str]] = {"data": [], "files": [], "tokenizer": [], "eval data": []}
+    found: dict[str, list[str]] = {"data": [], "files": [], "eval data": []}
     for corpus in corpora:
         source = opened[corpus.name]
         train, size = source.train, "streamed"
@@ -50,10 +51,10 @@ def describe(
             size = f"{train.total_tokens():,} tokens, {read}{describe_left_out(train)}"
         name = ", ".join(filter(None, [corpus.source.dataset, settings.dataset_config, corpus.split]))
         files = corpus.listing.describe(parse_split(corpus.split)[0])
-        own = [f"{name}: {size}", files, describe_tokenizer(train), describe_eval_data(source.eval_data)]
-        for texts, text in zip(found.values(), own, strict=True):
+        own = {"data": f"{name}: {size}", "files": files, "eval data": describe_eval_data(source.eval_data)}
+        for word, text in own.items():
             if text:
-                texts.append(text if is_single else f"{corpus.name}: {text}")
+                found[word].append(text if is_single else f"{corpus.name}: {text}")
     lines = {word: "; ".join(texts) for word, texts in found.items() if texts}
     if any(corpus.kind == "text" for corpus in corpora):
         lines["documents"] = describe_ends(tokenizer)
@@ -78,7 +79,7 @@ def describe_eval_data(eval_data: EvalData | None) -> str:
         return ""
     sequences = eval_data.sequences
     line = f"{eval_data.name}: {sequences.total_tokens():,} tokens"
-    if sequences.has_mask:
+    if sequences.has_loss_mask:
         line += f", {sequences.total_trained():,} of them in the loss"
     return line + describe_left_out(sequences)
 
@@ -101,35 +102,27 @@ def describe_ends(tokenizer: "PreTrainedTokenizerBase") -> str:
     return line
 
 
-def describe_tokenizer(train: PackedDataset | Stream) -> str:
-    """The header's text about the tokenizer that made token files; "" for others."""
-    if isinstance(train, Stream) or not train.tokens.from_token_files:
-        return ""
-    named = next((file.tokenizer for file in train.tokens.files if file.tokenizer), None)
-    return f"{f'{named}, as the files say' if named else 'not known'} (tokens are read in place)"
-
-
 def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader, with_example: bool) -> dict[str, str]:
     """The lines about documents that are packed whole, and about what is trained on of conversations and rows."""
     lines: dict[str, str] = {}
     if corpus.is_chat:
-        lines |= base.broadcast_from_rank_0(lambda: reader.chat_format(corpus).describe())
+        lines |= base.broadcast_from_rank_0(lambda: reader.chat_encoder(corpus).describe())
     if packing := base.broadcast_from_rank_0(train.describe):
         lines["packing"] = packing
-    if train.has_mask:
+    if train.has_loss_mask:
         share = train.total_trained() / len(train.tokens)
         word, document = ("chat", "conversation") if corpus.is_chat else ("labels", "row")
-        if isinstance(train, PaddedDataset) and (warning := warn_of_cuts(train, document)):
+        if isinstance(train, WholeDocumentDataset) and (warning := warn_of_cuts(train, document)):
             job.warn(warning)
         documents = base.counted(train.num_documents(), document)
         lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
-    if train.has_mask and with_example:
+    if train.has_loss_mask and with_example:
         examples = base.broadcast_from_rank_0(lambda: find_examples(corpus, reader))
         lines["examples"] = f"([[ ]] is around what is trained on)\n{examples}"
     return lines
 
 
-def warn_of_cuts(train: PaddedDataset, document: str) -> str:
+def warn_of_cuts(train: WholeDocumentDataset, document: str) -> str:
     """A warning if more documents than MAX_CUT_SHARE are longer than a sequence; else ""."""
     cut, documents, longest = train.counts["cut"], train.num_documents(), train.counts["longest"]
     if cut <= MAX_CUT_SHARE * documents:
@@ -144,6 +137,56 @@ def find_examples(corpus: Corpus, reader: CorpusReader) -> str:
     first = itertools.islice(records, EXAMPLE_RECORDS)
     documents = read_documents(first, reader.vocab_size, True, Counter(), corpus.kind)
     return describe_examples(documents, dataclasses.replace(reader, skip_bad_records=True).encoder(corpus))
+
+
+def describe_examples(documents: Iterator, encoder: TextEncoder) -> str:
+    """Return the first conversation of each kind, or the first rows, up to MAX_EXAMPLES: for each a line with its
+    position and kind, and its text, at most EXAMPLE_TOKENS tokens, with [[ ]] around what is trained on."""
+    found: dict[str, str] = {}
+    for number, document in enumerate(documents, 1):
+        kind, title = f"row {number}", f"row {number}"
+        if isinstance(document, Conversation):
+            kind = describe_kind(document)
+            title = f"{document.position}: {kind}"
+        if kind not in found:
+            encoded = encoder.encode([document], Counter())
+            if len(encoded.tokens):
+                found[kind] = f"--- {title}\n{mark_trained(encoded, encoder.tokenizer)}"
+        if len(found) == MAX_EXAMPLES:
+            break
+    return "\n".join(found.values())
+
+
+def describe_kind(conversation: Conversation) -> str:
+    """Name what a conversation has that others may lack."""
+    messages = conversation.messages
+    roles = [message["role"] for message in messages]
+    texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
+    kinds = {
+        "system": not {"system", "developer"}.isdisjoint(roles),
+        "tools": bool(conversation.tools) or any(map(calls_of, messages)),
+        "reasoning": any(THOUGHTS & message.keys() for message in messages) or "</think>" in "".join(texts),
+        "several turns": roles.count("user") > 1,
+    }
+    return ", ".join(kind for kind, is_there in kinds.items() if is_there) or "one turn"
+
+
+def mark_trained(encoded: Encoded, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return the text of a document with [[ ]] around what is trained on; the middle of a long one is left out."""
+    halves = [slice(None)]
+    if len(encoded.tokens) > EXAMPLE_TOKENS:
+        halves = [slice(EXAMPLE_TOKENS // 2), slice(-EXAMPLE_TOKENS // 2, None)]
+    texts = []
+    for half in halves:
+        tokens, trained = encoded.tokens[half], encoded.trained[half].astype(bool)
+        borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
+        parts = []
+        for first, last in itertools.pairwise(borders):
+            text = tokenizer.decode(tokens[first:last].tolist())
+            assert isinstance(text, str)  # of one list of ids
+            parts.append(f"[[{text}]]" if trained[first] else text)
+        texts.append("".join(parts))
+    return " ... ".join(texts)
 
 
 def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None", step: int) -> str:
@@ -164,21 +207,21 @@ def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None
         tokens = sequence_tokens(sequence)
         if not isinstance(data.sources[name], PackedDataset):  # a stream, or random tokens
             shard = sample % data.record.num_shards
-            lines += [f"sample {sample:,}: {name}, shard {shard:,}", f"  {excerpt(tokens, tokenizer)}"]
+            lines += [f"sample {sample:,}: {name}, shard {shard:,}", f"  {decode_beginning(tokens, tokenizer)}"]
             continue
         source, index = data.locate(sample)
         lines.append(f"sample {sample:,}: {name}, sequence {index:,} of {len(source):,}")
         borders = [*source.starts_in(index), source.real_tokens(index)]
         for start, end in itertools.pairwise(borders):
-            lines.append(f"  from token {start:,}: {excerpt(tokens[start:end], tokenizer)}")
+            lines.append(f"  from token {start:,}: {decode_beginning(tokens[start:end], tokenizer)}")
     return "\n".join(lines)
 
 
-def excerpt(tokens: np.ndarray, tokenizer: "PreTrainedTokenizerBase | None") -> str:
+def decode_beginning(tokens: np.ndarray, tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """The beginning of a stretch of tokens, in one line; as ids without a tokenizer."""
     if tokenizer is None:
-        return " ".join(map(str, tokens[: EXCERPT // 8]))
+        return " ".join(map(str, tokens[: MAX_PRINTED // 8]))
     text = tokenizer.decode(tokens)
     assert isinstance(text, str)  # of one list of ids
     text = " ".join(text.split())
-    return text if len(text) <= EXCERPT else f"{text[:EXCERPT]}..."
+    return text if len(text) <= MAX_PRINTED else f"{text[:MAX_PRINTED]}..."

@@ -38,8 +38,8 @@ class DataPosition(Protocol):
 
 
 class Batches:
-    """The batches that a run trains on, for `next`; the last one, and the one that the last check of the state
-    took."""
+    """An iterator over a run's batches that remembers the last one, and the one with which the state was last checked
+    before a save."""
 
     def __init__(self, batches: Iterator[dict[str, Any]]):
         self.batches = batches

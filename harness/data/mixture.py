@@ -18,7 +18,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -60,8 +60,9 @@ class Segment:
 
     def divide(self, samples: int) -> dict[str, int]:
         """The numbers of the first `samples`, in whole blocks, that come from each source: from the heaviest on, each
-        takes its share of what is left, rounded. With up to three sources each is within one sample of its share,
-        with up to ten within two. More samples never give a source fewer; by largest remainder they could."""
+        takes its share of what is left, rounded. Each of n sources is within (2 + 1/2 + 1/3 + ... + 1/(n - 2)) / 2
+        samples of its share: within 1 with up to 3 sources, within 2 with up to 12, within 3 with up to 84. More
+        samples never give a source fewer; by largest remainder they could."""
         counts, left, total = {}, samples, sum(self.sample_weights.values())
         for name, weight in self.sample_weights.items():
             counts[name] = (2 * weight * left + total) // (2 * total)
@@ -117,7 +118,7 @@ class Mixture:
 
     def samples_in_shard(self, samples: int, shard: int) -> int:
         """The number of the first `samples` of the run that are in a shard."""
-        return -((shard - samples) // self.num_shards)
+        return -((shard - samples) // self.num_shards)  # ceil((samples - shard) / num_shards)
 
     def taken_before(self, segment: Segment, shard: int) -> np.ndarray:
         """Samples of each source in a shard before a segment."""
@@ -147,6 +148,7 @@ class Mixture:
 
 
 def begin_segments(
+    *,
     weights: dict[str, Fraction],
     per_sample: dict[str, Fraction],
     stages: list[flags.Stage],
@@ -207,15 +209,22 @@ class SequenceOrder:
 # The record
 
 
+class Spec(TypedDict, total=False):
+    """How a source is read and what tells it from others, as a checkpoint records it."""
+
+    held_out: str | None  # the rule by which its eval documents are chosen; None if it has none
+    dataset: str  # a checksum of its tokens, or of its files if it is streamed
+    beginning: str  # a checksum of its first tokens, by which weights recognize what they were trained on
+    chat: bool  # True for conversations; absent for all else
+
+
 @dataclass(frozen=True)
 class DataRecord:
     """The record of a run's data in a checkpoint, so far and as planned: from it a resumed run, and `--show-samples`,
     know which sample comes when."""
 
-    # By name, the spec of each source that the run has or had: how it is read and what tells it from others.
-    sources: dict[str, dict[str, Any]]
-    # The source that was the only one when the run first started, else None: its order does not depend on its name.
-    plain: str | None
+    sources: dict[str, Spec]  # by name, of each source that the run has or had
+    ordered_without_name: str | None  # the source that was the only one when the run first started, else None
     num_shards: int
     asked: dict[str, Any]  # the weights and stages of the command line
     segments: list[Segment]  # all that have begun, and those that are planned
@@ -255,8 +264,9 @@ def read_record(manifest: dict[str, Any]) -> DataRecord:
 
 
 def make_record(
+    *,
     settings: flags.Flags,
-    sources: dict[str, dict[str, Any]],
+    sources: dict[str, Spec],
     weights: dict[str, Fraction],
     per_sample: dict[str, Fraction],
     samples_per_step: int,
@@ -275,16 +285,24 @@ def make_record(
     typed = {source.name: None if source.weight is None else str(source.weight) for source in settings.sources()}
     asked = {"weights": typed, "stages": list(settings.mixture_stage or ())}
     stages = flags.parse_stages(settings.mixture_stage)
-    planned = begin_segments(weights, per_sample, stages, settings.num_steps, samples_per_step, step, samples)
+    planned = begin_segments(
+        weights=weights,
+        per_sample=per_sample,
+        stages=stages,
+        num_steps=settings.num_steps,
+        samples_per_step=samples_per_step,
+        steps_before=step,
+        first=samples,
+    )
     if before is None:
-        plain = next(iter(sources)) if len(sources) == 1 else None
-        return DataRecord(sources, plain, num_shards, asked, planned)
+        only_source = next(iter(sources)) if len(sources) == 1 else None
+        return DataRecord(sources, only_source, num_shards, asked, planned)
     segments = before.segments
     if not same_mixture(before.asked, asked):
         segments = [segment for segment in segments if segment.first < samples] + planned
     elif segments[-1].samples_per_step != samples_per_step:
         segments = with_batch(segments, samples_per_step, step, samples)
-    return DataRecord(before.sources | sources, before.plain, before.num_shards, asked, segments)
+    return DataRecord(before.sources | sources, before.ordered_without_name, before.num_shards, asked, segments)
 
 
 def same_mixture(one: dict[str, Any], other: dict[str, Any]) -> bool:

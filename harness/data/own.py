@@ -1,6 +1,7 @@
 """Own data sets: those that a file of --import registers. Their records are written once into the cache, as a file of
 JSON lines, which is read as any other file."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -21,14 +22,14 @@ def write_all(settings: flags.Flags) -> None:
     this.
 
     Raises:
-        UserError: as `find` does, or the records differ between machines.
+        UserError: as `write_once` does, or the records differ between machines.
     """
     names = [source.dataset for source in settings.sources()]
     if settings.eval_interval:
         names.append(settings.eval_split)
     for name in names:
         if name in flags.DATASETS:
-            path = base.call_on_all_ranks(lambda name=name: find(name, settings.cache_dir))  # type: ignore[misc]
+            path = base.call_on_all_ranks(functools.partial(write_once, name, settings.cache_dir))
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - SAMPLE_BYTES))
                 sample = hashlib.sha256(file.read()).hexdigest()
@@ -38,8 +39,8 @@ def write_all(settings: flags.Flags) -> None:
 
 
 @base.working()
-def find(name: str, cache_dir: str | os.PathLike | None) -> pathlib.Path:
-    """The file of an own data set, which is written if there is none.
+def write_once(name: str, cache_dir: str | os.PathLike | None) -> pathlib.Path:
+    """Call the function of an own data set and write its records, unless the cache has them; return their file.
 
     Raises:
         UserError: the function fails, gives no records or others in a second call, or does not end; a record is of no

@@ -16,8 +16,7 @@ from torch.utils.data import Dataset
 from harness import base
 from harness.base import IGNORE_INDEX
 from harness.data.cache import make_once
-from harness.data.token_files import TokenFile, map_numbers
-from harness.data.tokens import Tokens
+from harness.data.tokens import TokenFile, Tokens, map_numbers
 
 VERSION = 1  # of a packing's files; another version is not read
 MASK_PART = 2**22  # tokens whose mask is read at once
@@ -63,9 +62,9 @@ class PackedDataset(Dataset):
         """`end_of_text` ends a document of a plain array."""
         self.tokens = tokens if isinstance(tokens, Tokens) else Tokens([TokenFile(tokens)], end_of_text=end_of_text)
         self.seq_len, self.document_mask = seq_len, document_mask
-        self.has_mask = self.tokens.has_mask
+        self.has_loss_mask = self.tokens.has_loss_mask
         # True if each sequence has `seq_len` inputs and all its labels count
-        self.is_uniform = not (self.has_mask or document_mask)
+        self.is_uniform = not (self.has_loss_mask or document_mask)
         self.total_sequences = max(0, (len(self.tokens) - 1) // seq_len)  # with those that are left out
 
     @functools.cached_property
@@ -83,12 +82,7 @@ class PackedDataset(Dataset):
     def kept(self) -> np.ndarray | range:
         """The indices, among all sequences, of those with a label that counts: the sequences of the data set. Without a
         mask these are all, assuming that no sequence consists of one-token documents only."""
-        return np.flatnonzero(self.label_counts) if self.has_mask else range(self.total_sequences)
-
-    @functools.cached_property
-    def trained_counts(self) -> np.ndarray:
-        """Labels that count in each sequence, of data with a mask."""
-        return self.label_counts[self.kept]
+        return np.flatnonzero(self.label_counts) if self.has_loss_mask else range(self.total_sequences)
 
     @functools.cached_property
     def left_out(self) -> int:
@@ -104,7 +98,7 @@ class PackedDataset(Dataset):
             raise IndexError(index)
         first, last = self.input_range(index)
         tokens, trained, starts = self.tokens[first : last + 1], None, None
-        if self.has_mask:
+        if self.has_loss_mask:
             trained = self.tokens.trained(first + 1, last + 1).astype(bool)
         if self.document_mask:
             trained, starts = mask_boundaries(self.tokens.starts_between(first, last + 1), self.seq_len, trained)
@@ -123,7 +117,7 @@ class PackedDataset(Dataset):
 
     def total_trained(self) -> int:
         """Labels of all sequences that count, of data with a mask."""
-        return int(self.trained_counts.sum())
+        return int(self.label_counts.sum())
 
     def total_tokens(self) -> int:
         """Inputs of all sequences that are not padding."""
@@ -166,7 +160,7 @@ def mask_boundaries(
     return trained, begins[begins < seq_len]
 
 
-class PaddedDataset(PackedDataset):
+class WholeDocumentDataset(PackedDataset):
     """Sequences of `seq_len + 1` tokens that hold whole documents, or one, and then padding.
 
     A document's labels end with it: its last token does not predict the first of the next. Padding is not trained on
@@ -184,26 +178,27 @@ class PaddedDataset(PackedDataset):
 
     def __reduce__(self) -> Any:
         """Pickled without what is mapped: a data worker that is not forked maps it too, and gets no copy."""
-        return PaddedDataset, (self.tokens, self.seq_len, self.path, self.counts, self.padding, self.document_mask)
+        arguments = (self.tokens, self.seq_len, self.path, self.counts, self.padding, self.document_mask)
+        return WholeDocumentDataset, arguments
 
     @functools.cached_property
-    def starts(self) -> np.ndarray:
+    def piece_starts(self) -> np.ndarray:
         """The first token of each piece, sequence after sequence."""
         return map_numbers(str(self.path.with_suffix(".starts")), np.int64)
 
     @functools.cached_property
-    def lengths(self) -> np.ndarray:
+    def piece_lengths(self) -> np.ndarray:
         """The number of tokens in each piece."""
         return map_numbers(str(self.path.with_suffix(".lengths")), np.int32)
 
     @functools.cached_property
-    def begins(self) -> np.ndarray:
+    def first_pieces(self) -> np.ndarray:
         """The index of each sequence's first piece, and the number of pieces."""
         return map_numbers(str(self.path.with_suffix(".begins")), np.int64)
 
     def sequence_pieces(self, index: int) -> slice:
         """The pieces of a sequence."""
-        return slice(int(self.begins[index]), int(self.begins[index + 1]))
+        return slice(int(self.first_pieces[index]), int(self.first_pieces[index + 1]))
 
     def __len__(self) -> int:
         return self.counts["sequences"]
@@ -215,10 +210,10 @@ class PaddedDataset(PackedDataset):
         tokens = np.full(self.seq_len + 1, self.padding, self.tokens.dtype)
         trained, starts, filled = np.zeros(self.seq_len + 1, bool), [], 0
         pieces = self.sequence_pieces(index)
-        for start, length in zip(self.starts[pieces].tolist(), self.lengths[pieces].tolist(), strict=True):
+        for start, length in zip(self.piece_starts[pieces].tolist(), self.piece_lengths[pieces].tolist(), strict=True):
             tokens[filled : filled + length] = self.tokens[start : start + length]
             trained[filled + 1 : filled + length] = True
-            if self.has_mask:
+            if self.has_loss_mask:
                 trained[filled + 1 : filled + length] = self.tokens.trained(start + 1, start + length)
             starts.append(filled)
             filled += length
@@ -227,7 +222,7 @@ class PaddedDataset(PackedDataset):
         return PackedSequence(tokens, trained[1:], begins if self.document_mask else None, min(filled, self.seq_len))
 
     def real_tokens(self, index: int) -> int:
-        return min(int(self.lengths[self.sequence_pieces(index)].sum()), self.seq_len)
+        return min(int(self.piece_lengths[self.sequence_pieces(index)].sum()), self.seq_len)
 
     def total_trained(self) -> int:
         return self.counts["trained"]
@@ -239,7 +234,7 @@ class PaddedDataset(PackedDataset):
         return self.counts["documents"]
 
     def starts_in(self, index: int) -> list[int]:
-        lengths = self.lengths[self.sequence_pieces(index)]
+        lengths = self.piece_lengths[self.sequence_pieces(index)]
         return (np.cumsum(lengths) - lengths).tolist()
 
     def describe(self) -> str:
@@ -272,8 +267,8 @@ def pack_once(
 def pack_documents(
     tokens: Tokens, seq_len: int, packing: str, seed: int
 ) -> tuple[dict[str, np.ndarray], dict[str, int | str]]:
-    """(arrays of a `PaddedDataset` by name, counts). `packing` is best-fit, or none for one document, or a piece of
-    one, in each sequence. Sequences without a label that is trained on are left out."""
+    """(arrays of a `WholeDocumentDataset` by name, counts). `packing` is best-fit, or none for one document, or a piece
+    of one, in each sequence. Sequences without a label that is trained on are left out."""
     starts, lengths = cut_long(tokens.doc_ends, seq_len)
     if packing == "none":
         # sequence i has the pieces items[begins[i] : begins[i + 1]]
@@ -305,7 +300,7 @@ def pack_documents(
 
 def count_trained(tokens: Tokens, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Labels that count in each piece, whose order is that of the tokens. The mask is read in parts."""
-    if not tokens.has_mask:
+    if not tokens.has_loss_mask:
         return lengths - 1
     trained, first = np.zeros(len(lengths), np.int64), 0
     parts = range(MASK_PART, len(tokens) + MASK_PART, MASK_PART)
@@ -350,14 +345,14 @@ def best_fit(lengths: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.
     for length in np.flatnonzero(items_by_length)[::-1].tolist():
         left = int(items_by_length[length])
         while left:  # items of one length fill bin after bin: a bin that took one has the least room
-            if not rooms >> length:
+            if not rooms >> length:  # no bin has room: as many new ones as all items of this length need
                 new = -(-left // (size // length))
                 bins_with_room[size] = list(range(bins + new - 1, bins - 1, -1))
                 rooms |= 1 << size
                 bins += new
             enough = rooms >> length
-            room = length + (enough & -enough).bit_length() - 1
-            with_room, per_bin = bins_with_room[room], room // length
+            room = length + (enough & -enough).bit_length() - 1  # the lowest set bit is the least room that is enough
+            with_room, per_bin = bins_with_room[room], room // length  # each bin takes per_bin items, the last the rest
             filled = min(len(with_room), -(-left // per_bin))
             taken = with_room[-filled:][::-1]
             del with_room[-filled:]
@@ -380,7 +375,7 @@ class SyntheticDataset(Dataset):
     """Random tokens for throughput runs: sequence i is a pure function of (seed, i) and is stored nowhere."""
 
     is_uniform = True
-    has_mask = False
+    has_loss_mask = False
     left_out = 0
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, sequences: int = 2**20):
@@ -408,7 +403,7 @@ class HeldSequences:
     count: int  # of all ranks
     seq_len: int
     identity: str  # what tells them from others
-    has_mask = False
+    has_loss_mask = False
     left_out = 0
 
     def __len__(self) -> int:

@@ -1,17 +1,56 @@
 """Prompts: the texts that samples of a model continue, and the tokens that end them."""
 
+import os
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from harness import base, flags
-from harness.data.chat import ends_of_answers, render_user_message
+from harness.data.chat import ChatEncoder
 from harness.data.corpora import Corpus
+from harness.data.formats.json import values_in
 from harness.data.mixture import DataRecord
 from harness.data.packing import SyntheticDataset, sequence_tokens
-from harness.data.schema import Conversation
+from harness.data.schema import LAYOUTS, BadRecord, Conversation, find_document, is_objects
 from harness.data.stream import Stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def read_prompts(values: Iterable[str]) -> list[str | Conversation]:
+    """Return the prompts that values of --sample-prompt stand for."""
+    return [prompt for value in values for prompt in read_prompt(value)]
+
+
+def read_prompt(prompt: str) -> list[str | Conversation]:
+    """Return the prompts of one value of --sample-prompt: a text, or the conversations of a .json or .jsonl file, each
+    without its last answer. A list of messages is one conversation."""
+    is_file = os.path.isfile(prompt) or len(prompt.split()) == 1
+    if not (is_file and prompt.endswith((".json", ".jsonl"))):
+        return [prompt]
+    problem = f"--sample-prompt {prompt}"
+    try:
+        with open(os.path.expanduser(prompt), "rb") as file:
+            values = [*values_in(file)]
+    except (OSError, ValueError) as error:
+        fault = f"cannot be read ({base.first_line(error)})"
+        raise base.UserError(f"{problem}: {fault}; give JSON with messages") from error
+    if not values:
+        raise base.UserError(f"{problem}: it is empty; give JSON with messages")
+    if is_objects(values) and "role" in values[0]:
+        values = [{"messages": values}]
+    prompts: list[str | Conversation] = []
+    for number, value in enumerate(values, 1):
+        found = find_document(value, tuple(LAYOUTS))
+        if not isinstance(found, Conversation):
+            fault = found.fault if isinstance(found, BadRecord) else "no conversation"
+            raise base.UserError(f"{problem}, record {number}: {fault}")
+        last = found.first_trained or len(found.messages)
+        while last > 1 and found.messages[last - 1]["role"] == "assistant":
+            last -= 1
+        prompts.append(replace(found, messages=found.messages[:last], position=prompt))
+    return prompts
 
 
 def render_prompt(
@@ -25,30 +64,51 @@ def render_prompt(
         raise base.UserError(f"--sample-prompt {prompt.position}: {problem}; give one with --chat-template FILE")
     if isinstance(prompt, str) and not (answers and has_template) and settings.chat_template is None:
         return prompt
-    return render_user_message(tokenizer, base.read_template(settings.chat_template), prompt)
+    if isinstance(prompt, str):
+        prompt = Conversation([{"role": "user", "content": prompt}])
+    chat = ChatEncoder(tokenizer, len(tokenizer), base.read_template(settings.chat_template), "all")
+    try:
+        return chat.render_messages(prompt, chat.template_for(prompt), len(prompt.messages), prompt=True).text
+    except Exception as error:  # a template may raise anything
+        raise base.UserError(f"--sample-prompt: the chat template fails, {base.first_line(error)}") from error
 
 
-def end_tokens(
-    settings: flags.Settings, record: DataRecord | None, tokenizer: "PreTrainedTokenizerBase | None"
-) -> list[int]:
-    """The tokens that end a text of a model: the tokenizer's own, and if the data of `record` are conversations the
-    one that ends an answer."""
+def end_tokens(settings: flags.Settings, answers: bool, tokenizer: "PreTrainedTokenizerBase | None") -> list[int]:
+    """The tokens that end a text of a model: the tokenizer's own, and if the model `answers` the one that ends an
+    answer."""
     if tokenizer is None:
         return []
     ends = [tokenizer.eos_token_id]
-    if is_chat(record):
+    if answers:
         ends += ends_of_answers(tokenizer, base.read_template(settings.chat_template))
     return [end for end in dict.fromkeys(ends) if end is not None]
 
 
-def are_chats(corpora: list[Corpus], record: DataRecord | None) -> bool:
-    """True if the corpora that a run reads are conversations; if it reads none, those that `record` is of."""
-    sources = [corpus for corpus in corpora if not corpus.is_eval_only] or corpora
-    return any(corpus.is_chat for corpus in sources) if sources else is_chat(record)
+def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None) -> list[int]:
+    """Return the id of the special token that a chat template, by default the tokenizer's, writes after an answer; []
+    if it writes none."""
+    answer = "Zq"  # not part of a special token
+    messages = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}]
+    try:
+        text, _ = ChatEncoder(tokenizer, len(tokenizer), template, "all").render(Conversation(messages))
+    except Exception:  # a template may raise anything
+        return []
+    end = text.rpartition(answer)[2]
+    ids = tokenizer(end.lstrip(), add_special_tokens=False)["input_ids"]
+    if ids and (token := tokenizer.added_tokens_decoder.get(ids[0])) and token.special:
+        return ids[:1]
+    return []
 
 
-def is_chat(record: DataRecord | None) -> bool:
-    return record is not None and any(spec.get("chat") for spec in record.sources.values())
+def are_chats(corpora: list[Corpus]) -> bool:
+    """True if some of the corpora that a run trains on, or else evaluates, are conversations."""
+    sources = [corpus for corpus in corpora if not corpus.is_eval_dataset] or corpora
+    return any(corpus.is_chat for corpus in sources)
+
+
+def is_record_of_chats(record: DataRecord) -> bool:
+    """True if some of the sources of a run were conversations."""
+    return any(spec.get("chat") for spec in record.sources.values())
 
 
 def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:

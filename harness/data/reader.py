@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import os
 import pathlib
@@ -14,17 +13,16 @@ from typing import Any
 import numpy as np
 
 from harness import base, job
-from harness.data import formats, token_files
+from harness.data import formats
 from harness.data.cache import make_once
-from harness.data.chat import ChatFormat, no_assistant_mask
+from harness.data.chat import ChatEncoder, no_assistant_mask
 from harness.data.corpora import Corpus, are_token_files, cut_positions, parse_split, slice_rows
 from harness.data.files import DataFile
 from harness.data.formats import read_records
-from harness.data.packing import PackedDataset, PaddedDataset, pack_once
+from harness.data.packing import PackedDataset, WholeDocumentDataset, pack_once
 from harness.data.schema import read_documents
-from harness.data.token_files import map_numbers
-from harness.data.tokenize import RowFormat, TextFormat, describe_cache, open_cache, take, tokenize_once, warnings_in
-from harness.data.tokens import Tokens
+from harness.data.tokenize import RowEncoder, TextEncoder, describe_cache, open_cache, take, tokenize_once, warnings_in
+from harness.data.tokens import Tokens, describe_files, map_numbers
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
 
@@ -49,30 +47,30 @@ class CorpusReader:
     def end_of_text(self) -> int | None:
         return None if self.tokenizer is None else self.tokenizer.eos_token_id
 
-    def encoder(self, corpus: Corpus) -> TextFormat:
+    def encoder(self, corpus: Corpus) -> TextEncoder:
         if corpus.kind == "labels":
-            return RowFormat(self.tokenizer, self.vocab_size)
+            return RowEncoder(self.tokenizer, self.vocab_size)
         if not corpus.is_chat:
-            return TextFormat(self.tokenizer, self.vocab_size)
-        chat = self.chat_format(corpus)
+            return TextEncoder(self.tokenizer, self.vocab_size)
+        chat = self.chat_encoder(corpus)
         chat.check(corpus.source.dataset)
         return chat
 
-    def chat_format(self, corpus: Corpus) -> ChatFormat:
+    def chat_encoder(self, corpus: Corpus) -> ChatEncoder:
         template = base.read_template(self.chat_template)
         layout = str(corpus.text_field)
-        return ChatFormat(self.tokenizer, self.vocab_size, template, self.chat_loss, self.skip_bad_records, layout)
+        return ChatEncoder(self.tokenizer, self.vocab_size, template, self.chat_loss, self.skip_bad_records, layout)
 
     def open_tokens(self, corpus: Corpus, split: str) -> tuple[Tokens, str]:
         """(the tokens of a split, mapped; where they come from, in words). Text is tokenized unless the cache has it. A
         slice is cut at document boundaries."""
         name, bounds = parse_split(split)
         split_files = corpus.listing.files_in_split(name)
-        if corpus.from_token_files and are_token_files(split_files):
+        if are_token_files(split_files):  # of another kind than the corpus' training split, if there are both
             opened = base.call_on_all_ranks(  # raises on all ranks if a file is missing on one node
                 lambda: [formats.open_token_file(file, self.vocab_size) for file in split_files]
             )
-            line = token_files.describe(opened)
+            line = describe_files(opened)
         else:
             rows = None
             if corpus.listing.is_hub and bounds:
@@ -95,7 +93,7 @@ class CorpusReader:
         """Call `tokenize_once` for these files, or for some of their rows."""
         encoder = self.encoder(corpus)
         content = [file.version() for file in split_files]
-        identity = [content, rows, corpus.text_field, corpus.has_mask, *encoder.identity()]
+        identity = [content, rows, corpus.text_field, corpus.has_loss_mask, *encoder.identity()]
 
         def tokenize(counts: Counter) -> Iterator:
             records = itertools.chain.from_iterable(read_records(file, corpus.text_field) for file in split_files)
@@ -118,8 +116,9 @@ class CorpusReader:
         return tokenize_once(identity, tokenize, self.cache_dir, self.skip_bad_records)
 
     def with_doc_ends(self, tokens: Tokens) -> Tokens:
-        """The tokens with their document boundaries. If the files do not have these, one process of a node reads all
-        tokens for them, and the others map what it found. A UserError if nothing says where documents end."""
+        """The tokens of token files or of the cache with their document boundaries. If the files do not have these, one
+        process of a node reads all tokens for them, at the first start, and the others map what it found. A UserError
+        if nothing says where documents end."""
         if tokens.has_doc_ends:
             return tokens
         self.check_doc_ends(tokens)
@@ -128,11 +127,10 @@ class CorpusReader:
             tokens.file_doc_ends.tofile(folder / "ends")
             return {}
 
-        def keep_doc_ends() -> pathlib.Path:
-            digest = hashlib.sha256(tokens.file_doc_ends.data).hexdigest()
-            return make_once("ends", [digest], write, self.cache_dir)[0]
-
-        path = base.broadcast_from_node_main(keep_doc_ends, self.is_main)
+        identity = [[file.version for file in tokens.files], tokens.end_of_text]
+        path, _ = base.broadcast_from_node_main(
+            lambda: make_once("ends", identity, write, self.cache_dir), self.is_main
+        )
         return dataclasses.replace(tokens, known_doc_ends=map_numbers(str(path.with_suffix(".ends")), np.int64))
 
     def check_doc_ends(self, tokens: Tokens) -> None:
@@ -145,19 +143,20 @@ class CorpusReader:
 
     def pack(self, tokens: Tokens, name: str) -> PackedDataset:
         """Pack tokens as sequences; a UserError, which names the data `name`, if there is not one to train on."""
-        packing = self.packing or ("best-fit" if tokens.has_mask else "concatenate")
-        mask = tokens.has_mask if self.document_mask is None else self.document_mask
+        packing = self.packing or ("best-fit" if tokens.has_loss_mask else "concatenate")
+        mask = tokens.has_loss_mask if self.document_mask is None else self.document_mask
         mask = mask and packing != "none"  # a sequence has one document
         packed: PackedDataset
         if packing != "concatenate":
             tokenizer = self.tokenizer
             ids = [getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0]
-            padding = next(token for token in ids if token is not None)
+            # an added padding token may have no embedding
+            padding = next(token for token in ids if token is not None and token < self.vocab_size)
             tokens = self.with_doc_ends(tokens)
             path, counts = base.broadcast_from_node_main(
                 lambda: pack_once(tokens, self.seq_len, packing, self.seed, self.cache_dir), self.is_main
             )
-            packed = PaddedDataset(tokens, self.seq_len, path, counts, padding, mask)
+            packed = WholeDocumentDataset(tokens, self.seq_len, path, counts, padding, mask)
         else:
             if mask:
                 self.check_doc_ends(tokens)

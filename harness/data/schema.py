@@ -165,7 +165,8 @@ def read_documents(
 ) -> Iterator[Document]:
     """Yield the documents in (position, record), without empty ones.
 
-    `kind` is the kind of all of them, see `kind_of`. A bad record is a UserError, or is left out if `skip_bad`;
+    `kind` is the kind of all of them, see `kind_of`; texts and ids mix, as neither has a loss mask; conversations and
+    labels mix with nothing. A bad record is a UserError, or is left out if `skip_bad`;
     `counts` gets the numbers of these and of empty texts. A token id that is not below `vocab_size` is a UserError."""
     for position, record in records:
         if isinstance(record, BadRecord):
@@ -191,9 +192,10 @@ def read_documents(
             yield record
         else:
             texts = [part.strip("\n") for part in record.split(DOCUMENT_MARK)] if DOCUMENT_MARK in record else [record]
-            if not any(text.strip("\n") for text in texts):
+            texts = [text for text in texts if text]
+            if not texts:
                 counts["empty documents"] += 1
-            yield from filter(None, texts)
+            yield from texts
 
 
 def refuse_or_count(position: str, fault: str, skip_bad: bool, counts: Counter) -> None:
@@ -214,10 +216,11 @@ ROLES = {  # of chat templates, by ShareGPT's `from`
     "system": "system",
 }
 CALLS = ("function_call", "tool_call")  # of functions, by the assistant
-# Fields that may exclude a turn of the assistant, with the values that do not. A mask of 1 has both meanings.
-TRAINED = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)) | {"mask": ()}
+# Fields by which data leave a turn of the assistant out of the loss: their values that keep it in. None of `mask`: its
+# 1 means trained on in some data and masked out in others.
+KEEPS_TURN = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)) | {"mask": ()}
 # Fields of a message that a template need not write; contents and calls are checked one by one.
-NAMES_AND_WEIGHTS = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *TRAINED}
+NAMES_AND_WEIGHTS = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *KEEPS_TURN}
 SYSTEM = ("system", "system_prompt", "system_message")
 NOT_READ = {  # fields that would change the text of a conversation, and what to do instead
     "functions": "name them tools",
@@ -243,6 +246,7 @@ def read_fields(fields: dict[str, Any], name: str) -> Record:
     """Return the document of a record: its field `name`, or its conversation in the layout `name`."""
     layout = layout_of(name)
     value = fields.get(name)
+    # a column may be named as a layout, and have texts
     if isinstance(value, str) or not (name in LAYOUTS or is_objects(value)):
         return read_value(fields, name)
     try:
@@ -280,12 +284,17 @@ def optional_columns(layout: Layout, columns: list[str]) -> list[str]:
     return [name for name in columns if name in optional or (is_named_like_tools(name) and name not in layout.needs)]
 
 
-def choose_field(columns: list[str], text_field: Field) -> str:
-    """Return the column or layout of `text_field` that is read of a file; a ValueError if it has none."""
+def choose_field(columns: list[str], flat_columns: set[str], text_field: Field) -> str:
+    """Return the column or layout of `text_field` that is read of a file, as `find_document` does of a record; a
+    ValueError if it has none. `flat_columns` have no lists or objects, so no messages."""
     names = field_names(text_field)
     for name in names:
-        if set(layout_of(name).needs) <= set(columns):
+        needs = layout_of(name).needs
+        is_text = name in LAYOUTS and len(needs) == 1 and needs[0] in flat_columns
+        if set(needs) <= set(columns) and not is_text:
             return name
+    if names[-1] in flat_columns:  # `--text-field messages` for texts
+        return names[-1]
     missing = " and ".join(layout_of(names[-1]).needs)
     raise ValueError(f"no field {missing}, only {', '.join(columns)}; {field_advice(names[-1], columns)}")
 
@@ -394,12 +403,13 @@ def messages_in(items: Any, name: str) -> list[dict]:
                 wanted += ", or with from and value"
             raise ValueError(f"{position} is {excerpt(message)} instead of {wanted}")
         if message["role"] == "assistant":
-            for field, values in TRAINED.items():
+            for field, values in KEEPS_TURN.items():
                 if field in message and message[field] not in values:
                     problem = f"{position} has {field} {excerpt(message[field])}, but all turns of the assistant are"
                     raise ValueError(f"{problem} trained on; remove that field, or the turn")
         for part in parts_of(message):
-            if not isinstance(part, dict) or not any(isinstance(part.get(name), str) for name in ("text", "thinking")):
+            texts = [part.get("text"), part.get("thinking")] if isinstance(part, dict) else []
+            if not any(isinstance(text, str) for text in texts):
                 raise ValueError(f"{position} has a part that is not text, {excerpt(part)}")
         if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls_of(message)):
             called = excerpt(message.get("tool_calls") or message.get("function_call"))

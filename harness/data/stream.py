@@ -2,10 +2,10 @@
 opens the shards of its own samples.
 
 A chunk is a part of files that can be cut, a row group of Parquet, or a compressed file. Each epoch a shard takes its
-chunks in an order of its own and reads each in pieces, whose documents it shuffles. Its sequences are cut from their
+chunks in an order of its own and reads each in portions, whose documents it shuffles. Its sequences are cut from their
 tokens end to end. A position from which a sequence can be read again is (its number in the shard, the chunk counted
-over epochs, the piece of the chunk, the tokens of the piece before the sequence). To resume there, the pieces of the
-chunk before it are read again but not tokenized.
+over epochs, the portion of the chunk, the tokens of the portion before the sequence). To resume there, the portions of
+the chunk before it are read again but not tokenized.
 """
 
 import bisect
@@ -20,7 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -29,18 +29,28 @@ from harness import base
 from harness.data.eval_split import is_eval_document
 from harness.data.files import DataFile
 from harness.data.formats import find_format, read_records
+from harness.data.mixture import Spec
 from harness.data.packing import HeldSequences, PackedSequence, mask_boundaries, sequence_tokens
 from harness.data.schema import Field, read_documents
-from harness.data.tokenize import Encoded, TextFormat, take
+from harness.data.tokenize import Encoded, TextEncoder, take
 from harness.data.tokens import BEGINNING_TOKENS, checksum_of_beginning
 
 MIN_CHUNK = 2**12  # bytes: a corpus has no more shards than chunks
-MAX_CHUNK = 2**18  # bytes, and characters of a piece: about what an open shard holds in memory
+MAX_CHUNK = 2**18  # bytes, and characters of a portion: about what an open shard holds in memory
 MAX_OPEN_BYTES = 2**26  # of one chunk for each shard, all shards together
 BATCH = 16  # documents per call of the tokenizer: training waits for the first of each shard
 
-Position = tuple[int, int, int, int]
-BEGINNING: Position = (0, 0, 0, 0)
+
+class Position(NamedTuple):
+    """A position in a shard, from which a sequence and those after it can be read again."""
+
+    sequence: int  # its number in the shard
+    chunk: int  # of the shard, counted over epochs
+    portion: int  # of the chunk
+    offset: int  # tokens of the portion before the sequence
+
+
+BEGINNING = Position(0, 0, 0, 0)
 
 
 class Part(NamedTuple):
@@ -54,12 +64,11 @@ class Part(NamedTuple):
 class Stream:
     """The documents of files in shards."""
 
-    has_mask = False
-
     def __init__(
         self,
+        *,
         files: list[DataFile],
-        encoder: TextFormat,
+        encoder: TextEncoder,
         text_field: Field,
         seq_len: int,
         seed: int,
@@ -70,9 +79,8 @@ class Stream:
         self.files, self.encoder, self.text_field = files, encoder, text_field
         self.seq_len, self.seed, self.skip_bad, self.document_mask = seq_len, seed, skip_bad, document_mask
         self.is_uniform = not document_mask  # True if all labels of each sequence count
-        self.eval_only: bool | None = None  # True: the eval documents alone; False: all but these; None: all
+        self.reads: Literal["all", "training", "eval"] = "all"  # all documents, all but the eval documents, or these
         self.num_shards = num_shards
-        self.has_row_groups = any(map(has_row_groups, files))
         self.chunks = cut_into_chunks(files, num_shards)
 
     def documents(self, chunk: list[Part], counts: Counter | None = None) -> Iterator:
@@ -83,7 +91,7 @@ class Stream:
             # texts and token ids only: a stream of conversations is refused
             documents: Iterator[Any] = read_documents(records, self.encoder.vocab_size, self.skip_bad, counts)
             for document in documents:
-                if self.eval_only is None or is_eval_document(document) == self.eval_only:
+                if self.reads == "all" or is_eval_document(document) == (self.reads == "eval"):
                     yield document
 
     def shard_chunks(self, shard: int) -> list[list[Part]]:
@@ -94,26 +102,23 @@ class Stream:
                 return chunks
         raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
 
-    def pieces(self, shard: int, chunk: int, piece: int, counts: Counter) -> Iterator[tuple[int, int, list]]:
-        """Endless (chunk, piece, its documents) of a shard, from a piece of a chunk on; `counts` gets how many
-        documents of the first epoch are left out."""
+    def portions(self, shard: int, chunk_number: int, portion: int, counts: Counter) -> Iterator[tuple[int, int, list]]:
+        """Endless (number of the chunk over epochs, portion, its documents) of a shard, from a portion of a chunk on;
+        `counts` gets how many documents of the first epoch are left out."""
         chunks = self.shard_chunks(shard)
         while True:
-            epoch, number_in_epoch = divmod(chunk, len(chunks))
+            epoch, number_in_epoch = divmod(chunk_number, len(chunks))
             order = np.random.default_rng([self.seed, shard, epoch]).permutation(len(chunks))
             documents = self.documents(chunks[order[number_in_epoch]], counts if epoch == 0 else None)
             for number in itertools.count():
-                piece_documents = list(take(documents, MAX_CHUNK, MAX_CHUNK))
-                if not piece_documents:
+                portion_documents = list(take(documents, MAX_CHUNK, MAX_CHUNK))
+                if not portion_documents:
                     break
-                if number >= piece:
-                    generator = np.random.default_rng([self.seed, shard, chunk, number])
-                    yield (
-                        chunk,
-                        number,
-                        [piece_documents[index] for index in generator.permutation(len(piece_documents))],
-                    )
-            chunk, piece = chunk + 1, 0
+                if number >= portion:
+                    generator = np.random.default_rng([self.seed, shard, chunk_number, number])
+                    shuffled = [portion_documents[index] for index in generator.permutation(len(portion_documents))]
+                    yield chunk_number, number, shuffled
+            chunk_number, portion = chunk_number + 1, 0
 
     def first_documents(self, chunks: list[list[Part]], tokens: int) -> Encoded:
         """The first documents of chunks, with at least this number of tokens if there are that many."""
@@ -126,17 +131,16 @@ class Stream:
             np.concatenate([part.tokens for part in found]), np.concatenate([part.lengths for part in found])
         )
 
-    def fingerprint(self) -> dict[str, str]:
+    def fingerprint(self) -> Spec:
         """What tells the corpus from others, wherever it is stored: the names and sizes of its files, and its first
         tokens. A UserError if it holds no text."""
         tolerant = copy.copy(self)
         tolerant.skip_bad = True  # a bad record is an error when training reads it
-        beginning = tolerant.first_documents(tolerant.chunks, BEGINNING_TOKENS).tokens
+        in_file_order = [[Part(file)] for file in self.files]  # as in a token cache; chunks may have another order
+        beginning = tolerant.first_documents(in_file_order, BEGINNING_TOKENS).tokens
         if not len(beginning):
             raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
-        # in the fingerprint because positions count chunks, which row groups change
-        how = "streamed by row groups" if self.has_row_groups else "streamed"
-        return {"dataset": f"{self.files_digest()}, {how}", "beginning": checksum_of_beginning(beginning)}
+        return {"dataset": f"{self.files_digest()}, streamed", "beginning": checksum_of_beginning(beginning)}
 
     def files_digest(self) -> str:
         """A checksum of the names and sizes of the files."""
@@ -163,21 +167,19 @@ class Stream:
                 begin = sequence * length
                 start, stop = max(begin, first), min(begin + length + 1, last)
                 inside = ends[np.searchsorted(ends, start, "right") : np.searchsorted(ends, stop, "right")] - begin
-                piece = sequence, start - begin, encoded.tokens[start - first : stop - first], inside
+                message = sequence, start - begin, encoded.tokens[start - first : stop - first], inside
                 for rank in ranks_of(sequence):
-                    sent[rank].append(piece)
+                    sent[rank].append(message)
         tokens: dict[int, np.ndarray] = {}
         ends_by_sequence: dict[int, list[np.ndarray]] = {}
-        for sequence, start, piece_tokens, inside in itertools.chain.from_iterable(base.all_to_all_lists(sent)):
-            tokens.setdefault(sequence, np.zeros(length + 1, self.encoder.dtype))[start:][: len(piece_tokens)] = (
-                piece_tokens
-            )
+        for sequence, start, stretch, inside in itertools.chain.from_iterable(base.all_to_all_lists(sent)):
+            tokens.setdefault(sequence, np.zeros(length + 1, self.encoder.dtype))[start:][: len(stretch)] = stretch
             ends_by_sequence.setdefault(sequence, []).append(inside)
         held = {}
         for sequence, found in ends_by_sequence.items():
             held[sequence] = self.first_sequence(tokens[sequence], np.sort(np.concatenate(found)))
         held[0] = base.broadcast_from_rank_0(lambda: held[0])
-        identity = [self.files_digest(), self.eval_only, hashlib.sha256(sequence_tokens(held[0]).tobytes()).hexdigest()]
+        identity = [self.files_digest(), self.reads, hashlib.sha256(sequence_tokens(held[0]).tobytes()).hexdigest()]
         return HeldSequences(held, number, length, f"{identity}, {base.counted(number, 'sequence')}")
 
     def read_in_turn(self, tokens: int) -> tuple[dict[int, Encoded], int]:
@@ -269,18 +271,18 @@ class ShardReader:
     """The sequences of one shard from a position on."""
 
     def __init__(self, stream: Stream, shard: int, position: Position, counts: Counter):
-        sequences, chunk, piece, offset = position
         self.stream, self.counts = stream, counts
-        self.start = sequences * stream.seq_len - offset  # number of the first token in the buffer, in the shard
+        # number of the first token in the buffer, in the shard
+        self.start = position.sequence * stream.seq_len - position.offset
         self.tokens, self.ends = np.empty(0, stream.encoder.dtype), np.empty(0, np.int64)  # the buffer, documents' ends
-        self.marks: collections.deque[tuple[int, int, int]] = collections.deque()  # (first token, chunk, piece) in it
-        self.batches = self._read(stream.pieces(shard, chunk, piece, counts))
-        self.last_sequence = sequences
+        self.marks: collections.deque[tuple[int, int, int]] = collections.deque()  # (first token, chunk, portion) in it
+        self.batches = self._read(stream.portions(shard, position.chunk, position.portion, counts))
+        self.last_sequence = position.sequence
 
-    def _read(self, pieces: Iterator[tuple[int, int, list]]) -> Iterator[None]:
+    def _read(self, portions: Iterator[tuple[int, int, list]]) -> Iterator[None]:
         """Append to the buffer, batch by batch."""
-        for chunk, piece, documents in pieces:
-            self.marks.append((self.start + len(self.tokens), chunk, piece))
+        for chunk_number, portion, documents in portions:
+            self.marks.append((self.start + len(self.tokens), chunk_number, portion))
             for first in range(0, len(documents), BATCH):
                 encoded = self.stream.encoder.encode(documents[first : first + BATCH], Counter())
                 end = self.start + len(self.tokens)
@@ -311,5 +313,6 @@ class ShardReader:
 
     def position(self) -> Position:
         """The position from which the sequence that was given last, and those after it, are read again."""
-        begin, chunk, piece = self.marks[0]
-        return self.last_sequence, chunk, piece, self.last_sequence * self.stream.seq_len - begin
+        begin, chunk_number, portion = self.marks[0]
+        offset = self.last_sequence * self.stream.seq_len - begin
+        return Position(self.last_sequence, chunk_number, portion, offset)

@@ -17,7 +17,7 @@ import numpy as np
 from harness import base, job
 from harness.data.cache import make_once
 from harness.data.schema import LabelledIds
-from harness.data.token_files import TokenFile, map_numbers
+from harness.data.tokens import TokenFile, id_dtype, map_numbers
 
 if TYPE_CHECKING:
     import tokenizers
@@ -30,7 +30,9 @@ LEFT_OUT = (
     "bad records",
     *(f"{name} without a trained token" for name in ("conversations", "rows")),
 )
-WARNING = "warning: "  # prefix of the counts of warnings; then the position of the first conversation and the warning
+# Prefix of the counts of warnings. The rest of a count's key is the position of the first conversation and the text of
+# the warning, so that the text stays in the cache's counts, for later starts.
+WARNING = "warning: "
 FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # until the first line of progress, and between lines
 
 
@@ -51,12 +53,12 @@ def take(documents: Iterator, count: int, characters: int = BATCH_CHARACTERS) ->
             return
 
 
-class TextFormat:
+class TextEncoder:
     """Encoder of texts, with an end-of-text token after each, and of token ids, which are kept."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
-        self.dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+        self.dtype = id_dtype(vocab_size)
 
     def identity(self) -> list:
         """Return all that decides the tokens of a document, as JSON takes it: part of the key of the token cache."""
@@ -108,7 +110,7 @@ class TextFormat:
         return Encoded(tokens.astype(self.dtype), lengths, trained)
 
 
-class RowFormat(TextFormat):
+class RowEncoder(TextEncoder):
     """Encoder of token ids with labels, which are kept."""
 
     def encode(self, documents: list[LabelledIds], counts: Counter) -> Encoded:
@@ -191,10 +193,9 @@ def write_tokens(batches: Iterator[Encoded], folder: pathlib.Path) -> None:
 
 def open_cache(path: pathlib.Path, vocab_size: int) -> TokenFile:
     """Map the tokens of a cache, whose files have this path without suffix."""
-    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     mask = path.with_suffix(".mask")
     return TokenFile(
-        tokens=np.memmap(path.with_suffix(".bin"), dtype, "r").view(np.ndarray),
+        tokens=np.memmap(path.with_suffix(".bin"), id_dtype(vocab_size), "r").view(np.ndarray),
         is_checked=True,
         cache_key=path.name,
         find_ends=functools.partial(map_numbers, str(path.with_suffix(".ends")), np.int64),

@@ -3,16 +3,92 @@
 import dataclasses
 import functools
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from harness import base
-from harness.data.token_files import TokenFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHUNK = 2**24  # tokens per read of a whole file
 BEGINNING_TOKENS = 2**14  # by which a corpus is recognized
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Token files, which are mapped, not read
+
+
+@dataclass(eq=False)
+class TokenFile:
+    """Token ids in a file, or in an array."""
+
+    tokens: np.ndarray  # flat, integers, mapped
+    name: str = ""  # of the file, as messages have it; empty for the token cache and for an array
+    kind: str = ""  # what the file was taken for, in words
+    # The position after each document, int64, ascending, the last one at the end; None if only end-of-text tokens tell.
+    find_ends: Callable[[], np.ndarray] | None = None
+    tokenizer: str | None = None  # the name of the one that made it, if the format has it
+    is_checked: bool = False  # whether each id is known to be below the vocabulary's size
+    trained: np.ndarray | None = None  # the mask, if there is one, uint8: 1 for each token that is trained on
+    cache_key: str = ""  # tells the content of a token cache from others; empty for a token file and for an array
+    version: list | None = None  # of a token file, see `DataFile.version`; None for a token cache and for an array
+    reopen: Callable[[], "TokenFile"] | None = None  # opens the same file again; None for an array
+
+    def __reduce__(self) -> Any:
+        """A file is pickled as the call that opens it: a process that is not forked maps it too, and gets no copy."""
+        return (self.reopen, ()) if self.reopen else super().__reduce__()
+
+
+def id_dtype(vocab_size: int) -> np.dtype:
+    """The dtype of token ids below `vocab_size`, in a token cache and in sequences."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def map_numbers(file: str, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
+    """The numbers in a file from a byte on, mapped: a page of it is read when its numbers are. A UserError if the
+    file is empty, or its size no multiple of theirs."""
+    if os.path.getsize(file) <= offset:
+        raise damaged(file, "it is empty, or ends within its header")
+    content = np.memmap(file, np.uint8, "r", offset=offset)
+    if len(content) % np.dtype(dtype).itemsize:
+        raise damaged(file, f"{len(content):,} bytes are no whole number of {np.dtype(dtype).itemsize}-byte numbers")
+    return content.view(np.ndarray).view(dtype)
+
+
+def damaged(place: Any, fault: str, advice: str = "restore the file, or write it again") -> base.UserError:
+    """The error for a token file that breaks its format; `place` is the file, or a position in it."""
+    return base.UserError(f"--dataset {place}: {fault}; {advice}")
+
+
+def describe_files(files: list[TokenFile]) -> str:
+    """The kinds of the files, in words."""
+    kinds = list(dict.fromkeys(file.kind for file in files))
+    return f"read in place, {base.counted(len(files), 'file')} ({base.shortened(kinds, 2)})"
+
+
+def differing_tokenizer(files: list[TokenFile], tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    """A warning if a file names another tokenizer than the run's; else "". A path and a hub id are the same if their
+    last part is."""
+    for file in files:
+        if file.tokenizer and tokenizer and last_part(file.tokenizer) != last_part(tokenizer.name_or_path):
+            problem = f"{file.name} was tokenized by {file.tokenizer}"
+            return f"--tokenizer {tokenizer.name_or_path}: {problem}; samples are wrong unless both are the same"
+    return ""
+
+
+def last_part(name: str) -> str:
+    """The last part of a tokenizer's name: SmolLM3-3B of /models/SmolLM3-3B/tokenizer.json, as of the hub id."""
+    return name.removesuffix("/tokenizer.json").rstrip("/").rpartition("/")[2]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokens of several files
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +122,7 @@ class Tokens:
 
     @functools.cached_property
     def dtype(self) -> np.dtype:
-        return np.dtype(np.uint16 if (self.vocab_size or 2**32) <= 2**16 else np.uint32)
+        return id_dtype(self.vocab_size or 2**32)
 
     def cut(self, starts: np.ndarray, stops: np.ndarray) -> "Tokens":
         """Select stretches of these tokens, from `starts[i]` to before `stops[i]` each; they must be one stretch."""
@@ -104,7 +180,7 @@ class Tokens:
         return unsigned.astype(self.dtype, copy=False)
 
     @property
-    def has_mask(self) -> bool:
+    def has_loss_mask(self) -> bool:
         """True if there is a mask of the tokens to train on: for conversations, and for rows with labels."""
         return self.files[0].trained is not None
 
@@ -177,7 +253,7 @@ class Tokens:
         digest = hashlib.sha256()
         for start in starts:
             digest.update(self[start : start + 4096].tobytes())
-            if self.has_mask:
+            if self.has_loss_mask:
                 digest.update(self.trained(start, min(start + 4096, len(self))).tobytes())
         return f"{digest.hexdigest()[:20]}, {len(self):,} tokens"
 
@@ -185,11 +261,17 @@ class Tokens:
 def ends_in(file_ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
     """The position after each document of stretches of files, counted in the tokens of the stretches; each stretch ends
     one. `file_ends` are those of the files, of which only the ones inside are read."""
-    first = np.searchsorted(file_ends, starts, "right")  # index of the first end inside each stretch
+    # of each stretch: the index of its first end in `file_ends`
+    first = np.searchsorted(file_ends, starts, "right")
+    # of each stretch: the ends before its stop, and the stop itself, unless it is empty
     counts = np.maximum(np.searchsorted(file_ends, stops, "left") - first, 0) + (stops > starts)
+    # of each end: the number of its stretch
     stretch = np.repeat(np.arange(len(counts)), counts)
+    # of each end: its index in `file_ends`, which counts up from the first one of its stretch
     number = first[stretch] + np.arange(len(stretch)) - np.repeat(np.cumsum(counts) - counts, counts)
+    # of each end: its position in the files; the last one of a stretch is the stop, also after all `file_ends`
     ends = np.minimum(file_ends[np.minimum(number, len(file_ends) - 1)], stops[stretch])
+    # of each stretch: the tokens of those before it
     before = np.cumsum(stops - starts) - (stops - starts)
     return ends - starts[stretch] + before[stretch]
 

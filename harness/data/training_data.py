@@ -1,7 +1,6 @@
 """Training data: the samples of a run, each found by its number."""
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from harness.data.eval_split import EvalData
-from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder
-from harness.data.packing import PackedSequence, PaddedDataset
+from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder, Spec
+from harness.data.packing import PackedSequence, WholeDocumentDataset
 from harness.data.stream import BEGINNING, Position, ShardReader, Stream
 
 Positions = dict[str, dict[int, Position]]  # by source and shard
@@ -26,7 +25,7 @@ class OpenedSource:
 
     train: Any  # a data set of sequences, or a Stream
     eval_data: EvalData | None  # None if nothing of it is evaluated
-    spec: dict[str, Any]  # how it is read and what tells it from others, as a checkpoint records it
+    spec: Spec
 
 
 @dataclass(eq=False)
@@ -44,20 +43,21 @@ class TrainingData:
     eval_data: dict[str, Any] | None = None  # sequences of each source, or of an eval dataset; None: no evaluation
     eval_identity: dict[str, str] = field(default_factory=dict)  # what tells each of these from others
     header: dict[str, str] = field(default_factory=dict)  # lines of the header
-    beginning: str = ""  # the first words of the text, a prompt for a sample
+    first_words: str = ""  # of the text, a prompt for a sample
 
     def __post_init__(self) -> None:
         self.mixture, self.orders = Mixture(self.record.segments, self.seed, self.record.num_shards), {}
         for name, source in self.sources.items():
             if not isinstance(source, Stream):
-                self.orders[name] = SequenceOrder(len(source), self.seed, None if name == self.record.plain else name)
+                self.orders[name] = SequenceOrder(
+                    len(source), self.seed, None if name == self.record.ordered_without_name else name
+                )
 
     def __len__(self) -> int:
         """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
-        first = self.record.segments[0]
-        weights = {name: weight / first.per_sample[name] for name, weight in first.weights.items() if weight}
-        total = sum(weights.values())  # weights of samples: those of tokens, divided by the tokens per sample
-        return max(math.ceil(self.orders[name].sequences * total / weight) for name, weight in weights.items())
+        weights = self.record.segments[0].sample_weights
+        total = sum(weights.values())
+        return max(-(-self.orders[name].sequences * total // weight) for name, weight in weights.items())
 
     def __getitem__(self, sample: int) -> np.ndarray | PackedSequence:
         """A global sample; not of streams."""
@@ -75,7 +75,7 @@ class TrainingData:
 
     @functools.cached_property
     def has_padding(self) -> bool:
-        padded = [source for source in self.sources.values() if isinstance(source, PaddedDataset)]
+        padded = [source for source in self.sources.values() if isinstance(source, WholeDocumentDataset)]
         return any(source.total_tokens() < len(source) * self.seq_len for source in padded)
 
     @property
@@ -133,12 +133,21 @@ class TrainingData:
 
 def mix(sequences: dict[str, Any], weights: dict[str, Fraction | None], seq_len: int, seed: int) -> TrainingData:
     """The sequences of sources in the order of a run without stages, by these weights or by size."""
-    per_sample = {name: Fraction(source.total_tokens(), len(source)) for name, source in sequences.items()}
+    per_sample = {name: tokens_per_sample(source, seq_len) for name, source in sequences.items()}
     resolved = {name: Fraction(sequences[name].total_tokens()) if w is None else w for name, w in weights.items()}
-    plain = next(iter(sequences)) if len(sequences) == 1 else None
-    segments = [Segment(0, resolved, per_sample)]
-    record = DataRecord({name: {} for name in sequences}, plain, 1, {"weights": {}}, segments)
+    record = DataRecord(
+        sources={name: {} for name in sequences},
+        ordered_without_name=next(iter(sequences)) if len(sequences) == 1 else None,
+        num_shards=1,
+        asked={"weights": {}},
+        segments=[Segment(0, resolved, per_sample)],
+    )
     return TrainingData(sequences, record, seq_len, seed)
+
+
+def tokens_per_sample(source: Any, seq_len: int) -> Fraction:
+    """The mean number of tokens in a sequence of a source, without padding."""
+    return Fraction(seq_len) if isinstance(source, Stream) else Fraction(source.total_tokens(), len(source))
 
 
 class SampleReader:

@@ -13,7 +13,7 @@ A flag is one field of `Args` in settings.py; its contradictions are in rules.py
 
 from harness.flags.adapters import adapter_folder, read_adapter_config
 from harness.flags.checkpoints import checkpoint_folder, no_checkpoint
-from harness.flags.choices import DATASETS, Dataset, Optimizer
+from harness.flags.choices import DATASETS, FIELD_SUFFIXES, Dataset, Optimizer
 from harness.flags.commands import as_flags, as_words, run_flags, shell_command
 from harness.flags.imports import IMPORTED, REGISTERED, describe_fault, describe_imports, model_types
 from harness.flags.parser import complete, make_parser, parse_args
@@ -56,6 +56,7 @@ from harness.flags.sources import (
 __all__ = [
     "ASSETS",
     "DATASETS",
+    "FIELD_SUFFIXES",
     "FLAGS",
     "IMPORTED",
     "LENGTHS",

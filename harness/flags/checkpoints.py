@@ -18,11 +18,26 @@ def checkpoint_folder(resume: str) -> pathlib.Path:
 
 
 def no_checkpoint(resume: str) -> str:
-    """An error if --resume PATH has no checkpoint, with nearby ones; empty if it has one, even a damaged one."""
+    """An error if --resume PATH cannot be read or has no checkpoint, with nearby ones; empty if it names one, even a
+    damaged one."""
+    try:
+        return find_no_checkpoint(resume)
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
+
+
+def find_no_checkpoint(resume: str) -> str:
     path, checkpoint = pathlib.Path(resume).expanduser(), checkpoint_folder(resume)
     has_its_name = base.step_in_name(path) is not None or (path / base.MANIFEST).exists()
     if checkpoint.is_dir() and (checkpoint != path or has_its_name):
         return ""
+    if damaged := base.named_checkpoints(path):
+        try:
+            base.read_manifest(damaged[-1])
+            problem = "it is a link"
+        except (OSError, ValueError) as error:
+            problem = getattr(error, "strerror", None) or str(error)
+        return f"all its checkpoints are damaged ({damaged[-1].name}: {problem}); copy one back, or give another run"
     problem = "it holds no checkpoint" if path.is_dir() else "no such folder"
     if path.parent.name == "checkpoints":
         others = set(base.complete_checkpoints(path.parent.parent))

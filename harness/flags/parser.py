@@ -183,6 +183,8 @@ def complete(
     changes: dict[str, typing.Any] = {}
     if args.num_tokens or args.num_epochs:  # an upper bound until `resolve` computes the steps
         changes["num_steps"] = args.num_tokens or MAX_STEPS
+    if args.batch_size == "auto" and args.num_steps == 0:  # without training the checkpoint's is used
+        changes["batch_size"] = defaults.get("batch_size", 1)
     if args.dataset_split is None and isinstance(args.dataset, str):  # each of several datasets has its own default
         changes["dataset_split"] = default_split(args.dataset, args.streaming)
     if args.fp8_recipe is None and args.precision == "fp8":

@@ -92,12 +92,13 @@ def contradictions(args: Flags) -> Iterator[str]:
     if problem := SCHEDULES[args.lr_scheduler].problem(args):
         yield problem
     if args.num_steps and "warmup_steps" in args.explicit and args.warmup_steps > args.num_steps:
-        yield f"--warmup-steps {args.warmup_steps}: the run has {args.num_steps:,} steps; give at most that many"
+        steps = base.counted(args.num_steps, "step")
+        yield f"--warmup-steps {args.warmup_steps}: the run has {steps}; give at most that many"
 
     # Measurements
     measured = args.num_steps - args.perf_warmup_steps - (PROFILED_STEPS if args.profile else 0)
     for name in ("profile", "min_mfu"):
-        if getattr(args, name) and measured < 1:
+        if args.trains() and getattr(args, name) and measured < 1:
             enough = args.num_steps - measured + 1
             yield f"{as_flag(name)}: no step is left to measure; give --num-steps at least {enough}"
 
@@ -112,18 +113,14 @@ def contradictions(args: Flags) -> Iterator[str]:
     ):
         problem = "0 trains nothing, and the weights are random"
         yield f"--num-steps: {problem}; give --resume PATH, or --model DIR --init pretrained"
-    if args.batch_size == "auto" and args.num_steps == 0:
-        yield "--batch-size: auto is for training and plans; give a number"
     if args.plan_gpu and not base.choose_kind(args.plan_gpu)[0]:
         yield base.unlisted(args.plan_gpu)
 
     # Missing files, then flags without effect
     if os.environ.get("RANK", "0") == "0":  # other nodes check their disks later
         yield from missing_files(args)
-    if args.trains() or args.plan:
-        yield from (problem for _, problem in lacking_conditions(args))
     if args.trains():
-        yield from (problem for _, problem in without_effect(args))
+        yield from (problem for _, problem in (*lacking_conditions(args), *without_effect(args)))
 
 
 def flags_without_effect(args: Flags) -> set[str]:
@@ -164,8 +161,8 @@ def left_out_by_others(args: Flags) -> Iterator[tuple[list[str], str]]:
 
 
 def lacking_conditions(args: Flags) -> Iterator[tuple[list[str], str]]:
-    """(flags, error) for each explicit flag that has conditions, `only_with`, if none of them holds. Exports and
-    evaluations accept them, as they take the flags of a run; so does a resume for those that it inherits."""
+    """(flags, error) for each explicit flag that has conditions, `only_with`, if none of them holds. Plans,
+    exports and evaluations accept them, as they take the flags of a run; so does a resume those that it inherits."""
     for name in [name for name in FLAGS if name in args.explicit and name not in args.inherited]:
         conditions = FLAGS[name].metadata["only_with"].split()
         if conditions and not any(is_met(args, condition) for condition in conditions):

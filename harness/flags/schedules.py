@@ -4,6 +4,8 @@ a check of the flags."""
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from harness import base
+
 
 class StepFlags(Protocol):
     """The fields of `Args` that a schedule reads. `Args` imports this file."""
@@ -43,7 +45,7 @@ def decay_problem(args: StepFlags) -> str:
     after_warmup = max(0, args.num_steps - args.warmup_steps)
     if not args.num_steps or (args.decay_steps or 0) <= after_warmup:
         return ""
-    problem = f"the run has {after_warmup} steps after warmup"
+    problem = f"the run has {base.counted(after_warmup, 'step')} after warmup"
     return f"--decay-steps {args.decay_steps}: {problem}; give at most that many, or fewer --warmup-steps"
 
 

@@ -29,12 +29,13 @@ def take_folder(settings: flags.Args) -> pathlib.Path:
 
 def choose_folder(settings: flags.Args) -> pathlib.Path:
     """Create and lock the run's folder. Raises UserError as `take_folder` does."""
-    resumed = find_resumed_folder(settings)
     outputs = pathlib.Path(settings.output_dir).expanduser()
-    folder = outputs / choose_name(settings)
-    if resumed and not settings.run_name:
-        folder = resumed
     try:
+        resumed = find_resumed_folder(settings)
+        if settings.run_name or not resumed:
+            folder = outputs / choose_name(settings)
+        else:
+            folder = outputs / resumed.name if "output_dir" in settings.explicit else resumed
         resumes_same_run = resumed is not None and folder.resolve() == resumed.resolve()
         if not resumes_same_run and folder.resolve().parent != outputs.resolve():
             refuse(folder, f"{folder} is a link to a folder outside {outputs}; remove it")
@@ -68,11 +69,16 @@ def choose_name(settings: flags.Args) -> str:
 
 
 def find_resumed_folder(settings: flags.Args) -> pathlib.Path | None:
-    """Return the run folder of --resume PATH, which names the run or a checkpoint; None without a PATH."""
+    """Return the run folder of --resume PATH, which names the run or a checkpoint, also from inside the run's folder;
+    None without a PATH, or for a checkpoint that is in no run's folder."""
     if settings.resume in ("none", "auto"):
         return None
-    path = pathlib.Path(settings.resume).expanduser()
-    return next((folder for folder in (path, *path.parents[:2]) if (folder / "checkpoints").is_dir()), None)
+    typed = pathlib.Path(settings.resume).expanduser()
+    candidates = [folder for path in (typed, typed.resolve()) for folder in (path, *path.parents[:2])]
+    for folder in candidates:
+        if folder.name not in ("", "..") and (folder / "checkpoints").is_dir():
+            return folder
+    return None
 
 
 def make_folder(folder: pathlib.Path, must_be_new: bool) -> pathlib.Path:
@@ -129,13 +135,13 @@ def refuse_links(folder: pathlib.Path) -> None:
 def refuse_run(settings: flags.Args, folder: pathlib.Path, resumes_same_run: bool) -> None:
     """Raise UserError if `folder` holds a run that would be overwritten. `resumes_same_run` is True if it is the run
     of --resume PATH."""
-    path, newest = pathlib.Path(settings.resume).expanduser(), base.newest_checkpoint(folder)
     if resumes_same_run:
-        if path != folder and newest and base.step_in_name(newest) > (base.step_in_name(path) or 0):
+        resumed, newest = flags.checkpoint_folder(settings.resume), base.newest_checkpoint(folder)
+        if newest and base.step_in_name(newest) > (base.step_in_name(resumed.resolve()) or 0):
             problem = f"{folder} holds newer checkpoints, which the run would overwrite"
             advice = "give another --run-name for a new run, or remove them"
             raise base.UserError(f"--resume {settings.resume}: {problem}; {advice}")
-    elif (folder / "metrics.jsonl").exists() and settings.resume != "auto":
+    elif settings.resume != "auto" and ((folder / "metrics.jsonl").exists() or base.named_checkpoints(folder)):
         advice = "choose another name, remove it, or continue it with --resume auto"
         refuse(folder, f"{folder} already holds a run; {advice}")
 

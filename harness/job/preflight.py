@@ -100,7 +100,7 @@ def amount(size: float) -> str:
 
 def free_bytes(path: pathlib.Path) -> int:
     """Return the free bytes of the file system that has, or would have, this path."""
-    path = path.expanduser().absolute()
+    path = path.expanduser().resolve()
     return shutil.disk_usage(next(part for part in (path, *path.parents) if part.exists())).free
 
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from harness import base, flags
 
 BAR_FORMAT = "{n_fmt}/{total_fmt}{postfix}, eta {remaining} {bar}"  # a narrow terminal cuts off its end
-IN_A_STEP = ("data", "forward", "backward", "optimizer")  # phases of an unfinished step
+IN_A_STEP = ("data", "labels", "forward", "backward", "optimizer")  # phases of an unfinished step
 CLEAR = "\r\x1b[K"  # erases the bar
 
 

@@ -190,6 +190,11 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
     env, cuda = os.environ, torch.cuda.is_available()
     device = torch.device("cpu")
     if cuda:
+        if "LOCAL_RANK" not in env and env.get("WORLD_SIZE", "1") != "1":
+            problem = (
+                f"WORLD_SIZE={env['WORLD_SIZE']} is set, but not LOCAL_RANK, so all ranks of a node would take GPU 0"
+            )
+            raise base.UserError(f"{problem}; set it for each rank, or start the ranks by torchrun or accelerate")
         device, gpus = torch.device("cuda", int(env.get("LOCAL_RANK", 0))), torch.cuda.device_count()
         if device.index >= gpus:
             raise base.UserError(

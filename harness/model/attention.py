@@ -56,8 +56,8 @@ def choose_attention(
         )
         raise base.UserError(f"--attention cudnn: {problem}; use sdpa, or --sequence-length {sequence_length + 64}")
     if attention in FLASH_PACKAGES:
-        check_flash_package(attention, config)
-    if attention == "flex_attention" and not cuda:
+        check_flash_package(args, config)
+    if attention == "flex_attention" and not (args.plan or cuda):
         raise base.UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
     for kernel in ("flash", "mem_efficient", "cudnn", "math"):
         allowed = attention not in ONE_KERNEL or kernel == attention
@@ -76,15 +76,16 @@ def choose_attention(
     return "sdpa" if family._supports_sdpa else "eager"  # private: no public name for what a family supports
 
 
-def check_flash_package(attention: str, config: PretrainedConfig) -> None:
-    """Check that a package of FlashAttention is installed and that transformers gives this model to it. For others it
-    would fetch a kernel from the hub and run that.
+def check_flash_package(args: flags.Args, config: PretrainedConfig) -> None:
+    """Check that a package of FlashAttention is installed, except for a plan, and that transformers gives this model to
+    it. For others it would fetch a kernel from the hub and run that.
 
     Raises:
         UserError: one of these is not so.
     """
+    attention = args.attention
     package, is_available = FLASH_PACKAGES[attention]
-    if not (torch.cuda.is_available() and is_available()):
+    if not (args.plan or (torch.cuda.is_available() and is_available())):
         raise base.UserError(f"--attention {attention}: needs a GPU and the package {package}; use sdpa")
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # private: no public name for what a family supports; a list of kernels is that of attention with sinks

@@ -53,7 +53,7 @@ def load_tokenizer(settings: flags.Args, config: PretrainedConfig) -> PreTrained
 
 
 def load_files(settings: flags.Args, needs_tokenizer: bool) -> tuple:
-    """(the model's config, its tokenizer or None if it is not needed, the prompts of samples). Rank 0 reads first."""
+    """(the model's config, its tokenizer or None if it is not needed). Rank 0 reads first."""
     config = base.broadcast_from_rank_0(lambda: load_config(settings.model))
     tokenizer = base.broadcast_from_rank_0(lambda: load_tokenizer(settings, config)) if needs_tokenizer else None
-    return config, tokenizer, list(settings.sample_prompt or ())
+    return config, tokenizer

@@ -15,7 +15,10 @@ from torch._functorch.partitioners import (
     min_cut_rematerialization_partition,
 )  # private: inductor's partitioner has no other name
 from torch._subclasses.fake_tensor import FakeTensorMode  # private: DTensor and the compiler do not run on `meta`
-from torch.distributed.fsdp._fully_shard import _fsdp_param  # private: FSDP2 has no option for how it chunks
+from torch.distributed.fsdp._fully_shard import (  # private: no option for how FSDP2 chunks and copies
+    _fsdp_collectives,
+    _fsdp_param,
+)
 from torch.distributed.tensor._sharding_prop import ShardingPropagator  # private: it runs further operators
 from torch.utils import _python_dispatch  # private: no public name gives the active modes, or a context without them
 from transformers import PretrainedConfig
@@ -28,6 +31,7 @@ from harness.plan.rates import Rates
 from harness.plan.recipe import Recipe
 from harness.plan.recorder import StepRecorder
 
+UNLIMITED = 10**6  # compilations of one function in a process that plans many configurations
 MAX_MICROBATCHES = 3  # recorded: the first, one for all in the middle, the last
 
 
@@ -80,11 +84,9 @@ def built(
 ) -> Iterator[tuple[StepRecorder, nn.Module, torch.optim.Optimizer]]:
     """Build (recorder, model, optimizer) as on rank 0 of `world`, and record everything inside. Rank 0 has the largest
     shards, as `fully_shard` divides dimension 0 like torch.chunk."""
-    # Other attention kernels cannot run here; they save and allocate the same. Document masks are left out: a plan
-    # assumes that nothing is masked.
-    attention: flags.Attention = "eager" if settings.attention == "eager" else "sdpa"
-    settings = dataclasses.replace(settings, init="random", attention=attention, document_mask=False)
-    recorder = StepRecorder(settings.gpus_per_node, rates)
+    # Document masks are left out: a plan assumes that nothing is masked.
+    settings = dataclasses.replace(settings, init="random", document_mask=False)
+    recorder = StepRecorder(settings.gpus_per_node, rates, settings.cpu_offload)
     kind = models.find_optimizer(settings.optimizer)
     if kind.before_plan and kind.is_installed():
         kind.before_plan()
@@ -168,6 +170,7 @@ def on_fake_tensors(recorder: StepRecorder) -> Iterator[None]:
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
         dtensor_shapes_unrecorded(),
+        copies_of_offloaded_states(recorder) if recorder.cpu_offload else contextlib.nullcontext(),
         models.without_data(three_chunks, recorder.on_host),
         # private: a GPU has grouped matmuls in fp32 too, fake tensors only in bf16
         mock.patch.object(moe, "_can_use_grouped_mm", lambda tokens, weight, offs: weight.dtype == torch.bfloat16),
@@ -177,9 +180,34 @@ def on_fake_tensors(recorder: StepRecorder) -> Iterator[None]:
         # private: attention on fake tensors counts as random even without dropout
         mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", lambda graph: False),
         # private: `dynamic=False` would have to be in every call, and does not raise the limit of recompiles
-        torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000),
+        torch._dynamo.config.patch(
+            automatic_dynamic_shapes=False, recompile_limit=UNLIMITED, accumulated_recompile_limit=UNLIMITED
+        ),
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def copies_of_offloaded_states(recorder: StepRecorder) -> Iterator[None]:
+    """Record --cpu-offload's copies: each gathered parameter to the GPU, each reduced gradient to the host. Here both
+    are on one device, and FSDP2 copies nothing."""
+    gather_inputs = vars(_fsdp_param.FSDPParam)["all_gather_inputs"].fget
+    cast = _fsdp_collectives._to_dtype_if_needed
+
+    def copied_gather_inputs(parameter: _fsdp_param.FSDPParam) -> list[torch.Tensor]:
+        on_gpu = recorder.copy_from_host(parameter._sharded_local_tensor)
+        inputs = gather_inputs(parameter)
+        del on_gpu  # after its cast
+        return inputs
+
+    def copied_gradients(gradients: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        return recorder.copy_to_host(cast(gradients, dtype))
+
+    with (
+        mock.patch.object(_fsdp_param.FSDPParam, "all_gather_inputs", property(copied_gather_inputs)),
+        mock.patch.object(_fsdp_collectives, "_to_dtype_if_needed", copied_gradients),
     ):
         yield
 

@@ -152,9 +152,13 @@ def find_peak(
     """Return the peak of the bytes that a graph allocates, less what it frees.
 
     A materialized tensor is alive from the node that writes it to the last that reads it, a result of the graph to the
-    end. Arguments exist already: the caller keeps primals, the others (saved activations, gradients) are freed after
-    their last use.
+    end. Arguments exist already: the caller keeps primals, and all of a graph without gradients (`arg0_1`); the others
+    (saved activations, gradients) are freed after their last use. What a fused kernel copies into an argument is
+    written there, not allocated.
     """
+    copies = [node for node in nodes if node.target is torch.ops.aten.copy_.default]
+    in_place = {tensor for node in copies for tensor in reads[node] if not has_own_kernel(tensor)}
+    sizes = sizes | dict.fromkeys(in_place, 0)
     last_reader = {tensor: node for node in nodes for tensor in reads[node]}
     alive = peak = 0
     for node in nodes:
@@ -163,6 +167,6 @@ def find_peak(
             inputs = [argument.meta.get("val") for argument in node.all_input_nodes]
             peak = max(peak, alive + attention_workspace(node.target, inputs))
         for tensor in reads[node]:
-            if last_reader[tensor] is node and "primals" not in tensor.name:
+            if last_reader[tensor] is node and not re.match(r"primals|arg\d", tensor.name):
                 alive -= sizes[tensor]
     return peak

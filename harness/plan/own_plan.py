@@ -57,7 +57,8 @@ def start_plan(settings: flags.Settings, batch_size: int | str | None = None) ->
     script = [sys.executable, str(base.ROOT / "train_fsdp.py")]
     command = [*("nice", "-n", "19"), *script, *words]
     no_input, pipe = subprocess.DEVNULL, subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdin=no_input, stdout=pipe, stderr=pipe, text=True)
+    streams: dict[str, Any] = {"stdin": no_input, "stdout": pipe, "stderr": pipe, "text": True, "errors": "replace"}
+    return subprocess.Popen(command, env=environment, **streams)
 
 
 def read_plan(process: subprocess.Popen, timeout: float) -> tuple[dict | None, str]:
@@ -70,7 +71,10 @@ def read_plan(process: subprocess.Popen, timeout: float) -> tuple[dict | None, s
         return None, f"no plan within {timeout:g} s"
     if process.returncode:
         return None, (errors.strip() or "no plan").splitlines()[-1]
-    return json.loads(output), ""
+    try:
+        return json.loads(output), ""
+    except ValueError:
+        return None, "its output is not one JSON object"
 
 
 def choose_batch_size(settings: flags.Settings) -> int:
@@ -98,7 +102,12 @@ def planning_in_background(
     if dist.get_rank() or not settings.own_plan or not has_gpu or steps_left <= 0:
         yield None
         return
-    process = start_plan(settings)
+    try:
+        process = start_plan(settings)
+    except OSError as error:  # no `nice`, or no memory for another process: no reason to end the run
+        job.print0(f"planned    nothing: {error}")
+        yield None
+        return
     try:
         yield process
     finally:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from harness import base, flags, resolving
+from harness import base, flags, report, resolving
 from harness import model as models
 from harness.plan import own_plan
-from harness.plan.predict import predict
+from harness.plan.predict import predict, with_own_attention
 from harness.plan.rates import choose_rates
 from harness.plan.recipe import Recipe
 from harness.plan.search import Search
@@ -27,8 +27,9 @@ def print_plan(settings: flags.Args, recipe: Recipe) -> None:
     if int(os.environ.get("RANK", 0)):
         return
     own_plan.exit_with_parent()
-    resolved, result = make_plan(settings, recipe)
-    print(json.dumps(result, indent=2) if settings.json else describe_plan(resolved, result))
+    with report.keep_stdout_for_json(settings) as stdout:  # code of --import may print
+        resolved, result = make_plan(settings, recipe)
+    print(json.dumps(result, indent=2) if settings.json else describe_plan(resolved, result), file=stdout)
 
 
 def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
@@ -52,7 +53,8 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
 
     @functools.cache
     def count_flops(rank: int, length: int) -> tuple[int, str]:
-        model = models.trained_on_meta(dataclasses.replace(settings, lora_rank=rank, lora_alpha=2 * rank), config)
+        counted = dataclasses.replace(with_own_attention(settings), lora_rank=rank, lora_alpha=2 * rank)
+        model = models.trained_on_meta(counted, config)
         flops, text = models.flops_or_zeros(model, np.array([length]), recipe.get_flops_by_length)
         return round(float(flops[0])), text
 

@@ -1,6 +1,7 @@
 """Predict: memory, traffic, time and cost of one configuration, from recorded steps and a GPU's rates."""
 
 import collections
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,12 +40,14 @@ def predict(
     Raises:
         UserError: the model's computation depends on its data.
     """
+    settings = with_own_attention(settings)
     model = models.trained_on_meta(settings, config)
     period = models.layer_period(model)
     peaks, counts = record_whole_step(settings, recipe, config, world, period, rates)
-    host = largest(peak for (stream, *_), peak in peaks.items() if stream == HOST)  # layer inputs
+    # layer inputs and, with --cpu-offload, states, each at its own peak: pinned memory of one does not serve the other
+    host = np.max([peak for (stream, *_), peak in peaks.items() if stream == HOST], axis=0)
     if settings.cpu_offload:
-        host = host + move_states_to_host(peaks, counts, settings, rates.values["host_link_gb_per_s"])
+        price_host_update(counts, float(host[KINDS.index("parameters")]), rates.values["host_link_gb_per_s"])
     collectives = list_collectives(counts)
     seconds = price_step(counts, rates)
     speed = recipe.estimate_mfu(flops, settings.tokens_per_step(world), seconds["step"], world, rates.peak_tflops)
@@ -69,6 +72,12 @@ def predict(
         hours = 1e9 / speed["tokens_per_sec"] / 3600
         prediction["cost_per_billion_tokens"] = hours * world * settings.gpu_hour_usd
     return prediction
+
+
+def with_own_attention(settings: flags.Settings) -> flags.Settings:
+    """Return the settings with an attention kernel of torch's that runs on fake tensors without a GPU or a package.
+    Kernels other than eager save and allocate the same."""
+    return settings if settings.attention == "eager" else dataclasses.replace(settings, attention="sdpa")
 
 
 def find_verdict(allocator: float, capacity: float) -> str:
@@ -114,27 +123,16 @@ def extrapolate(few: dict, many: dict, periods: float) -> dict:
     return {key: value + periods * (value - few[key]) for key, value in many.items() if key in few}
 
 
-def move_states_to_host(peaks: Peaks, counts: Counts, settings: flags.Settings, link: float) -> np.ndarray:
-    """Apply --cpu-offload: remove parameters, gradients and states from the GPU's peaks, run the optimizer in host
-    memory and add the copies between host and GPU, at `link` GB/s. Returns the host's peak bytes by kind."""
-    is_on_gpu = np.array([kind in ("activations", "communication") for kind in KINDS])
-    host = max((peak * ~is_on_gpu for (stream, *_), peak in peaks.items() if stream is None), key=np.sum)
-    shards = float(host[KINDS.index("parameters")])
-    gradients = float(peaks[None, "optimizer"][KINDS.index("gradients")])
-    for key in peaks:
-        peaks[key] = peaks[key] * is_on_gpu
-    gathers = 2 if settings.zero_stage == 3 else 1  # per microbatch; its gradients are copied back
-    copied = (shards * gathers + gradients) * settings.gradient_accumulation_steps
+def price_host_update(counts: Counts, shards: float, link: float) -> None:
+    """Apply --cpu-offload to `counts`: the optimizer works in host memory, at HOST_MEMORY, and its matmuls on the GPU
+    need copies of the `shards`, bytes of parameters, at `link` GB/s."""
     in_memory = 0.0
-    for phase in ("optimizer", "update"):  # matmuls stay on the GPU
+    for phase in ("optimizer", "update"):
         counts.pop(("seconds", phase, "memory"), None)
         in_memory += counts.get(("bytes", phase, "memory"), 0)
-    backward = "seconds", "backward", "host_link"
-    counts[backward] = counts.get(backward, 0) + copied / link / 1e9
     counts["seconds", "optimizer", "memory"] = in_memory / HOST_MEMORY / 1e9
     if counts.get(("flops", "update", "matmul")):  # in bf16: half of the fp32 shards, both ways
         counts["seconds", "update", "memory"] = shards / link / 1e9
-    return host
 
 
 def find_memory(peaks: Peaks, counts: Counts, host: np.ndarray, capacity: float) -> dict[str, Any]:

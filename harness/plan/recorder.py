@@ -52,9 +52,11 @@ class StepRecorder(TorchDispatchMode):
     The phases are forward, backward, optimizer and, within it, update: `optimizer.step`.
     """
 
-    def __init__(self, gpus_per_node: int, rates: Rates):
+    def __init__(self, gpus_per_node: int, rates: Rates, cpu_offload: bool = False):
         super().__init__()
         self.gpus_per_node, self.rates = gpus_per_node, rates
+        self.cpu_offload = cpu_offload  # parameters and optimizer states are on the host
+        self.host_gradients: set[int] = set()  # with it: the storages of reduced gradients
         self.kind = "activations"  # kind of new storages, unless known otherwise
         self.kinds: list[str] = []  # by storage
         self.streams: list[int] = []  # by storage: number of the CUDA stream of its allocation, or HOST
@@ -70,7 +72,7 @@ class StepRecorder(TorchDispatchMode):
         self.updating = False  # in `optimizer.step`
         self.in_region = False  # in a compiled region, which is counted as one
         self.allocates_on_host = False
-        self.compiled_regions = 0
+        self.compiled_regions = 0  # without those of the update
         self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {storage: number}
         self._stream_numbers: dict[Any, int] = {}
         self._groups: dict[Any, tuple[int, int, int]] = {}
@@ -126,7 +128,7 @@ class StepRecorder(TorchDispatchMode):
 
     def run_compiled(self, graph: torch.fx.GraphModule, memory: RegionMemory, *args: Any) -> Any:
         """Run a compiled region's graph. Records its results, and `memory.peak` bytes while it runs."""
-        self.compiled_regions += 1
+        self.compiled_regions += not self.updating
         self._scratch(memory.peak)
         self.in_region = True
         result = graph(*args)
@@ -232,6 +234,17 @@ class StepRecorder(TorchDispatchMode):
         yield
         self.allocates_on_host = False
 
+    def copy_from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory of the GPU for a copy of `tensor`, and count the copy."""
+        self._count("host_link", 0, nbytes(tensor))
+        return torch.empty_like(tensor)
+
+    def copy_to_host(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Return memory of the host for a copy of `gradients`, and count the copy."""
+        copy = self.copy_from_host(gradients)
+        self.host_gradients.add(self.register_storage(copy.untyped_storage()))
+        return copy
+
     def _is_on_host(self, tensor: torch.Tensor) -> bool:
         number = self._numbers.get(tensor.untyped_storage())
         return number is not None and self.streams[number] == HOST
@@ -272,6 +285,9 @@ class StepRecorder(TorchDispatchMode):
         owners, all_sizes = np.array(self.events).T
         kinds = np.array([KINDS.index(kind) for kind in self.kinds])[owners]
         streams = np.array(self.streams)[owners]
+        if self.cpu_offload:
+            is_state = np.isin(kinds, [KINDS.index("parameters"), KINDS.index("optimizer")])
+            streams[is_state | np.isin(owners, list(self.host_gradients))] = HOST
         peaks: dict[tuple, np.ndarray] = {}
         for stream in (None, *range(HOST, max(self.streams) + 1)):
             sizes = all_sizes * (streams != HOST if stream is None else streams == stream)

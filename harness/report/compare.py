@@ -48,10 +48,14 @@ def read_runs(paths: tuple[str, ...]) -> dict[str, Run]:
     names = [folder.name for folder in folders]
     runs = {}
     for folder, path in folders.items():
-        lines = read_metrics(folder / "metrics.jsonl")
+        try:
+            lines, exists = read_metrics(folder / "metrics.jsonl"), folder.exists()
+        except OSError as error:
+            job.warn(f"--compare {path}: {error.filename} cannot be read ({error.strerror}); left out")
+            continue
         if lines:
             runs[path if names.count(folder.name) > 1 else folder.name] = Run(lines, base.read_config(folder))
-        elif folder.exists():
+        elif exists:
             job.warn(f"--compare {path}: no run with a logged step is there; left out")
         else:
             raise base.UserError(f"--compare {path}: no such folder; give folders of runs, such as outputs/my-run")

@@ -1,6 +1,7 @@
 """Files: config.json and metrics.jsonl of a run, written by its log and read by its page, also after a kill."""
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -38,34 +39,46 @@ def read_metrics(path: pathlib.Path) -> list[dict]:
 
 
 class MetricsFile:
-    """metrics.jsonl, open for appending. Lines that a full disk refuses are kept in memory, about 0.5 KB each."""
+    """metrics.jsonl, and the config.json beside it. Both change on disk with this start's first line or sync, so a
+    start that fails earlier leaves them as they were. Lines that a full disk refuses are kept in memory, about 0.5 KB
+    each."""
 
-    def __init__(self, path: pathlib.Path, step: int, is_complete: bool):
-        """Open it, and drop lines that an earlier start wrote after `step`, also the final averages unless the run is
-        complete; the samples in that line move to their step's line. `first` is the run's first line, `last` the last
-        one that is kept.
+    def __init__(self, folder: pathlib.Path, config: dict, step: int, is_complete: bool):
+        """Read it, without lines that an earlier start wrote after `step`, also without the final averages unless the
+        run is complete; the samples in that line move to their step's line. `first` is the run's first line, `last` the
+        last one that is kept, `config` the content of config.json.
 
         Raises:
-            OSError: it cannot be read or written.
+            OSError: it cannot be read.
         """
+        self.path, self.config = folder / "metrics.jsonl", config
         lines: list[dict] = []
-        for line in read_metrics(path):
+        for line in read_metrics(self.path):
             if line["step"] <= step and (is_complete or "final" not in line):
                 lines.append(line)
             elif lines and line["step"] == lines[-1]["step"] and "samples" in line:
                 lines[-1]["samples"] = line["samples"]
         self.first, self.last = (lines[0], lines[-1]) if lines else ({}, {})
-        job.replace_file(path, "".join(as_json(line) + "\n" for line in lines))
-        self.path = path
-        self.file = path.open("ab", buffering=0)  # unbuffered: Python's buffer drops what it cannot write
+        self.kept = lines
+        self.file: io.FileIO | None = None  # before the first line or sync
         self.waiting = b""
         self.lock = threading.Lock()  # a checkpoint's thread syncs the lines while the loop adds more
 
+    def has_begun(self) -> bool:
+        """True if this start has written a line or synced."""
+        return self.file is not None
+
     def write(self, line: dict) -> None:
         """Append a line, after those that wait. If the disk refuses it, it waits for the next call; the console says
-        so once."""
+        so once.
+
+        Raises:
+            OSError: this start's first line, or config.json, cannot be written.
+        """
         self.first = self.first or line
         with self.lock:
+            if self.file is None:
+                self._open(self.kept)
             had_waiting = bool(self.waiting)
             self.waiting += as_json(line).encode() + b"\n"
             try:
@@ -77,14 +90,11 @@ class MetricsFile:
 
     def replace_last(self, line: dict) -> None:
         """Merge `line` into the last line of an earlier start, or append it if the disk refuses that."""
-        lines = read_metrics(self.path)[:-1]
         try:
-            job.replace_file(self.path, "".join(as_json(entry) + "\n" for entry in [*lines, self.last | line]))
+            with self.lock:
+                self._open([*self.kept[:-1], self.last | line])
         except OSError:
             self.write(line)
-            return
-        self.file.close()
-        self.file = self.path.open("ab", buffering=0)
 
     def sync(self) -> None:
         """Write and fsync all lines so far.
@@ -94,15 +104,23 @@ class MetricsFile:
         """
         try:
             with self.lock:
-                self._write_waiting()
-            os.fsync(self.file.fileno())
+                os.fsync(self._write_waiting().fileno())
             base.sync_to_disk(self.path.parent)  # the file was renamed when this start began
         except OSError as error:
             raise OSError(f"metrics.jsonl could not be written ({error.strerror})") from error
 
-    def _write_waiting(self) -> None:
+    def _write_waiting(self) -> io.FileIO:
+        file = self.file or self._open(self.kept)
         while self.waiting:
-            self.waiting = self.waiting[self.file.write(self.waiting) :]
+            self.waiting = self.waiting[file.write(self.waiting) :]
+        return file
+
+    def _open(self, lines: list[dict]) -> io.FileIO:
+        """Write config.json and, instead of the lines of earlier starts, `lines`; open for appending."""
+        write_config(self.path.parent, self.config)
+        job.replace_file(self.path, "".join(as_json(line) + "\n" for line in lines))
+        self.file = io.FileIO(self.path, "a")  # unbuffered: Python's buffer drops what it cannot write
+        return self.file
 
 
 def make_config(

@@ -42,7 +42,7 @@ def describe_setup(
         flops += f" in a document of {settings.sequence_length:,}, fewer in shorter ones (MFU counts each)"
     optimizer = models.find_optimizer(settings.optimizer)
     sync_note = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
-    steps = ", ".join(filter(None, [f"{settings.num_steps:,} steps", settings.describe_epochs()]))
+    steps = ", ".join(filter(None, [base.counted(settings.num_steps, "step"), settings.describe_epochs()]))
     lines = {
         "model": f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
         f"{parameters:,} parameters, {flops}, {describe_peak(peak, device_type)}",

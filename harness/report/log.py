@@ -80,7 +80,7 @@ class Log(contextlib.AbstractContextManager):
         changed: str,
         has_room: bool,
     ):
-        """Open the run's files and start its trackers, on rank 0.
+        """Read the run's files and start its trackers, on rank 0.
 
         Args:
             flops_by_length: FLOPs per token, by the length of its document; zeros if unknown.
@@ -88,7 +88,7 @@ class Log(contextlib.AbstractContextManager):
             has_room: True if the disk has room for a checkpoint.
 
         Raises:
-            UserError: the folder cannot be written, or a tracker does not start.
+            UserError: metrics.jsonl cannot be read, or a tracker does not start.
         """
         self.settings, self.state, self.data, self.device = settings, state, data, device
         self.folder, self.trackers, self.flops_by_length = folder, trackers, flops_by_length
@@ -111,10 +111,9 @@ class Log(contextlib.AbstractContextManager):
         try:
             self.config = make_config(self.settings, self.folder, self.state, self.data.record, changed)
             is_complete = self.state.step >= self.settings.num_steps
-            self.file = MetricsFile(self.folder / "metrics.jsonl", self.state.step, is_complete)
-            write_config(self.folder, self.config)
+            self.file = MetricsFile(self.folder, self.config, self.state.step, is_complete)
         except OSError as error:
-            raise base.UserError(f"--output-dir: {self.folder} cannot be written ({error.strerror})", 1) from error
+            raise base.UserError(f"--output-dir: {error.filename} cannot be read ({error.strerror})", 1) from error
         self.last = self.file.last
         locations = {"run": str(self.folder)}
         for tracker in self.trackers:
@@ -148,7 +147,8 @@ class Log(contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def step(self) -> Iterator[job.Actions]:
-        """Time the next optimizer step, and profile it if that is due. The step calls `count`. Yields what is due."""
+        """Time the next optimizer step, and profile it if that is due. Yields what is due. Inside, call `keep` and
+        advance the state."""
         due, tokens = self.due_at(self.state.step + 1), self.state.tokens
         job.enter_phase("data", due.step)
         self.learning_rate = float(self.state.scheduler.get_last_lr()[0])
@@ -232,10 +232,13 @@ class Log(contextlib.AbstractContextManager):
         if self.skipped:
             extra["skipped"] = [{"step": step, "reason": reason} for step, reason in self.skipped.items()]
             self.skipped = {}
-        if "skipped_steps" in metrics:
-            file.write(metrics | extra)
-        else:
-            file.replace_last(metrics | extra)
+        try:
+            if "skipped_steps" in metrics:
+                file.write(metrics | extra)
+            else:
+                file.replace_last(metrics | extra)
+        except OSError as error:
+            raise base.UserError(f"--output-dir: {self.folder} cannot be written ({error.strerror})", 1) from error
 
     def _notify(self, call: Callable[[Tracker], None]) -> None:
         """Call each tracker, and drop one that fails."""
@@ -319,7 +322,15 @@ class Log(contextlib.AbstractContextManager):
             raise base.UserError(f"--output-dir: {self.folder}: {error}; its last lines are lost", 1) from error
 
     def end(self, exit_code: int) -> None:
-        """Complete config.json, the page and the trackers. Called on rank 0 whenever the process ends, in a thread."""
+        """Complete config.json, the page and the trackers. Called on rank 0 whenever the process ends, in a thread. A
+        start without a line or a save leaves the files of earlier ones."""
+        if self.file.has_begun():
+            self._end_files(exit_code)
+        for tracker in self.trackers:
+            with contextlib.suppress(Exception):
+                tracker.close(exit_code)
+
+    def _end_files(self, exit_code: int) -> None:
         with contextlib.suppress(OSError):
             self.file.sync()
         with contextlib.suppress(OSError):
@@ -329,9 +340,6 @@ class Log(contextlib.AbstractContextManager):
             page.write_report(self.folder)
         except Exception as error:  # a page is not worth a run
             job.print0(f"report     not written: {base.first_line(error)}")
-        for tracker in self.trackers:
-            with contextlib.suppress(Exception):
-                tracker.close(exit_code)
 
 
 def freeze_gc() -> None:

@@ -86,7 +86,7 @@ def print_evaluation(
         if not math.isfinite(loss):
             raise base.UserError(f"--eval-interval: {name.replace('_', ' ')} is {loss} for {weights}", 1)
     size = f"{tokens:,} tokens"
-    if any(sequences.has_mask for sequences in data.eval_data.values()):
+    if any(sequences.has_loss_mask for sequences in data.eval_data.values()):
         size += " with a loss"
     if left_out := sum(sequences.left_out for sequences in data.eval_data.values()):
         size += f"; left out {base.counted(left_out, 'sequence')} without any"
@@ -175,7 +175,11 @@ def next_commands(settings: flags.Settings, folder: pathlib.Path, step: int, met
             lines["export"] = flags.shell_command(launcher, num_steps=0, resume=folder, export=f"{folder}-export")
         explicit = flags.run_flags(settings, *flags.LENGTHS, "output_dir", "export", "export_weights")
         length = next(name for name in ("num_tokens", "num_epochs", "num_steps") if getattr(settings, name))
-        explicit[length] = 2 * getattr(settings, length)
+        done = {"num_steps": step, "num_tokens": metrics.get("tokens_seen", 0)}.get(length, 0)
+        twice = 2 * getattr(settings, length)
+        explicit[length] = (
+            twice if twice > done else 2 * done
+        )  # a start that had nothing to train may be asked for less
         lines["resume"] = flags.shell_command(launcher, explicit, resume=folder)
     return "\n" + job.columns(lines | {"report": str(folder / "report.html")})
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -34,43 +35,71 @@ OTHER_WEIGHTS = ("quantization_config", "transformers_weights")  # describe the 
 # ---- The folder ------------------------------------------------------------------------------------------------------
 
 
-def check_export(settings: flags.Args, checkpoint: Checkpoint | None, folder: pathlib.Path | None) -> None:
-    """Check --export before anything is trained. Every rank calls this.
+def check_export(settings: flags.Args, checkpoint: Checkpoint | None, folder: pathlib.Path | None) -> str:
+    """Check --export before anything is trained. Returns the id of the run whose export is in DIR and may be replaced,
+    "" for none. Every rank calls this.
 
     Args:
         checkpoint: the checkpoint to resume or export; None for a fresh start.
         folder: the run's folder; None if nothing is trained.
 
     Raises:
-        UserError: --export cannot be written, or exists and is no earlier export of this run or command.
+        UserError: --export cannot be written, overlaps the folder of the run or of the checkpoint's, or exists and is
+            no earlier export of this run or command.
     """
     is_same_run = checkpoint is not None and (folder is None or resumes_same_run(checkpoint, folder))
     run_id = checkpoint.manifest["run_id"] if is_same_run else None
-    base.broadcast_from_rank_0(lambda: check_target(settings, run_id))
+    in_use = [folder] if folder else []
+    if checkpoint:
+        is_in_run = checkpoint.path.parent.name == "checkpoints"
+        in_use.append(checkpoint.path.parent.parent if is_in_run else checkpoint.path)
+    return base.broadcast_from_rank_0(lambda: check_target(settings, run_id, in_use))
 
 
-def check_target(settings: flags.Args, run_id: str | None) -> None:
-    """Raise UserError as `check_export` does. `run_id` is that of the run that exports, None for a new one."""
+def check_target(settings: flags.Args, run_id: str | None, in_use: list[pathlib.Path]) -> str:
+    """Check DIR as `check_export` does. `run_id` is that of the run that exports, None for a new one; `in_use` are the
+    folders that DIR must not overlap."""
     final = export_folder(settings)
     try:
         existing = next((parent for parent in final.parents if parent.exists()), final)
         tempfile.TemporaryFile(dir=existing).close()
+        header = read_earlier_export(settings)
     except OSError as error:
         raise base.UserError(f"--export {settings.export}: cannot be written ({error.strerror})") from error
     if os.path.realpath(os.path.expanduser(settings.model)) == os.path.realpath(final):
         raise base.UserError(f"--export: {settings.export} is the folder of --model; choose another folder")
-    if not os.path.lexists(final):
-        return
-    header, advice = read_export_header(final), "choose another folder or remove it"
-    if not header:
-        raise base.UserError(f"--export: {settings.export} exists and is no export; {advice}")
-    if header["run_id"] != run_id and header.get("command") != command_checksum(settings):
-        raise base.UserError(f"--export: {settings.export} holds the export of another run; {advice}")
+    for folder in map(pathlib.Path.resolve, in_use):
+        if final.is_relative_to(folder) or folder.is_relative_to(final):
+            raise base.UserError(
+                f"--export: {settings.export} overlaps the run's folder {folder}; choose another folder"
+            )
+    if header and header["run_id"] != run_id and header.get("command") != command_checksum(settings):
+        raise holds_other_export(settings)
+    return header.get("run_id", "")
 
 
 def export_folder(settings: flags.Flags) -> pathlib.Path:
-    """Return the absolute path of --export."""
-    return pathlib.Path(os.path.abspath(os.path.expanduser(settings.export)))
+    """Return the absolute path of --export, without links."""
+    return pathlib.Path(os.path.realpath(os.path.expanduser(settings.export)))
+
+
+def read_earlier_export(settings: flags.Flags) -> dict[str, str]:
+    """Return the header of the export in DIR; {} if DIR does not exist or is an empty folder.
+
+    Raises:
+        UserError: DIR is something else.
+    """
+    final = export_folder(settings)
+    header = read_export_header(final)
+    if not header and os.path.lexists(final) and not (final.is_dir() and not any(final.iterdir())):
+        advice = "choose another folder or remove it"
+        raise base.UserError(f"--export: {settings.export} exists and is no export; {advice}")
+    return header
+
+
+def holds_other_export(settings: flags.Flags) -> base.UserError:
+    advice = "choose another folder or remove it"
+    return base.UserError(f"--export: {settings.export} holds the export of another run; {advice}")
 
 
 def read_export_header(folder: pathlib.Path) -> dict[str, str]:
@@ -85,7 +114,7 @@ def read_export_header(folder: pathlib.Path) -> dict[str, str]:
     return {}
 
 
-def trained_on(settings: flags.Settings, record: data.DataRecord | None) -> list[dict[str, Any]]:
+def trained_on(settings: flags.Settings, record: data.DataRecord | None) -> list[data.Spec]:
     """Return the records of the sources that weights were trained on, as far as they are known: those in `record`, and
     those of the run whose export the weights came from. Every rank calls this."""
     sources = list(record.sources.values()) if record else []
@@ -106,7 +135,8 @@ def export(
     state: TrainState,
     tokenizer: PreTrainedTokenizerBase | None,
     stop_ids: list[int],
-    trained_on: list[dict[str, Any]],
+    trained_on: list[data.Spec],
+    replaced_run: str,
 ) -> None:
     """Write the folder of --export, for AutoModelForCausalLM and AutoTokenizer.from_pretrained. It replaces an earlier
     export. Every rank calls this.
@@ -117,12 +147,14 @@ def export(
     Args:
         stop_ids: ids of the tokens that end a text.
         trained_on: records of the sources, for the header.
+        replaced_run: from `check_export`.
 
     Raises:
-        UserError: the model is not finite, or the folder cannot be written; nothing is left then.
+        UserError: the model is not finite, or the folder cannot be written; nothing is left then. Or another run has
+            exported to it meanwhile; then this export has another name.
     """
     final = export_folder(settings)
-    temporary = final.with_name(f".{final.name}.writing")
+    temporary = final.with_name(f".{final.name}.{state.run_id}.writing")  # other runs may write theirs at the same time
 
     problem = state.describe_fault()
     if problem:
@@ -131,7 +163,7 @@ def export(
     write(lambda: make_folder(temporary))
     write_weights(temporary, settings, state, trained_on)
     write(lambda: write_configs(temporary, settings, state.model, tokenizer, stop_ids))
-    write(lambda: replace_folder(final, temporary))
+    base.broadcast_from_rank_0(lambda: publish(settings, temporary, {state.run_id, replaced_run}))
     parts = [os.path.expanduser(settings.export), state.describe_steps()]
     if settings.lora_rank:
         parts.append("only adapters, for peft" if exports_adapters(settings) else "the adapters merged into the model")
@@ -164,13 +196,30 @@ def make_folder(folder: pathlib.Path) -> None:
     folder.mkdir(parents=True)
 
 
-def replace_folder(final: pathlib.Path, new: pathlib.Path) -> None:
-    """Rename the folder `new` to `final`, then remove the earlier export with that name."""
+@base.working()
+def publish(settings: flags.Settings, new: pathlib.Path, replaced_runs: set[str]) -> None:
+    """Rename the finished export `new` to DIR, and remove the earlier one there if it is of `replaced_runs`.
+
+    Raises:
+        UserError: DIR holds something else by now, or cannot be replaced; `new` gets a free name then.
+    """
+    final = export_folder(settings)
     old = final.with_name(f".{final.name}.deleting")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        final.rename(old)
-    new.rename(final)
+    try:
+        header = read_earlier_export(settings)
+        if header and header["run_id"] not in replaced_runs:
+            raise holds_other_export(settings)
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            final.rename(old)
+        new.rename(final)
+    except (OSError, base.UserError) as error:
+        names = (final.with_name(f"{final.name}-{number}") for number in itertools.count(2))
+        free = next(name for name in names if not os.path.lexists(name))
+        new.rename(free)
+        cause = f"cannot be replaced ({error.strerror})" if isinstance(error, OSError) else "was written meanwhile"
+        problem = f"--export: {settings.export} {cause}; this export is in {free}"
+        raise base.UserError(problem, exit_code=1) from error
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -193,7 +242,7 @@ def export_bytes(settings: flags.Settings, model: PreTrainedModel) -> int:
 
 
 def write_weights(
-    folder: pathlib.Path, settings: flags.Settings, state: TrainState, trained_on: list[dict[str, Any]]
+    folder: pathlib.Path, settings: flags.Settings, state: TrainState, trained_on: list[data.Spec]
 ) -> None:
     """Write the weights, under their names on the hub. Every rank calls this.
 

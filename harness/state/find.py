@@ -105,11 +105,13 @@ def local_weights(state: TrainState) -> dict[str, torch.Tensor]:
 def find_newest(folder: pathlib.Path) -> Checkpoint | None:
     """Return the newest undamaged checkpoint of the run in `folder`; None if it has saved none."""
     paths = base.broadcast_from_rank_0(lambda: base.named_checkpoints(folder))
+    base.DAMAGED.difference_update(paths)  # they may have been repaired
     for path in reversed(paths):
         manifest, problem = verify_checkpoint(path)
         if not problem:
             return Checkpoint(path, manifest)
         job.print0(f"skipped    {path.name} is damaged: {problem}")
+        base.DAMAGED.add(path)
     if paths:
         advice = "repair or copy back one of them, or choose another --run-name to start fresh"
         raise base.UserError(f"--resume auto: every checkpoint in {folder / 'checkpoints'} is damaged; {advice}", 1)
@@ -122,7 +124,11 @@ def find_newest(folder: pathlib.Path) -> Checkpoint | None:
 
 
 def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
-    """Return (manifest, description of the damage or ""). Every rank reads its share of the files."""
+    """Return (manifest, description of the damage or ""). Every rank reads its share of the files.
+
+    Raises:
+        UserError: another version of this program has written it.
+    """
     manifest, problem = {}, ""
     try:
         manifest = base.read_manifest(path)
@@ -130,6 +136,8 @@ def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
             problem = problem or find_damage(path, name, size, checksum)
     except OSError as error:
         problem = f"{pathlib.Path(error.filename or path).name}: {error.strerror}"  # without a name: a bad sector
+    except base.OtherFormatError as error:
+        raise base.UserError(f"--resume: {path}: {error}") from error
     except ValueError as error:
         problem = str(error)
     for rank_problem in base.all_gather_objects(problem):

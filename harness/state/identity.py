@@ -89,7 +89,7 @@ def check_resume(
         refuse_changed(settings, manifest, ("tokenizer", "model", "dataset"))
         raise base.UserError(f"--tokenizer: its vocabulary is not the checkpoint's; {ADVICE}")
     changed = check_data(settings, data.record, manifest)
-    evaluated_before, evaluated = manifest.get("eval_data"), data.eval_identity
+    evaluated_before, evaluated = manifest["eval_data"], data.eval_identity
     if evaluated_before and evaluated and list(evaluated_before.values()) != list(evaluated.values()):
         changed.append("other eval data, so eval losses do not compare with earlier ones")
     world_before, world = manifest["world_size"], dist.get_world_size()
@@ -104,7 +104,7 @@ def check_resume(
 
 def compare_imports(manifest: dict) -> tuple[str, str]:
     """Describe the files of --import (at the checkpoint, now)."""
-    return manifest.get("imports") or "none", flags.describe_imports() or "none"
+    return manifest["imports"] or "none", flags.describe_imports() or "none"
 
 
 def check_same_model(config: PretrainedConfig, manifest: dict) -> None:
@@ -149,7 +149,7 @@ def check_data(settings: flags.Settings, now: corpora.DataRecord, manifest: dict
     return corpora.describe_changes(before, now, manifest["samples"])
 
 
-def differences(before: dict[str, dict], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:
+def differences(before: dict[str, corpora.Spec], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:
     """Yield (source, field of its record) for each field that changed."""
     for name, spec in now.sources.items():
         for key, value in before.get(name, {}).items():

@@ -87,7 +87,9 @@ class Checkpoints:
             flag = "--keep-best" if self.settings.keep_best else "--final-checkpoint"
             if self.settings.checkpoint_interval:
                 flag = "--checkpoint-interval"
-            raise base.UserError(f"{flag}: {self.failures} checkpoints could not be saved, see above", 1)
+            raise base.UserError(
+                f"{flag}: {base.counted(self.failures, 'checkpoint')} could not be saved, see above", 1
+            )
 
     def record_eval_loss(self, state: TrainState, loss: float) -> None:
         """Set the eval loss of `state` for the next save, and record it in the checkpoint of this step if a stop came
@@ -96,7 +98,21 @@ class Checkpoints:
             return
         state.eval_loss = loss
         if self.settings.keep_best:
-            base.broadcast_from_rank_0(lambda: add_eval_loss(self.folder / base.checkpoint_name(state.step), state))
+            base.broadcast_from_rank_0(lambda: self._add_eval_loss(state))
+
+    def _add_eval_loss(self, state: TrainState) -> None:
+        """Record the eval loss of `state` in its checkpoint, if that is of this run and its eval data and has none."""
+        checkpoint = self.folder / base.checkpoint_name(state.step)
+        try:
+            manifest = base.read_manifest(checkpoint)
+            is_same = manifest["run_id"] == state.run_id and eval_identity(manifest) == eval_identity(self.run_fields)
+            if is_same and manifest["eval_loss"] is None:
+                manifest["eval_loss"] = state.eval_loss
+                job.replace_file(checkpoint / base.MANIFEST, base.dump_with_checksum(manifest))
+        except FileNotFoundError:  # not saved yet
+            pass
+        except (OSError, ValueError) as error:
+            job.print0(f"failed     {checkpoint.name}: its eval loss is not recorded ({base.first_line(error)})")
 
     def best_metrics(self) -> dict[str, float]:
         """Return `best_step` and `best_eval_loss` of the checkpoint that --keep-best keeps; {} without one. Every rank
@@ -196,8 +212,15 @@ class Checkpoints:
             shutil.rmtree(final, ignore_errors=True)  # if it exists, it is damaged: the run did not resume from it
             base.sync_to_disk(temporary)
             temporary.rename(final)
-            base.sync_to_disk(self.folder)
-            self._rotate(final)
+            base.DAMAGED.discard(final)
+            try:  # the checkpoint is saved, whatever becomes of the older ones
+                base.sync_to_disk(self.folder)
+                self._rotate(final)
+            except OSError as error:
+                problem = f"{error.filename or self.folder}: {error.strerror}"
+                job.print0(
+                    f"kept       older checkpoints until the next save, after {final.name} was saved ({problem})"
+                )
 
         try:
             self._together(prepare, main_only=True)
@@ -229,20 +252,6 @@ class Checkpoints:
 def eval_identity(manifest: dict) -> tuple:
     """Identify the eval sequences of a checkpoint, independent of the names of their sources."""
     return [*manifest["eval_data"].values()], manifest["flags"]["eval_sequences"]
-
-
-def add_eval_loss(checkpoint: pathlib.Path, state: TrainState) -> None:
-    """Record the eval loss of `state` in its checkpoint, if that exists without one."""
-    try:
-        manifest = base.read_manifest(checkpoint)
-        if manifest.get("eval_loss") is None and manifest["run_id"] == state.run_id:
-            job.replace_file(
-                checkpoint / base.MANIFEST, base.dump_with_checksum(manifest | {"eval_loss": state.eval_loss})
-            )
-    except FileNotFoundError:  # not saved yet
-        pass
-    except (OSError, ValueError) as error:
-        job.print0(f"failed     {checkpoint.name}: its eval loss is not recorded ({base.first_line(error)})")
 
 
 def make_stager(device: torch.device) -> DefaultStager | None:

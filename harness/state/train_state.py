@@ -51,8 +51,8 @@ class Counters:
     step: int = 0  # optimizer steps
     samples: int = 0  # global, consumed so far; the position in the data, whose order is fixed
     tokens: int = 0  # global
-    # {source: {stream: position}}: the last position before `samples` from which reading can start
-    positions: dict[str, dict[int, tuple]] = dataclasses.field(default_factory=dict)
+    # by source and stream shard: the last position before `samples` from which reading can start
+    positions: corpora.Positions = dataclasses.field(default_factory=dict)
     learning_rate: float | None = None  # of the next step
     eval_loss: float | None = None  # after `step`, if it was evaluated
     skipped_steps: int = 0
@@ -70,8 +70,8 @@ class Counters:
             is_reset = from_other_run and "reset_in_new_run" in field.metadata
             if field.name in manifest and not is_reset:
                 setattr(self, field.name, manifest[field.name])
-        for source, by_stream in self.positions.items():  # JSON has no integer keys and no tuples
-            self.positions[source] = {int(stream): tuple(position) for stream, position in by_stream.items()}
+        for source, by_shard in self.positions.items():  # JSON has no integer keys and no tuples
+            self.positions[source] = {int(shard): corpora.Position(*position) for shard, position in by_shard.items()}
 
 
 class TrainState(Counters):
@@ -91,8 +91,9 @@ class TrainState(Counters):
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.tracker = tracker
         self.averaged_steps: list[int] = []  # steps of the checkpoints whose mean the weights are
-        self.new_positions: dict[tuple[str, int], tuple] = {}  # from this rank's finished steps
-        self.step_positions: dict[tuple[str, int], tuple] = {}  # from the batches of an unfinished step
+        # by (source, shard): from this rank's finished steps, and from the batches of an unfinished step
+        self.new_positions: dict[tuple[str, int], corpora.Position] = {}
+        self.step_positions: dict[tuple[str, int], corpora.Position] = {}
 
     # ---- Counting ----------------------------------------------------------------------------------------------------
 
@@ -128,22 +129,22 @@ class TrainState(Counters):
             self.optimizer.zero_grad()
             raise
 
-    def move_positions(self, positions: dict[str, dict[int, tuple]]) -> None:
+    def move_positions(self, positions: corpora.Positions) -> None:
         """Record the positions after a batch, which count once its step is complete."""
-        for source, by_stream in positions.items():
-            for stream, position in by_stream.items():
-                self.step_positions[source, stream] = position
+        for source, by_shard in positions.items():
+            for shard, position in by_shard.items():
+                self.step_positions[source, shard] = position
 
-    def share_positions(self) -> dict[str, dict[int, tuple]]:
-        """Return the positions of all ranks. Every rank calls this. If several ranks read a stream, its earliest
+    def share_positions(self) -> corpora.Positions:
+        """Return the positions of all ranks. Every rank calls this. If several ranks read a shard, its earliest
         position counts, as a rank may still need what follows it."""
-        latest: dict[tuple[str, int], tuple] = {}
+        latest: dict[tuple[str, int], corpora.Position] = {}
         for rank_positions in base.all_gather_objects(self.new_positions):
             for key, position in rank_positions.items():
                 latest[key] = min(position, latest.get(key, position))
-        shared = {source: dict(by_stream) for source, by_stream in self.positions.items()}
-        for (source, stream), position in latest.items():
-            shared.setdefault(source, {})[stream] = position
+        shared = {source: dict(by_shard) for source, by_shard in self.positions.items()}
+        for (source, shard), position in latest.items():
+            shared.setdefault(source, {})[shard] = position
         return shared
 
     def describe_steps(self) -> str:

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 import utils
 from harness.base.errors import UserError
-from harness.data.chat import TODAY, ChatFormat
-from harness.data.packing import PaddedDataset
+from harness.data.chat import TODAY, ChatEncoder
+from harness.data.packing import WholeDocumentDataset
 from harness.data.schema import Conversation
 
 TEMPLATE = """{%- for message in messages %}
@@ -65,7 +65,7 @@ def test_conversations_are_found_by_their_first_record_rendered_and_marked_as_tr
 ):
     (tmp_path / "and.jsonl").touch()  # an empty file says nothing
     data = load(tokenizer, tmp_path, str(tmp_path / "*.jsonl"))
-    assert isinstance(data, PaddedDataset) and data.has_mask and data.document_mask
+    assert isinstance(data, WholeDocumentDataset) and data.has_loss_mask and data.document_mask
     expected = tokenizer.apply_chat_template(CONVERSATIONS, return_dict=True, return_assistant_tokens_mask=True)
     assert data.tokens[:].tolist() == list(itertools.chain(*expected["input_ids"]))
     assert data.tokens.doc_ends.tolist() == np.cumsum([len(ids) for ids in expected["input_ids"]]).tolist()
@@ -138,7 +138,7 @@ def test_a_template_that_marks_nothing_is_refused_and_one_conversation_without_a
 def test_a_template_that_prints_the_date_gives_the_same_tokens_each_day(tokenizer, monkeypatch, begin):
     """Those that it gives on that day, white space included."""
     messages, template = CONVERSATIONS[0], begin + TEMPLATE
-    chat = ChatFormat(tokenizer, len(tokenizer), template, "assistant")
+    chat = ChatEncoder(tokenizer, len(tokenizer), template, "assistant")
     tokens = chat.encode([Conversation(messages)], Counter()).tokens
     clock = types.SimpleNamespace(now=lambda: TODAY)
     monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", clock)

@@ -286,12 +286,12 @@ def test_a_named_column_of_messages_is_a_conversation_and_a_named_column_of_text
     records = [{"dialog": TURN, "messages": "no chat " * 30}]
     for file in (write_lines(tmp_path / "b.jsonl", records), write_parquet(tmp_path / "b.parquet", records)):
         assert load(tokenizer, tmp_path, file, text_field="dialog") == expected
-        assert not utils.get_dataset(tokenizer, 4, dataset=str(file), text_field="messages").dataset.has_mask
+        assert not utils.get_dataset(tokenizer, 4, dataset=str(file), text_field="messages").dataset.has_loss_mask
     both = [{"text": "As text. " * 30, **GOOD}]
     for file in (write_lines(tmp_path / "c.jsonl", both), write_parquet(tmp_path / "c.parquet", both)):
         assert load(tokenizer, tmp_path, file) == expected
         text = utils.get_dataset(tokenizer, 4, dataset=str(file), text_field="text", cache_dir=tmp_path / "cache")
-        assert not text.dataset.has_mask
+        assert not text.dataset.has_loss_mask
 
 
 @pytest.mark.parametrize("completion", ["Hello!", "Hello!<|endoftext|>"])
@@ -361,7 +361,7 @@ def test_json_is_read_whatever_its_blocks_cut(tokenizer, tmp_path, monkeypatch):
     texts = ["Zwölf Füchse \U0001f98a", 'a "b" \\ ] , [ c', "d" * 99]
     (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts], ensure_ascii=False, indent=2))
     expected = utils.get_dataset(tokenizer, 9, dataset=str(tmp_path / "a.json"), cache_dir=tmp_path / "1").dataset
-    monkeypatch.setattr("harness.data.formats.json.BLOCK", 1)
+    monkeypatch.setattr("harness.data.formats.json.READ_BYTES", 1)
     found = utils.get_dataset(tokenizer, 9, dataset=str(tmp_path / "a.json"), cache_dir=tmp_path / "2").dataset
     assert np.array_equal(found.tokens[:], expected.tokens[:])
     text = tokenizer.decode(found.tokens[:].tolist())

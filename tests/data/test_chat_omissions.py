@@ -14,7 +14,9 @@ from transformers import AutoTokenizer
 import utils
 from harness import base
 from harness.base.errors import UserError
-from harness.data.chat import ChatFormat, describe_examples, read_prompt
+from harness.data.chat import ChatEncoder
+from harness.data.header import describe_examples
+from harness.data.prompts import read_prompt
 from harness.data.schema import Conversation
 
 TEMPLATES = {
@@ -125,7 +127,23 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
 
 
-def said_of(chat: ChatFormat, conversation: Conversation) -> str:
+TWICE = {  # contents of the user, both of which are not written as they are, and a template
+    "changed contents": (("Hi", "Hi!"), "{{ m.content | replace('Hi', 'Ho') }}"),
+    "special tokens": (("a<|endoftext|>b", "c<|endoftext|>d"), "{{ m.content }} {{ eos_token }}"),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_warning_counts_conversations_not_messages(tokenizer, name):
+    (first, second), template = TWICE[name]
+    counts: Counter = Counter()
+    chat = ChatEncoder(tokenizer, 1536, "{% for m in messages %}" + template + "{% endfor %}", "all")
+    messages = [says("user", first), says("assistant", "Yes."), says("user", second), says("assistant", "No.")]
+    chat.encode([Conversation(messages)] * 3, counts)
+    assert [count for key, count in counts.items() if key.startswith("warning: ")] == [3]
+
+
+def said_of(chat: ChatEncoder, conversation: Conversation) -> str:
     """The error or the warnings about a conversation that a run trains on ten times."""
     counts: Counter = Counter()
     try:
@@ -146,7 +164,7 @@ PAIRS.remove(("thinking", "qwen3"))  # newer versions of transformers give templ
 @pytest.mark.parametrize("record, template", sorted(PAIRS))
 def test_what_a_template_leaves_out_is_said(tokenizer, record, template, loss):
     messages, tools = copy.deepcopy(RECORDS[record])
-    chat = ChatFormat(tokenizer, len(tokenizer), TEMPLATES[template], loss)
+    chat = ChatEncoder(tokenizer, len(tokenizer), TEMPLATES[template], loss)
     said = said_of(chat, Conversation(messages, tools, position="chat.jsonl, line 3"))
     expected = EXPECTED.get((record, template), "")
     words = expected.removeprefix("error: ")
@@ -156,7 +174,7 @@ def test_what_a_template_leaves_out_is_said(tokenizer, record, template, loss):
 
 
 def test_a_template_is_tried_once_a_shape_and_each_conversation_rendered_once(tokenizer, monkeypatch):
-    chat = ChatFormat(tokenizer, len(tokenizer), TEMPLATES["qwen3"], "assistant")
+    chat = ChatEncoder(tokenizer, len(tokenizer), TEMPLATES["qwen3"], "assistant")
     rendered, render = [], chat.render_messages
     monkeypatch.setattr(chat, "render_messages", lambda *given, **more: rendered.append(1) or render(*given, **more))
     for turns in range(1, 9):
@@ -167,7 +185,7 @@ def test_a_template_is_tried_once_a_shape_and_each_conversation_rendered_once(to
 
 
 def test_left_out_where_bad_records_are(tokenizer):
-    chat = ChatFormat(tokenizer, len(tokenizer), TEMPLATES["three roles"], "assistant", skip_bad=True)
+    chat = ChatEncoder(tokenizer, len(tokenizer), TEMPLATES["three roles"], "assistant", skip_bad=True)
     counts: Counter = Counter()
     chat.encode([Conversation(RECORDS[record][0]) for record in ("plain", "tool", "developer")], counts)
     assert (counts["documents"], counts["bad records"]) == (1, 2)
@@ -202,7 +220,7 @@ def test_a_special_token_in_a_text_is_encoded_as_transformers_does_with_a_warnin
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]})
     messages = [says("user", question), says("assistant", answer)]
-    chat = ChatFormat(tokenizer, len(tokenizer), template, "all")
+    chat = ChatEncoder(tokenizer, len(tokenizer), template, "all")
     said = said_of(chat, Conversation(messages, position="chat.jsonl, line 3"))
     assert expected in said and bool(said) == bool(expected)
     assert said.startswith("error: ") == ("rendered" in expected)
@@ -258,7 +276,7 @@ def test_a_template_with_a_name_writes_all_of_a_conversation_and_marks_what_the_
 ):
     template = base.read_template(name)
     messages, tools = copy.deepcopy(RECORDS.get(record, (PARTS, None)))
-    chat = ChatFormat(tokenizer, len(tokenizer), template, "assistant")
+    chat = ChatEncoder(tokenizer, len(tokenizer), template, "assistant")
     expected = NAMED.get((name, record), "")
     said = said_of(chat, Conversation(messages, tools, position="chat.jsonl, line 3"))
     assert expected.removeprefix("error: ") in said and bool(said) == bool(expected)
@@ -266,7 +284,7 @@ def test_a_template_with_a_name_writes_all_of_a_conversation_and_marks_what_the_
         return
     text, spans = chat.render(Conversation(messages, tools))
     assert text == tokenizer.apply_chat_template(messages, tools, chat_template=template, tokenize=False)
-    plain = ChatFormat(tokenizer, len(tokenizer), re.sub("{%- (end)?generation %}", "", template), "assistant")
+    plain = ChatEncoder(tokenizer, len(tokenizer), re.sub("{%- (end)?generation %}", "", template), "assistant")
     if name != "mistral":  # its answers follow the question without a prompt
         assert plain.render(Conversation(messages, tools)) == (text, spans)
     answers = [message for message in messages if message["role"] == "assistant"]
@@ -296,7 +314,7 @@ def test_another_name_is_refused_with_those_that_there_are():
 
 
 def test_the_middle_of_a_long_example_is_left_out(tokenizer):
-    chat = ChatFormat(tokenizer, len(tokenizer), base.read_template("chatml"), "assistant")
+    chat = ChatEncoder(tokenizer, len(tokenizer), base.read_template("chatml"), "assistant")
     records = ["plain", "plain", "call", "thoughts", "tools", "system"]
     documents = [Conversation(*RECORDS[record], position=f"line {number}") for number, record in enumerate(records, 1)]
     text = describe_examples(iter(documents), chat)

@@ -11,7 +11,7 @@ from conftest import ROOT
 from transformers import AutoTokenizer
 
 from harness.base.errors import UserError
-from harness.data.chat import ChatFormat
+from harness.data.chat import ChatEncoder
 from harness.data.schema import Conversation
 
 MARKS = re.compile(r"{%-? (end)?generation -?%}")
@@ -80,8 +80,8 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
 
 
-def chat_format(tokenizer, template: str, loss: str = "assistant") -> ChatFormat:
-    return ChatFormat(tokenizer, len(tokenizer), template, loss)
+def chat_encoder(tokenizer, template: str, loss: str = "assistant") -> ChatEncoder:
+    return ChatEncoder(tokenizer, len(tokenizer), template, loss)
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
@@ -92,9 +92,9 @@ def test_without_marks_the_same_characters_and_tokens_are_trained_on_as_with_the
     documents = [Conversation(CONVERSATIONS[conversation], position="chat.jsonl, line 1")]
     if (name, conversation) in REFUSED:
         with pytest.raises(UserError, match=r"chat.jsonl, line 1: the chat template fails, roles must alternate"):
-            chat_format(tokenizer, plain).encode(documents, Counter())
+            chat_encoder(tokenizer, plain).encode(documents, Counter())
         return
-    by_hand, found = (chat_format(tokenizer, template) for template in (marked, plain))
+    by_hand, found = (chat_encoder(tokenizer, template) for template in (marked, plain))
     text, spans = found.render(documents[0])
     assert (text, spans) == by_hand.render(documents[0])
     turns = [message for message in CONVERSATIONS[conversation] if message["role"] == "assistant"]
@@ -153,31 +153,31 @@ def test_a_template_that_changes_what_came_before_is_refused_and_all_tokens_can_
     template = MARKS.sub("", CHANGING[name].template)
     documents = [Conversation(CHANGING[name].conversation, position="chat.jsonl, line 7")]
     with pytest.raises(UserError) as raised:
-        chat_format(tokenizer, template).encode(documents, Counter())
+        chat_encoder(tokenizer, template).encode(documents, Counter())
     message = str(raised.value)
     assert message.startswith("--dataset chat.jsonl, line 7: its chat template changes earlier messages")
     assert CHANGING[name].becomes in message and "\n" not in message
     assert "{% generation %}" in message and message.endswith("train on all tokens with --chat-loss all")
-    assert chat_format(tokenizer, template, "all").encode(documents, Counter()).trained[1:].all()
+    assert chat_encoder(tokenizer, template, "all").encode(documents, Counter()).trained[1:].all()
 
 
 def test_what_a_template_drops_is_found_where_nothing_came_before_it(tokenizer):
     """One question and its answer are trained on, thoughts included, whatever the template does to earlier turns."""
     template = MARKS.sub("", CHANGING["thoughts of earlier turns removed"].template)
-    text, spans = chat_format(tokenizer, template).render(Conversation([HI, THOUGHT]))
+    text, spans = chat_encoder(tokenizer, template).render(Conversation([HI, THOUGHT]))
     assert [text[first:last] for first, last in spans] == [THOUGHT["content"] + "<|im_end|>\n"]
 
 
 def test_a_conversation_that_the_assistant_begins_is_trained_on_where_the_template_has_a_prompt_for_it(tokenizer):
     begun = Conversation([HELLO, HI, HELLO], position="chat.jsonl, line 2")
-    text, spans = chat_format(tokenizer, MARKS.sub("", CHATML)).render(begun)
+    text, spans = chat_encoder(tokenizer, MARKS.sub("", CHATML)).render(begun)
     assert [text[first:last] for first, last in spans] == ["Hello! <|im_end|>\n"] * 2
     with pytest.raises(UserError, match=r"line 2: it begins with the assistant.*--skip-bad-records"):
-        chat_format(tokenizer, MARKS.sub("", QWEN)).encode([begun], Counter())
+        chat_encoder(tokenizer, MARKS.sub("", QWEN)).encode([begun], Counter())
 
 
 def test_the_header_says_how_turns_are_found(tokenizer):
-    lines = [chat_format(tokenizer, template).describe()["trained on"] for template in (CHATML, MARKS.sub("", CHATML))]
+    lines = [chat_encoder(tokenizer, template).describe()["trained on"] for template in (CHATML, MARKS.sub("", CHATML))]
     found = "the assistant's turns, found by rendering prefixes"
     assert lines == ["the assistant's turns, marked by the chat template", found]
 
@@ -237,7 +237,7 @@ def test_what_the_template_does_not_read_is_refused_and_named(tokenizer, name, m
     template = "{{- tools | tojson }}" + CHATML.replace("message.content", content)
     template = template if marks else MARKS.sub("", template)
     with pytest.raises(UserError, match=f"line 3: .*{problem}"):
-        chat_format(tokenizer, template, loss).encode([misread], Counter())
+        chat_encoder(tokenizer, template, loss).encode([misread], Counter())
 
 
 CALLS_READ = "(message.tool_calls or []) | map(attribute='function') | map('tojson') | join"
@@ -249,7 +249,7 @@ CALLS_READ = "(message.tool_calls or []) | map(attribute='function') | map('tojs
 )
 def test_what_the_template_reads_is_rendered_without_a_mark(tokenizer, content, messages):
     template = CHATML.replace("message.content", content)
-    text, _ = chat_format(tokenizer, template).render(Conversation(messages))
+    text, _ = chat_encoder(tokenizer, template).render(Conversation(messages))
     assert text == tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
 
 
@@ -258,7 +258,7 @@ def test_parts_that_the_template_reads_are_their_text(tokenizer, loss):
     text = "(message.content if message.content is string else message.content[0].text)"
     read = CHATML.replace("message.content", text)
     of_parts, of_text = (
-        chat_format(tokenizer, read, loss).render(Conversation([HI, says("assistant", content)]))
+        chat_encoder(tokenizer, read, loss).render(Conversation([HI, says("assistant", content)]))
         for content in (PARTS, "Hi.")
     )
     assert of_parts == of_text
@@ -269,5 +269,5 @@ def test_of_a_prompt_of_messages_nothing_is_trained_on(tokenizer, marks):
     """Its earlier answers are part of the prompt."""
     template = CHATML if marks else MARKS.sub("", CHATML)
     conversation = Conversation(CONVERSATIONS["two turns"], layout="prompt+completion", first_trained=3)
-    text, spans = chat_format(tokenizer, template).render(conversation)
+    text, spans = chat_encoder(tokenizer, template).render(conversation)
     assert [text[first:last] for first, last in spans] == [" red\n\nand blue<|im_end|>\n"]

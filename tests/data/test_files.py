@@ -1,6 +1,7 @@
 """Which files a name of --dataset stands for, which split each is of, and what is left out."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import types
@@ -10,7 +11,7 @@ import huggingface_hub.constants
 import pytest
 from conftest import parse
 
-from harness import base
+from harness import base, data
 from harness.base.errors import NoSplitError, UserError
 from harness.data import corpora, files
 
@@ -175,3 +176,17 @@ def test_a_hub_data_set_that_cannot_be_had_is_one_line(monkeypatch, load):
     monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
     with pytest.raises(UserError, match=r"nor available from the hub \(.*\); without a network use a local"):
         load("someone/stories")
+
+
+@pytest.mark.parametrize("subset, is_own", [("a", True), ("b", False)])
+def test_an_evaluation_of_another_subset_is_not_one_of_the_runs_own_data(tmp_path, monkeypatch, subset, is_own):
+    def find_on_hub(dataset, subset):
+        (tmp_path / f"{subset}.jsonl").write_text('{"text": "Tom ran."}\n')
+        return dataclasses.replace(files.find_files(str(tmp_path / f"{subset}.jsonl")), dataset=dataset, is_hub=True)
+
+    monkeypatch.setattr(files, "find_on_hub", find_on_hub)
+    run, evaluation = (
+        parse(["--dataset", "someone/stories", "--dataset-split", "train", "--dataset-config", name])
+        for name in ("a", subset)
+    )
+    assert data.evaluates_own_data(evaluation, {"flags": dataclasses.asdict(run)}) == is_own

@@ -10,8 +10,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+import utils
+from harness.base import UserError
 from harness.data.mixture import BLOCK, Mixture, Segment, describe_changes, make_record, read_record
-from harness.flags import parse_args
+from harness.flags import mixture_problem, parse_args
 
 WEIGHTS = {"a": 441, "b": 3, "c": 21, "d": 1000, "e": 452, "f": 2, "g": 1, "h": 1000, "i": 1000}
 
@@ -21,12 +23,24 @@ def segment(first: int, **weights) -> Segment:
     return Segment(first, fractions, dict.fromkeys(weights, Fraction(1)))
 
 
-def record(dataset: str, stages: str = "", *before, num_shards: int = 1, samples_per_step: int = 8):
-    """What a run of these flags records, that begins or goes on from (record, steps, samples)."""
+def record(
+    dataset: str, stages: str = "", before=None, step=0, samples=0, num_shards: int = 1, samples_per_step: int = 8
+):
+    """What a run of these flags records, that begins or goes on from a record after so many steps and samples."""
     settings = parse_args(["--dataset", *dataset.split(), "--num-steps", "100", *stages.split()])
     weights = {source.name: source.weight for source in settings.sources()}
     ones, rules = dict.fromkeys("abcde", Fraction(1)), {name: {} for name in weights}
-    return make_record(settings, rules, weights, ones, samples_per_step, num_shards, *before)
+    return make_record(
+        settings=settings,
+        sources=rules,
+        weights=weights,
+        per_sample=ones,
+        samples_per_step=samples_per_step,
+        num_shards=num_shards,
+        before=before,
+        step=step,
+        samples=samples,
+    )
 
 
 @pytest.mark.parametrize("shards", [1, 4, 7, 24])
@@ -101,3 +115,34 @@ def test_the_same_shares_written_otherwise_are_the_same_mixture():
         assert now.segments == first.segments and describe_changes(first, now, 200) == []
     other = record("x/a:5 x/b:3 x/c:3", stage, first, 25, 200)
     assert other.segments != first.segments and describe_changes(first, other, 200)
+
+
+@pytest.mark.parametrize("sources, within", [(3, 1), (12, 2), (84, 3)])
+def test_each_source_is_within_a_few_samples_of_its_share_at_a_blocks_end(sources, within):
+    generator = random.Random(sources)
+    for largest in (1, 10, 1000):  # weights that are equal, alike and very different
+        weights = {f"s{number}": generator.randint(1, largest) ** 2 for number in range(sources)}
+        mixed = segment(0, **weights)
+        for blocks in range(1, 20):
+            for name, count in mixed.divide(blocks * BLOCK).items():
+                assert abs(count - blocks * BLOCK * weights[name] / sum(weights.values())) <= within
+
+
+UNMIXABLE = {  # sources, by "/" that of the folder: what is wrong with them
+    "a name given twice": (["x=/a.jsonl:1", "x=/b.jsonl:1"], "two sources are named x"),
+    "a weight that is missing": (["x=/a.jsonl:1", "y=/b.jsonl"], "has no weight, others have one"),
+    "weights of 0": (["x=/a.jsonl:0", "y=/b.jsonl:0"], "all weights are 0"),
+    "a weight of 0": (["x=/a.jsonl:0", "y=/b.jsonl:1"], "x has weight 0 in the whole run"),
+    "random tokens": (["x=synthetic", "y=/b.jsonl"], "synthetic cannot be mixed"),
+}
+
+
+@pytest.mark.parametrize("name", UNMIXABLE)
+def test_a_library_is_refused_the_mixtures_that_a_run_is_refused(tmp_path, name):
+    for letter in "ab":
+        (tmp_path / f"{letter}.jsonl").write_text(json.dumps({"text": "Tom had a red ball."}) + "\n")
+    sources, problem = UNMIXABLE[name]
+    sources = [source.replace("/", f"{tmp_path}/") for source in sources]
+    assert problem in mixture_problem(tuple(sources), None)
+    with pytest.raises(UserError, match=problem):
+        utils.get_dataset(None, 4, dataset=sources, vocab_size=1536, cache_dir=tmp_path / "cache")

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 from harness.base.errors import UserError
 from harness.data.files import find_files
 from harness.data.stream import Stream
-from harness.data.tokenize import TextFormat, own_tokens_around
+from harness.data.tokenize import TextEncoder, own_tokens_around
 
 DEMO = ROOT / "assets" / "demo"
 TEXTS = ["A fox saw a red ball and ran.", "Two", "The end? <|endoftext|>", "Zażółć 日本語 \n\n in lines, " * 9]
@@ -102,7 +102,8 @@ def test_cached_and_streamed_tokens_are_those_of_the_tokenizers_own_call(saved, 
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     once = load(file, with_tokenizer=saved, vocab_size=len(saved)).tokens[:].tolist()
     again = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    stream = Stream(find_files(str(file)).files_in_split("train"), TextFormat(again, len(again)), "text", 4, 0)
+    files, encoder = find_files(str(file)).files_in_split("train"), TextEncoder(again, len(again))
+    stream = Stream(files=files, encoder=encoder, text_field="text", seq_len=4, seed=0)
     streamed = stream.first_documents(stream.chunks, 10**6).tokens.tolist()
     expected = [[*saved(text, add_special_tokens=False)["input_ids"], saved.eos_token_id] for text in texts]
     assert once == streamed == list(itertools.chain(*expected))
@@ -360,7 +361,7 @@ def test_labels_and_masks_beside_ids_are_those_of_the_row(tmp_path, load, name, 
     file = WRITERS[suffix](tmp_path / f"a.{suffix}", [{"input_ids": IDS} | beside] * 3)
     data = load(file, vocab_size=16)
     assert data.tokens[:].tolist() == ids * 3
-    assert data.tokens.has_mask == (trained is not None)
+    assert data.tokens.has_loss_mask == (trained is not None)
     if trained:
         assert data.tokens.trained(0, len(data.tokens)).tolist() == trained * 3
         assert data.document_mask and data.tokens.doc_ends.tolist() == [len(ids), 2 * len(ids), 3 * len(ids)]
@@ -504,12 +505,42 @@ def test_messages_win_over_text_unless_somebody_names_the_text(tmp_path, load, t
     assert load(ids, text_field="input_ids").tokens[:].tolist() == IDS * 5
 
 
+TEXT = "No messages."
+NAMED_AS_LAYOUTS = {  # a record, a text of which is named as a layout; --text-field; the beginning of what is read
+    "beside a conversation": (
+        {"messages": TEXT, "conversations": chat("What?", "A ball.")["messages"]},
+        None,
+        "user: What?",
+    ),
+    "nulls beside a conversation": (
+        {"messages": None, "conversations": chat("What?", "A ball.")["messages"]},
+        None,
+        "user: What?",
+    ),
+    "beside a text": ({"messages": TEXT, "conversation": TEXT, "text": "Only text."}, None, "Only text."),
+    "as the only field": ({"messages": TEXT}, "messages", TEXT),
+    "beside another text": ({"messages": TEXT, "text": "Only text."}, "messages", TEXT),
+}
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("name", NAMED_AS_LAYOUTS)
+def test_a_text_that_is_named_as_a_layout_is_no_conversation(tmp_path, load, template, name, suffix):
+    record, text_field, wanted = NAMED_AS_LAYOUTS[name]
+    file = WRITERS[suffix](tmp_path / f"a.{suffix}", [record] * 5)
+    options = {"text_field": text_field} if text_field else {}
+    if "user" in wanted:
+        options["chat_template"] = template[1]
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    assert tokenizer.decode(load(file, **options).tokens[:].tolist()).startswith(wanted)
+
+
 def test_empty_files_before_the_first_record_do_not_decide_what_a_corpus_is(tmp_path, load, template):
     (tmp_path / "corpus").mkdir()
     for name in "ab":
         (tmp_path / "corpus" / f"{name}.jsonl").write_text("\n")
     write_jsonl(tmp_path / "corpus" / "c.jsonl", [chat("What?", "A ball.")])
-    assert load(tmp_path / "corpus", chat_template=template[1]).has_mask
+    assert load(tmp_path / "corpus", chat_template=template[1]).has_loss_mask
 
 
 @pytest.mark.parametrize("flags", [["--chat-loss", "all"], ["--chat-template"]])

@@ -4,6 +4,7 @@ those of each token in its own document."""
 import itertools
 import json
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import multirank
@@ -16,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import utils
 from harness.base import UserError
 from harness.data import packing
+from harness.data.reader import CorpusReader
+from harness.data.tokens import TokenFile, Tokens
 
 TEMPLATE = """{% for message in messages %}{% if message.role == 'assistant' %}A: {% generation %}
 {{- message.content + eos_token }}{% endgeneration %}{% else %}{{ message.role }}: {{ message.content }}
@@ -228,3 +231,21 @@ def test_flops_of_documents_that_no_index_knows_are_counted_too(device, flags, t
     assert train(run, device) == 0
     flops = utils.get_model_flops_per_token(AutoConfig.for_model("llama", **SIZES), 16)
     assert metrics_of(tmp_path / "r")[-1]["flops_per_token"] == flops
+
+
+PADDING = {  # ids of a tokenizer's padding and end-of-text token, the model's vocabulary: what pads
+    "its own": ((7, 3, 10), 7),
+    "one that was added": ((10, 3, 10), 3),
+    "two that were added": ((11, 10, 10), 0),
+    "none": ((None, 3, 10), 3),
+    "no token at all": ((None, None, 10), 0),
+}
+
+
+@pytest.mark.parametrize("name", PADDING)
+def test_padding_is_an_id_that_the_model_has(tmp_path, name):
+    (pad, end_of_text, vocab_size), padding = PADDING[name]
+    tokenizer = types.SimpleNamespace(pad_token_id=pad, eos_token_id=end_of_text)
+    reader = CorpusReader(tokenizer=tokenizer, seq_len=8, vocab_size=vocab_size, cache_dir=tmp_path, packing="best-fit")
+    tokens = Tokens([TokenFile(np.array([1, 2, 1], np.uint16))], vocab_size, known_doc_ends=np.array([3]))
+    assert reader.pack(tokens, "data")[0].tokens.tolist() == [1, 2, 1] + [padding] * 6

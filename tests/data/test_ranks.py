@@ -37,7 +37,7 @@ def test_of_a_stream_no_more_is_held_out_than_evaluations_take(device, flags, tm
     chunks, documents = [], Stream.documents
 
     def read(stream, chunk, counts=None):
-        chunks.extend([chunk] * bool(stream.eval_only))
+        chunks.extend([chunk] * (stream.reads == "eval"))
         return documents(stream, chunk, counts)
 
     monkeypatch.setattr(Stream, "documents", read)

@@ -6,6 +6,7 @@ import shutil
 import tracemalloc
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from conftest import STORIES, losses_of, metrics_of, train, words
@@ -14,9 +15,10 @@ from harness.base.errors import UserError
 from harness.data.files import find_files
 from harness.data.schema import DOCUMENT_MARK
 from harness.data.stream import Stream, max_shards
-from harness.data.tokenize import TextFormat
+from harness.data.tokenize import TextEncoder
 
 SEQ_LEN = 16
+OPTIONS = {"seq_len": SEQ_LEN, "seed": 7}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def test_a_chunk_of_parquet_is_a_row_group_and_there_are_no_more_shards(tmp_path
     for name, part in (("a", texts[:20]), ("b", texts[20:])):
         pyarrow.parquet.write_table(pyarrow.table({"text": part}), tmp_path / f"{name}.parquet", row_group_size=5)
     files = find_files(str(tmp_path)).files_in_split("train")
-    stream = Stream(files, TextFormat(tokenizer, 1536), "text", SEQ_LEN, 7, num_shards=6)
+    stream = Stream(files=files, encoder=TextEncoder(tokenizer, 1536), text_field="text", **OPTIONS, num_shards=6)
     assert [len(list(stream.documents(chunk))) for chunk in stream.chunks] == [5] * 6
     assert max_shards(files) == 6
     assert [text for chunk in stream.chunks for text in stream.documents(chunk)] == texts
@@ -122,6 +124,36 @@ def test_a_stream_is_resumed_on_a_copy_of_its_data_elsewhere(device, flags, corp
     with pytest.raises(UserError, match=f"if it is a copy, give --dataset {corpus.name}=/.*/copy"):
         train([*run, 4, "--dataset", tmp_path / "copy"], device)
     assert train([*run, 4, "--dataset", f"{corpus.name}={tmp_path / 'copy'}"], device) == 0
+
+
+FILES = {  # of a folder, in their order: a stream may cut it into chunks of another order
+    "compressed and plain": ("a.jsonl.gz", "b.jsonl"),
+    "plain and compressed": ("a.jsonl", "b.jsonl.gz"),
+    "Parquet and lines": ("a.parquet", "b.jsonl"),
+    "lines, Parquet and text": ("a.jsonl", "b.parquet", "c.txt"),
+    "a list and Parquet": ("a.md", "b.arrow", "c.parquet"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_stream_and_a_token_cache_begin_alike_whatever_the_formats_of_the_files(tmp_path, tokenizer, load, name):
+    (tmp_path / "data").mkdir()
+    for file in FILES[name]:
+        texts = [f"{file}, story {number}: the fox ran {number} times." for number in range(20)]
+        path, lines = tmp_path / "data" / file, "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        table = pyarrow.table({"text": texts})
+        if file.endswith(".parquet"):
+            pyarrow.parquet.write_table(table, path, row_group_size=3)
+        elif file.endswith(".arrow"):
+            with pyarrow.ipc.new_file(path, table.schema) as writer:
+                writer.write_table(table)
+        else:
+            content = lines.encode() if "jsonl" in file else DOCUMENT_MARK.join(texts).encode()
+            path.write_bytes(gzip.compress(content) if file.endswith(".gz") else content)
+    files = find_files(str(tmp_path / "data")).files_in_split("train")
+    encoder, text_field = TextEncoder(tokenizer, 1536), ("input_ids", "text")
+    stream = Stream(files=files, encoder=encoder, text_field=text_field, **OPTIONS, num_shards=4)
+    assert stream.fingerprint()["beginning"] == load(tmp_path / "data").tokens.beginning()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

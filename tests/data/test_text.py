@@ -108,7 +108,7 @@ def test_a_byte_order_mark_and_windows_line_ends_change_no_token(load, write_jso
 
 @pytest.mark.parametrize("content", ["[A, B]\n[C]", "[A] [B, C]", "A [B]\nC", "[A][][B, C]\n", "A\nB\nC", "[A, B, C]"])
 def test_records_and_lists_of_records_follow_each_other_in_json(load, encoded, tmp_path, monkeypatch, content):
-    monkeypatch.setattr(json_reader, "BLOCK", 7)
+    monkeypatch.setattr(json_reader, "READ_BYTES", 7)
     for letter in "ABC":
         content = content.replace(letter, json.dumps({"text": f"Tom {letter.lower()}"}))
     (tmp_path / "data.json").write_text(content)
@@ -132,6 +132,45 @@ def test_a_bad_byte_of_a_text_costs_its_line_and_a_pdf_is_left_out(load, line_of
     assert line_of(tmp_path / "data", skip_bad_records=True).endswith(", left out: bad records 4")
 
 
+SLICES = {  # of 6 documents, 3 of them short: the same slice with other bounds, or what is wrong with it
+    "[-5%:]": "[95%:]",
+    "[:-5%]": "[:95%]",
+    "[-50%:]": "[50%:]",
+    "[-2:]": "[4:]",
+    "[-5:-3]": "[1:3]",
+    "[4:1]": r"split \[4:1\]: it ends before it begins; give other bounds",
+    "[-3:2]": "it ends before it begins",
+    "[60%:40%]": "it ends before it begins",
+    "[5%:50%]": "it ends before it begins in these 6 documents",
+    "[7:]": "7 is beyond the 6 documents",
+    "[:-7]": "-7 is beyond the 6 documents",
+    "[:101%]": "101% is beyond the 6 documents",
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_a_slice_counted_from_the_end_is_that_from_the_beginning_and_an_impossible_one_is_refused(
+    load, write_jsonl, tmp_path, name
+):
+    file = write_jsonl(tmp_path / "data.jsonl", ["A red ball."] * 3 + [f"{number} " * 400 for number in range(3)])
+    wanted = SLICES[name]
+    if wanted.startswith("["):
+        assert tokens_of(load(file, split=f"train{name}")) == tokens_of(load(file, split=f"train{wanted}"))
+    else:
+        with pytest.raises(UserError, match=wanted):
+            load(file, split=f"train{name}")
+
+
+EMPTY = {"": [], "\n": ["\n"], " ": [" "], DOCUMENT_MARK: [], f"\n{DOCUMENT_MARK}\n": [], f"a{DOCUMENT_MARK}\n": ["a"]}
+
+
+@pytest.mark.parametrize("text", EMPTY)
+def test_an_empty_document_is_one_that_is_left_out(text):
+    counts = Counter()
+    assert list(read_documents(iter([("line 1", text)]), 10, False, counts)) == EMPTY[text]
+    assert counts["empty documents"] == (not EMPTY[text])
+
+
 LONG = ["Tom", "düne 🌊", "ж" * 9, "two\nlines", "long " * 60, "end", "x"]
 CUTTABLE = {
     "no last newline.jsonl": "\n\r\n".join(json.dumps({"text": text}) for text in LONG).encode(),
@@ -144,7 +183,7 @@ CUTTABLE = {
 
 @pytest.mark.parametrize("name", [*CUTTABLE, "rows.parquet"])
 def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("harness.data.formats.text.BLOCK", 7)
+    monkeypatch.setattr("harness.data.formats.text.READ_BYTES", 7)
     monkeypatch.setattr("harness.data.formats.text.FIRST_TAIL", 5)
     if name == "rows.parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": LONG * 9}), tmp_path / name, row_group_size=7)

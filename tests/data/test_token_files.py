@@ -9,6 +9,7 @@ import os
 import pathlib
 import pickle
 import re
+import types
 
 import formats
 import numpy as np
@@ -16,7 +17,7 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, losses_of, parse, train, words
+from conftest import ROOT, losses_of, metrics_of, parse, train, words
 from transformers import AutoTokenizer
 
 from harness import data
@@ -25,8 +26,7 @@ from harness.data.eval_split import divide, eval_document_numbers
 from harness.data.files import find_files
 from harness.data.formats import open_token_file
 from harness.data.packing import PackedSequence
-from harness.data.token_files import TokenFile
-from harness.data.tokens import Tokens
+from harness.data.tokens import TokenFile, Tokens
 
 VOCAB = 1536  # of the demo model
 END = 0  # end-of-text of its tokenizer
@@ -116,6 +116,41 @@ def test_boundaries_are_the_same_before_and_after_they_are_searched_for_in_all_f
     assert tokens.starts_between(1, 7).tolist() == [0, 1, 3]
 
 
+def append_document(file: pathlib.Path) -> int:
+    with file.open("ab") as opened:
+        opened.write(np.array([5, END], "<u2").tobytes())
+    return END
+
+
+OTHER_ENDS = {  # what changes before the next start: (the end-of-text token then, whether the tokens are read again)
+    "nothing": (lambda file: END, False),
+    "the file": (append_document, True),
+    "the end-of-text token": (lambda file: 7, True),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ENDS)
+def test_later_starts_do_not_read_a_token_file_for_its_boundaries(tmp_path, monkeypatch, name):
+    file = flat(tmp_path / "a.bin")
+    reads, find_doc_ends = [], Tokens._find_doc_ends
+    monkeypatch.setattr(Tokens, "_find_doc_ends", lambda *found: reads.append(1) or find_doc_ends(*found))
+
+    def start(end_of_text: int) -> list[int]:
+        reads.clear()
+        tokenizer = types.SimpleNamespace(eos_token_id=end_of_text)
+        reader = data.CorpusReader(tokenizer=tokenizer, seq_len=4, vocab_size=VOCAB, cache_dir=tmp_path / "cache")
+        tokens = dataclasses.replace(open_tokens(file), end_of_text=end_of_text)
+        return reader.with_doc_ends(tokens).doc_ends.tolist()
+
+    assert start(END) == ENDS.tolist() and reads
+    change, are_read = OTHER_ENDS[name]
+    end_of_text = change(file)
+    found = start(end_of_text)
+    assert bool(reads) == are_read
+    tokens = open_tokens(file)[:]
+    assert found == sorted({*(np.flatnonzero(tokens == end_of_text) + 1).tolist(), len(tokens)})
+
+
 def test_documents_longer_than_a_sequence_are_counted_where_boundaries_are_known():
     ends = np.array([9, 13, 30])  # a sequence of 8 tokens has one more, its last label
     tokens = Tokens([TokenFile(np.arange(30))], known_doc_ends=ends)
@@ -124,6 +159,21 @@ def test_documents_longer_than_a_sequence_are_counted_where_boundaries_are_known
     assert data.PackedDataset(tokens, 16).describe() == ""
     unknown = Tokens([TokenFile(np.arange(30))], end_of_text=END)
     assert data.PackedDataset(unknown, 8).describe() == "" and unknown.known_doc_ends is None
+
+
+@pytest.mark.parametrize("tokens_split", ["train", "val"])
+def test_one_split_may_be_a_token_file_and_the_other_text(arguments, device, tmp_path, tokens_split):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split in ("train", "val"):
+        if split == tokens_split:
+            flat(folder / f"{split}.bin")
+        else:
+            lines = [json.dumps({"text": f"Story {number} of a fox and a red ball."}) for number in range(60)]
+            (folder / f"{split}.jsonl").write_text("\n".join(lines))
+    flags = words("--sequence-length 16 --batch-size 1 --num-steps 2 --eval-interval 2 --eval-steps 2")
+    assert train([*arguments, *flags, "--dataset", folder], device) == 0
+    assert any("eval_loss" in line for line in metrics_of(tmp_path / "out" / "r"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

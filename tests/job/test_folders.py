@@ -2,12 +2,15 @@
 pair/test_security.py."""
 
 import os
+import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
+from checkpoints import write_checkpoint
 from conftest import ROOT, parse, write_model
 from multirank import SIZES
 
@@ -26,6 +29,64 @@ def test_a_run_without_a_name_has_that_of_its_models_folder_or_needs_one(tmp_pat
     else:
         with pytest.raises(UserError, match=r"--run-name: the name .*, from --model, is not a plain folder name"):
             folders.choose_folder(settings)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run's folder, out/a, with two checkpoints and no log; the current folder is tmp_path."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("out/a/checkpoints/step-00000002")
+    for step in (1, 2):
+        write_checkpoint(tmp_path / "out" / "a", step)
+    return tmp_path / "out" / "a"
+
+
+RESUMED = {  # the current folder and the flags: the folder of the run, from tmp_path
+    (".", "--resume out/a"): "out/a",
+    (".", "--resume {there}/out/a/checkpoints/step-00000002"): "out/a",
+    (".", "--resume link"): "out/a",
+    (".", "--output-dir out --resume {there}/out/a"): "out/a",
+    (".", "--output-dir {there}/out --run-name a --resume out/a"): "out/a",
+    (".", "--output-dir out --run-name a --resume {there}/out/a"): "out/a",
+    (".", "--output-dir out --run-name a --resume out/../link"): "out/a",
+    ("out", "--output-dir . --run-name a --resume a/"): "out/a",
+    ("out/a", "--resume checkpoints/step-00000002"): "out/a",
+    ("out/a", "--resume ."): "out/a",
+    ("out/a/checkpoints", "--resume step-00000002"): "out/a",
+    ("out/a/checkpoints", "--resume .."): "out/a",
+    ("out/a/checkpoints/step-00000002", "--resume ."): "out/a",
+    (".", "--output-dir other --resume out/a"): "other/a",  # a new run
+    (".", "--output-dir other --resume out/a/checkpoints/step-00000001"): "other/a",
+    (".", "--run-name b --resume out/a"): "outputs/b",
+}
+
+
+@pytest.mark.parametrize("where, typed", RESUMED)
+def test_a_resumed_run_is_found_by_any_path_and_another_output_folder_is_a_new_run(run, tmp_path, where, typed):
+    os.chdir(tmp_path / where)
+    folder = folders.choose_folder(parse(typed.format(there=tmp_path).split()))
+    assert folder.resolve() == tmp_path / RESUMED[where, typed]
+
+
+@pytest.mark.parametrize("resume", ["", "--resume out/b"])
+def test_checkpoints_without_a_log_are_a_run_that_is_not_written_over(run, resume):
+    write_checkpoint(pathlib.Path("out/b"), 1)
+    settings = parse(f"--output-dir out --run-name a {resume}".split())
+    with pytest.raises(
+        UserError, match=r"--run-name a: out/a already holds a run; .*, or continue it with --resume auto"
+    ):
+        folders.choose_folder(settings)
+    shutil.rmtree(run / "checkpoints" / "step-00000002")
+    (run / "checkpoints" / "step-00000001" / "manifest.json").write_text("damaged")
+    with pytest.raises(UserError, match="already holds a run"):
+        folders.choose_folder(settings)
+
+
+@pytest.mark.parametrize("more", ["", "--output-dir out", "--output-dir {there}/out --run-name a"])
+def test_an_older_checkpoint_is_not_resumed_in_its_own_folder(run, tmp_path, more):
+    settings = parse(f"--resume out/a/checkpoints/step-00000001 {more.format(there=tmp_path)}".split())
+    with pytest.raises(UserError, match="out/a holds newer checkpoints, which the run would overwrite"):
+        folders.choose_folder(settings)
 
 
 def test_a_model_is_never_written_over(mistake, tmp_path):

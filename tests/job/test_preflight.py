@@ -11,9 +11,17 @@ import pytest
 import torch
 from conftest import parse, slow_case, train
 
-from harness.base import GIB
+from harness.base import GIB, UserError
 from harness.flags.settings import OPTIMIZERS
-from harness.job import host, preflight
+from harness.job import host, preflight, start_processes
+
+
+def test_several_ranks_without_local_rank_are_one_line_where_there_is_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(UserError, match=r"WORLD_SIZE=2 is set, but not LOCAL_RANK, .*; set it for each rank, or start"):
+        start_processes()
 
 
 def test_memory_that_others_hold_of_a_gpu_is_named_with_their_pids_where_the_driver_says_so(device, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, STORIES, forked, metrics_of, python, slow_case, train, words, write_model
+from safetensors import safe_open
 
 from harness import data
 from harness.base import UserError
@@ -257,3 +258,12 @@ def test_an_export_of_a_run_on_an_export_knows_what_both_were_trained_on(start, 
         assert refused(*weights, "--eval-split", runs / f"{name}.jsonl").endswith(
             "its tokens were trained on; give what was not"
         )
+
+
+def test_an_export_after_an_evaluation_of_other_data_names_the_data_that_were_trained_on(runs, evaluate, tmp_path):
+    def header(folder) -> str:
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            return file.metadata()["trained_on"]
+
+    evaluate("--resume", runs / "held", "--dataset", runs / "other.jsonl", "--export", tmp_path / "export")
+    assert header(tmp_path / "export") == header(runs / "export")

@@ -141,10 +141,10 @@ REFUSED = {  # --eval-split and what is beside it: the line
     "{}/none.jsonl": "--eval-split {}/none.jsonl: no such file or folder",
     "none.jsonl": "--eval-split none.jsonl: no such file or folder",
     "{}/model": "--eval-split {}/model: needs .arrow/",
-    "{}/a.jsonl": "--eval-split {}/a.jsonl: {}/a.jsonl is in --dataset {}/a.jsonl too, which is trained on; take",
+    "{}/a.jsonl": "--eval-split {}/a.jsonl: {}/a.jsonl is in the training data too; take",
     "{}/a-copy.jsonl": "--eval-split {}/a-copy.jsonl: its tokens were trained on; give what was not",
     "{}/a.txt": "--eval-split {}/a.txt: its tokens were trained on; give what was not",
-    "{}/held.jsonl --dataset {}/*.jsonl": "--eval-split {}/held.jsonl: {}/held.jsonl is in --dataset {}/*.jsonl too",
+    "{}/held.jsonl --dataset {}/*.jsonl": "--eval-split {}/held.jsonl: {}/held.jsonl is in the training data too",
     "{}/bad.txt": "--eval-split {}/bad.txt, ",
     "{}/held.jsonl --sequence-length 128 --eval-split {}/template.txt": "--eval-split {}/template.txt, split 'train'",
     "{}/chats.jsonl --chat-template {}/template.jinja": "--eval-split {}/chats.jsonl: it would have a document mask",
@@ -171,5 +171,5 @@ def test_what_a_run_trained_on_is_not_evaluated_by_name(flags, folder, device, t
     assert train(flags("--eval-split {}/held.jsonl"), device) == 0
     (tmp_path / "link.jsonl").symlink_to(folder / "a.jsonl")
     run = ["--num-steps", "0", "--eval-interval", "1", "--resume", str(tmp_path / "r")]
-    with pytest.raises(UserError, match=r"link\.jsonl: the run trained on "):
+    with pytest.raises(UserError, match=r"link\.jsonl: .* is in the training data too; "):
         train([*run, "--eval-split", str(tmp_path / "link.jsonl")], device)

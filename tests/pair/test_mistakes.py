@@ -4,10 +4,12 @@ own to be made stand beside the tests of those."""
 
 import json
 import math
+import os
 import re
 import sys
 
 import pytest
+from checkpoints import write_checkpoint
 from conftest import PROGRAM, ROOT, cold_python, copy_program, parse, python, slow_case, start, torchrun, train, words
 
 from harness.base import UserError
@@ -145,7 +147,7 @@ def test_a_mistake_in_a_file_of_flags(text, said, tmp_path):
     assert refused("--config", tmp_path / "flags.toml").startswith(f"--config {tmp_path}/flags.toml: {said}")
 
 
-@pytest.mark.parametrize("text", ["batch_siz = 3", "batch-size = 0", "plan = true\ndecay-steps = 3"])
+@pytest.mark.parametrize("text", ["batch_siz = 3", "batch-size = 0", "plan = true\nwarmup-steps = 2000"])
 def test_with_json_in_a_file_a_mistake_is_a_json_object_too(text, tmp_path, capsys):
     (tmp_path / "flags.toml").write_text(f"{text}\njson = true")
     message = refused("--config", tmp_path / "flags.toml")
@@ -183,9 +185,57 @@ def test_a_flag_without_effect_is_a_mistake_and_none_where_it_has_one(argv, with
     parse([*argv.split(), "--num-steps", "0", "--init", "pretrained", "--export", "e"])  # it takes a run's flags
 
 
-def test_a_plan_refuses_what_the_run_that_it_plans_would_refuse():
-    for argv in ("--decay-steps 3", "--fp8-recipe rowwise", "--eval-split test", "--adamw-lr 1e-3"):
-        assert refused("--plan", *argv.split()) == refused(*argv.split())
+UNTRAINED = [  # flags of a run that only its training has a use for
+    "--profile",
+    "--min-mfu 40",
+    "--max-memory-gib 70",
+    "--batch-size auto",
+    "--warmup-steps 20",
+    "--decay-steps 20 --lr-scheduler warmup_stable_decay",
+    "--keep-best --checkpoint-interval 5",
+    "--metrics-port 28500 --log-with all",
+    "--memory-snapshot",
+]
+
+
+@pytest.mark.parametrize("argv", UNTRAINED)
+def test_an_export_an_evaluation_and_a_plan_take_the_flags_of_a_run(argv):
+    for action in ("--num-steps 0 --export e", "--num-steps 0 --eval-interval 1", "--plan"):
+        args = parse([*argv.split(), *action.split(), "--init", "pretrained"])
+        assert args.plan or args.batch_size == 1, action
+
+
+DAMAGED_RUNS = {  # what stands in each manifest of a run: what is said of it
+    "{": "all its checkpoints are damaged (step-00000002: manifest.json cannot be read",
+    None: "all its checkpoints are damaged (step-00000002: No such file or directory",
+}
+
+
+@pytest.mark.parametrize("manifest", DAMAGED_RUNS)
+def test_a_run_whose_checkpoints_are_all_damaged_is_named(manifest, tmp_path):
+    for folder in (tmp_path / "r" / "checkpoints" / f"step-0000000{step}" for step in (1, 2)):
+        folder.mkdir(parents=True)
+        if manifest:
+            (folder / "manifest.json").write_text(manifest)
+    run = tmp_path / "r"
+    assert (
+        refused("--resume", f"{run}")
+        == f"--resume {run}: {DAMAGED_RUNS[manifest]}); copy one back, or give another run"
+    )
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/step-00000001"])
+def test_a_folder_of_a_run_that_cannot_be_read_is_one_line(name, tmp_path, monkeypatch):
+    path, stat = write_checkpoint(tmp_path / "r", 1).parents[1] / name, os.stat
+
+    def denied(file, *args, **options):
+        if isinstance(file, str | os.PathLike) and str(file).startswith(f"{path}/"):
+            raise PermissionError(13, "Permission denied", str(file))
+        return stat(file, *args, **options)
+
+    monkeypatch.setattr(os, "stat", denied)
+    said = refused("--resume", f"{path}")
+    assert said.startswith(f"--resume {path}: {path}/") and said.endswith(" cannot be read (Permission denied)")
 
 
 FILE = """

@@ -205,7 +205,7 @@ def test_a_data_set_that_cannot_be_repeated_is_refused(name, tmp_path, tables, m
     function, error = UNUSABLE[name]
     flags.DATASETS[name] = flags.Dataset(function, "", None)
     with pytest.raises(UserError, match=rf"^--dataset {name}: {error}"):
-        own.find(name, tmp_path)
+        own.write_once(name, tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
@@ -214,7 +214,7 @@ def test_a_fault_in_the_function_of_a_data_set_is_one_line(tmp_path, tables):
     file.write_text(f"{REGISTER}def records():\n    yield 'a'\n    1 / 0\n\nregister.dataset('mine', records)\n")
     assert parse(["--import", file, "--dataset", "mine"]).dataset_split == "train"
     with pytest.raises(UserError, match=rf"^--import {file}, line 4: ZeroDivisionError: division by zero$"):
-        own.find("mine", tmp_path)
+        own.write_once("mine", tmp_path)
 
 
 def test_records_are_written_once_for_each_version_and_up_to_the_limit(tmp_path, tables):
@@ -227,7 +227,7 @@ def test_records_are_written_once_for_each_version_and_up_to_the_limit(tmp_path,
 
     for version in ("1", "1", "2"):
         flags.DATASETS["numbers"] = flags.Dataset(numbers, version, 4)
-        path = own.find("numbers", tmp_path)
+        path = own.write_once("numbers", tmp_path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"text": "a text"}, {"input_ids": [1, 2]}, {"messages": []}, {"text": "0"}]
     assert len(calls) == 2 * 2  # each time they are compared with a second call

@@ -68,6 +68,11 @@ def transposed(a, b):
     return (a * b).t().contiguous()
 
 
+def updated(a, b):
+    """As an optimizer's update: the kernel writes to the argument."""
+    a.copy_(a * b)
+
+
 PRIMALS = ("primals_1", "primals_2", "primals_3")  # as the compiler calls what the caller keeps
 
 
@@ -83,6 +88,7 @@ PRIMALS = ("primals_1", "primals_2", "primals_3")  # as the compiler calls what 
         (scaled_by_column, PRIMALS[:2], 1, 5),
         (scaled_by_row, PRIMALS[:2], 1, 3),  # a kernel has a row whole
         (one_hot, PRIMALS[:1], 1, 2),
+        (updated, ("arg0_1", "arg1_1"), 0, 3),  # reads both, writes the first
         (transposed, PRIMALS[:2], 1, 2 + TRANSPOSED_WRITE),  # a byte in another order costs that of several
     ],
 )

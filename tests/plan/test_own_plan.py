@@ -1,6 +1,7 @@
 """A run's own plan: it ends with the run, and can be left out or waited for."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import PROGRAM, ROOT, parse, start
+from conftest import PROGRAM, ROOT, parse, python, start, words
 
 from harness.plan import own_plan
 
@@ -73,9 +74,62 @@ def test_a_plan_is_of_the_run_as_it_was_resolved_and_leaves_the_launchers_files_
     assert not [name for name in started["env"] if name.startswith("TORCHELASTIC_")]
 
 
+PRINTING = """
+import torch
+from harness import register
+from harness.model import OptimizerKind
+
+
+def build(groups, settings):
+    print("building")
+    return torch.optim.SGD(groups, settings.lr)
+
+
+register.optimizer("printing", OptimizerKind(build))
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_as_json_is_one_object_whatever_imported_code_prints(tmp_path):
+    (tmp_path / "mine.py").write_text(PRINTING)
+    flags = words("--demo --optimizer printing --plan --json --plan-seconds 0 --plan-gpus 1 --no-compile")
+    process = python(*flags, "--import", tmp_path / "mine.py")
+    assert process.returncode == 0 and "building" in process.stderr, process.stderr
+    assert json.loads(process.stdout)["model"] == "demo"
+
+
 def sleeping(seconds: int) -> subprocess.Popen:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(["sleep", str(seconds)], **pipes)
+    return shell(f"exec sleep {seconds}")
+
+
+def shell(script: str) -> subprocess.Popen:
+    """In place of a planning process."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    return subprocess.Popen(["sh", "-c", script], **pipes)
+
+
+@pytest.mark.parametrize(
+    "script, said",
+    [
+        ("echo building; echo '{}'", "not one JSON object"),
+        ("echo '{}'; echo bye", "not one JSON object"),
+        ("printf '\\377{}'", "not one JSON object"),
+        ("true", "not one JSON object"),
+        ("echo fault >&2; exit 2", "fault"),
+        ("kill -9 $$", "no plan"),
+    ],
+)
+def test_output_that_is_no_plan_leaves_the_run_as_it_is(device, capsys, script, said):
+    assert own_plan.predicted_metrics(shell(script)) == {}
+    assert capsys.readouterr().out.splitlines()[-1].startswith("planned    nothing: ")
+    assert own_plan.read_plan(shell(script), 60)[1].endswith(said)
+
+
+def test_a_planning_process_that_cannot_start_leaves_the_run_as_it_is(device, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with own_plan.planning_in_background(parse(["--plan-gpu", "H200"]), device, 1) as process:
+        assert process is None
+    assert "planned    nothing: " in capsys.readouterr().out
 
 
 def test_a_run_does_not_wait_for_its_plan_for_ever(device, monkeypatch):

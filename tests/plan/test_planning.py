@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import sys
+import typing
 
 import planranks
 import pytest
@@ -11,9 +12,14 @@ from multirank import MODELS, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
-from harness import base
+from harness import base, resolving
+from harness import model as models
 from harness import plan as planning
-from harness.model import loss
+from harness.flags import Attention
+from harness.model import load_config, loss
+from harness.plan import fake_step
+from harness.plan.rates import choose_rates
+from harness.plan.recorder import HOST, KINDS
 
 GIB = 2**30
 
@@ -202,6 +208,22 @@ def test_a_mistake_in_a_plan_is_one_line(flags, said):
 
 
 @pytest.mark.slow
+def test_every_kernel_of_attention_is_planned_without_a_gpu_and_its_package():
+    """A run's own plan sees no GPU either. Kernels other than eager save the same."""
+    forked(1, plan_kernels)
+
+
+def plan_kernels() -> None:
+    flags = "--plan --demo --no-compile --plan-gpus 1 --plan-seconds 0 --sequence-length 64 --precision bf16"
+    totals = {}
+    for kernel in typing.get_args(Attention):
+        settings, plan = planning.make_plan(parse(words(f"{flags} --attention {kernel}")), train_fsdp.RECIPE)
+        assert settings.attention == kernel
+        totals[kernel] = plan["memory_gib"]["total"]
+    assert len(set(totals.values())) == 2 and list(totals.values()).count(totals["eager"]) == 1
+
+
+@pytest.mark.slow
 def test_a_run_ends_with_its_plan_beside_its_figures(tmp_path):
     flags = "--demo --num-steps 2 --batch-size auto --sequence-length 512 --plan-gpu Voodoo --perf-warmup-steps 0"
     options = ["--output-dir", tmp_path, "--run-name", "run", "--cache-dir", tmp_path / "cache", "--no-compile"]
@@ -299,3 +321,47 @@ def plan_communicators() -> None:
         plan = planning.make_plan(parse(words(f"{flags} {layout}")), train_fsdp.RECIPE)[1]
         expected = base.CONTEXT_GIB + count * base.NCCL_GIB
         assert plan["beside_tensors_gib"]["CUDA and NCCL"] == pytest.approx(expected), layout
+
+
+OFFLOADED = {  # flags: gathers of a layer and of the root, reductions
+    "--gradient-accumulation-steps 1": (2, 1, 1),
+    "--gradient-accumulation-steps 4": (8, 4, 4),
+    "--gradient-accumulation-steps 4 --defer-grad-sync": (8, 4, 1),
+    "--gradient-accumulation-steps 4 --zero-stage 2": (1, 1, 4),
+    "--gradient-accumulation-steps 4 --zero-stage 1": (1, 1, 1),
+    "--gradient-accumulation-steps 4 --dp-replicate-size 2": (8, 4, 1),
+}
+
+
+@pytest.mark.slow
+def test_states_on_the_host_are_copied_at_each_gather_and_reduction_and_gradients_before_it_are_on_the_gpu():
+    forked(1, plan_offloaded)
+
+
+def plan_offloaded() -> None:
+    ranks = 4
+    for flags, (of_layers, of_root, reductions) in OFFLOADED.items():
+        args = parse(words(f"--plan --demo --no-compile --sequence-length 64 --batch-size 1 --cpu-offload {flags}"))
+        config = load_config(args.model)
+        settings = resolving.resolve(args, config)
+        rates = choose_rates(args)
+        recorder = fake_step.record_step(settings, train_fsdp.RECIPE, config, ranks, config.num_hidden_layers, rates)
+        model = models.trained_on_meta(settings, config)
+        whole = 4 * sum(parameter.numel() for parameter in model.parameters())  # in fp32
+        layers = 4 * sum(p.numel() for layer in models.decoder_layers(model) for p in layer.parameters())
+        shards = ranks // settings.dp_replicate_size
+        copied = sum(count for key, count in recorder.counts.items() if key[::2] == ("bytes", "host_link"))
+        expected = of_layers * layers + of_root * (whole - layers) + reductions * whole
+        assert copied == pytest.approx(expected / shards, rel=0.01), flags
+        peaks = [(key, dict(zip(KINDS, peak.tolist(), strict=True))) for key, peak in recorder.peaks().items()]
+        on_gpu = max(peak["gradients"] for (stream, *_), peak in peaks if stream is None)
+        on_host = max(sum(peak.values()) for (stream, *_), peak in peaks if stream == HOST)
+        assert on_host == pytest.approx(4 * whole / shards, rel=0.2), flags
+        is_deferred = settings.gradient_accumulation_steps > 1 and (settings.zero_stage == 1 or "defer" in flags)
+        if is_deferred:  # of all layers, in fp32
+            assert whole <= on_gpu < 1.2 * whole, flags
+        elif settings.dp_replicate_size > 1 and settings.gradient_accumulation_steps > 1:
+            assert whole / shards <= on_gpu < whole, flags  # sums over microbatches, until the replicas' reduction
+        else:  # of one group, until its reduction
+            assert 0 < on_gpu < whole / 2, flags
+        assert not any(peak["parameters"] + peak["optimizer"] for (stream, *_), peak in peaks if stream is None)

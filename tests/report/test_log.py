@@ -63,6 +63,38 @@ def test_the_same_command_after_the_end_changes_nothing_and_another_one_goes_on(
     assert re.search(r"tokens, [\d:]+ of training, [\d:]+ since the first start", capsys.readouterr().out)
 
 
+FAILURES = {
+    "a tracker": ("harness.report.trackers.tensorboard.TRACKER.start", ("--log-with", "tensorboard")),
+    "the checkpoints": ("harness.state.Checkpoints.__init__", ()),
+    "the first step": ("train_fsdp.train_step", ()),
+    "the first save": ("harness.loop.find_non_finite", ("--checkpoint-interval", 4)),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_start_that_fails_before_its_first_line_leaves_the_log_of_the_run_as_it_was(run, monkeypatch, failure):
+    monkeypatch.setattr(endings, "ENDING", [])
+    folder = run("--num-steps", 3)
+    endings.announce(0, timeout=60)  # as the end of the process does
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert {"metrics.jsonl", "config.json", "report.html"} <= before.keys()
+
+    def fail(*_, **options):
+        raise RuntimeError("no")
+
+    target, more = FAILURES[failure]
+    endings.LISTENERS.clear()
+    endings.ENDING.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(target, fail)
+        with pytest.raises((RuntimeError, UserError), match="no"):
+            run("--resume", "auto", "--num-steps", 6, "--lr", "0.5", *more)
+    endings.announce(1, timeout=60)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    run("--resume", "auto", "--num-steps", 6)
+    assert [start["step"] for start in json.loads((folder / "config.json").read_text())["starts"]] == [0, 3]
+
+
 def test_samples_of_a_model_that_generates_nothing_are_one_line_before_training(run, monkeypatch):
     monkeypatch.delattr("transformers.GenerationMixin.generate")  # as a model of one's own without the mixin
     line = r"--sample-prompt: SmolLM3ForCausalLM has no generate\(\), which samples need; .*, or take no samples"

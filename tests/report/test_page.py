@@ -222,6 +222,13 @@ def test_runs_are_compared_on_one_page(sweep, capfd):
     assert f"report     {sweep / 'out' / 'compare.html'}" in said.out
 
 
+def test_a_run_that_cannot_be_read_is_left_out_with_a_line(sweep, capfd):
+    (sweep / "odd" / "metrics.jsonl").mkdir(parents=True)
+    assert "1 run compared" in text_of(compare(sweep, sweep / "slow", sweep / "odd"))
+    line = f"--compare {sweep / 'odd'}: {sweep / 'odd' / 'metrics.jsonl'} cannot be read (Is a directory); left out"
+    assert line in capfd.readouterr().err
+
+
 def test_one_run_is_compared_too_and_runs_of_one_name_are_told_apart_by_their_paths(sweep):
     assert "1 run compared" in text_of(compare(sweep, sweep / "slow", sweep / "slow" / ".." / "slow"))
     other = write_run(sweep / "others" / "slow", [line(1)], lr=1e-4)

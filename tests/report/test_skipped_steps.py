@@ -52,6 +52,16 @@ def logged(folder) -> list[dict]:
     return [{key: line[key] for key in keys if key in line} for line in metrics_of(folder)]
 
 
+def test_a_stop_keeps_the_reasons_of_skipped_steps(device, arguments, tmp_path, monkeypatch):
+    """They are logged with the steps of an interval, which the stop cuts off."""
+    plant(monkeypatch, {2: math.nan})
+    flags = [*arguments, "--num-steps", 8, "--log-interval", 5]
+    assert train(flags, device, Stop(3)) == 143
+    lines = metrics_of(tmp_path / "out" / "r")
+    assert [line["step"] for line in lines] == [1, 3]
+    assert [skipped["step"] for skipped in lines[-1]["skipped"]] == [2]
+
+
 # ---- A run -----------------------------------------------------------------------------------------------------------
 
 

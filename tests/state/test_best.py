@@ -12,6 +12,7 @@ from conftest import ROOT, Stop, forked, metrics_of, slow_case, train, unlock, w
 
 import train_fsdp
 from harness import loop
+from harness.base import saved
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_the_best_is_kept_beside_the_newest_and_what_exports_it_is_said(flags, r
 
 @pytest.mark.parametrize("more, remain", [("", [2, 6, 8, 10]), ("--keep-checkpoints 1", [2, 10])])
 def test_a_resume_by_its_path_keeps_what_the_run_keeps_unless_told_otherwise(flags, run, device, capfd, more, remain):
-    assert train([*flags("8"), "--keep-checkpoints", 3], device) == 0
+    assert train([*flags("8 --no-async-checkpoint"), "--keep-checkpoints", 3], device) == 0
     assert kept(run) == [2, 4, 6, 8] and min(losses(run), key=losses(run).get) == 2
     assert train(["--resume", run, *words(f"--num-steps 10 --num-workers 0 --no-compile {more}")], device) == 0
     assert kept(run) == remain
@@ -84,6 +85,16 @@ def test_a_resume_that_keeps_less_says_so_before_it_removes_anything(flags, run,
     assert train(without, device) == 0
     changed = re.search(r"^changed +(.*)$", capfd.readouterr().out, re.MULTILINE)[1]
     assert "keep checkpoints 3 -> 1, keep best True -> False" in changed and kept(run) == [6]
+
+
+def test_a_loss_on_other_eval_data_is_not_recorded_in_an_earlier_checkpoint(flags, run, device):
+    """That has none: the run's evaluation was interrupted."""
+    assert train(flags("4 --log-interval 1"), device, Stop(3)) == 143
+    path = run / "checkpoints" / "step-00000003"
+    assert train(flags("3 --resume auto --log-interval 1", held_out="other"), device) == 0
+    assert losses(run)[3] > 0 and saved.read_manifest(path)["eval_loss"] is None
+    assert train(flags("3 --resume auto --log-interval 1"), device) == 0
+    assert saved.read_manifest(path)["eval_loss"] == metrics_of(run)[-1]["eval_loss"]
 
 
 @pytest.mark.slow

@@ -522,10 +522,50 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_is_remov
     for folder in others:
         flip(folder / "__0_0.distcp")
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    assert "manifest.json has format 1, and this version reads 2" in refused("branch", "--resume", newest)
+    other_format = (
+        f"--resume: {newest}: manifest.json has format 1, and this version reads 2: resume or export with the"
+    )
+    for resume in (("branch", "--resume", newest), ("r", "--resume", "auto")):  # a new run would be mixed with it
+        assert refused(*resume).startswith(other_format)
+    assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    reseal(newest, format=2)
+    flip(newest / "__0_0.distcp")
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     message = refused("r", "--resume", "auto", "--num-steps", STEPS + 2, exit_code=1)
     assert message.startswith(f"--resume auto: every checkpoint in {copied / 'checkpoints'} is damaged; ")
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+
+
+def test_a_run_is_saved_where_a_damaged_checkpoint_was_skipped(run, copied, capsys):
+    """Stopped at the step of a damaged one, whose manifest is intact: it is no checkpoint of this run."""
+    flip(copied / "checkpoints" / "step-00000006" / "__0_0.distcp")
+    more = words("--resume auto --num-steps 9 --keep-checkpoints 1 --log-interval 10")
+    assert run("r", *more, stop_after=1) == 143  # at step 5
+    assert "step-00000005" in names(copied) and saved.newest_checkpoint(copied).name == "step-00000005"
+    assert run("r", *more, stop_after=1) == 143
+    output = capsys.readouterr().out
+    assert output.count("skipped    step-00000006 is damaged") == 2
+    assert "saved      step-00000006" in output and names(copied) == checkpoint_names(6)
+    assert run("r", *more) == 0
+    assert "at step 6" in told(capsys.readouterr().out, "resumed")
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_line_and_no_failed_save(run, copied, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(5, "Input/output error", "step-00000002")
+
+    monkeypatch.setattr(store.Checkpoints, "_rotate", fail)
+    assert run("r", *words("--resume auto --num-steps 8")) == 0
+    output = capsys.readouterr().out
+    problem = "after step-00000008 was saved (step-00000002: Input/output error)"
+    assert told(output, "kept") == f"older checkpoints until the next save, {problem}"
+    assert told(output, "saved").startswith("step-00000008") and "step-00000008" in names(copied)
+
+
+def test_a_run_that_trained_nothing_names_a_command_that_trains(run, copied, capsys):
+    assert run("r", *words("--resume auto --num-steps 2")) == 0
+    output = capsys.readouterr().out
+    assert "nothing to train: step 6 of 2" in output and "--num-steps 12 " in told(output, "resume")
 
 
 NOT_MINE = ("step-best", "step-00000002.bak", "step-2", "step-000000002", "step-0000000x", ".step-notes")

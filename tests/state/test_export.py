@@ -1,6 +1,7 @@
 """An export serves: what was written loads everywhere with the weights, the tokenizer and the habits of its source."""
 
 import json
+import pathlib
 import shutil
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from checkpoints import files_of_at_most
 from conftest import ROOT, SMALL, metrics_of, train, words, write_model
 from multirank import MODELS, SIZES
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
@@ -155,6 +156,7 @@ def test_the_same_command_again_exports_again(run, tmp_path, monkeypatch):
 
 def test_what_is_no_export_of_this_program_is_never_written_over(run, mistake, source, tmp_path):
     (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes.txt").write_text("")
     (tmp_path / "file").write_text("")
     pretrained = shutil.copytree(source, tmp_path / "pretrained")
     for folder in (tmp_path / "there", tmp_path / "file" / "below", tmp_path / "file", pretrained):
@@ -162,6 +164,81 @@ def test_what_is_no_export_of_this_program_is_never_written_over(run, mistake, s
     assert run("done", "--export", tmp_path / "export") == 0
     own = ("--init", "pretrained", "--model", tmp_path / "export", "--export", tmp_path / "export")
     assert "is the folder of --model" in mistake("--run-name", "again", *own)
+
+
+def write_export_of(folder, run_id: str, command: str = "") -> None:
+    folder.mkdir(exist_ok=True)
+    save_file({"x": torch.zeros(1)}, folder / "model.safetensors", {"run_id": run_id, "command": command})
+
+
+def test_an_export_never_overlaps_the_folder_of_the_run(run, mistake, tmp_path):
+    """Of a run that trains, or whose checkpoint is exported: in it, above it where an export is, or through a link."""
+    out = tmp_path / "out"
+    assert run("done", *words("--num-steps 1 --checkpoint-interval 1")) == 0
+    write_export_of(out, "other")
+    starts = {"done": ("--num-steps", 0, "--resume", out / "done"), "new": ("--run-name", "new")}
+    for name in starts:
+        (link := tmp_path / f"link-to-{name}").symlink_to(out / name / "export")
+        for export in (out / name / "export", out / name / "checkpoints" / "e", out, link):
+            said = mistake(*starts[name], "--export", export)
+            assert said.startswith(f"--export: {export} ") and said.endswith("; choose another folder"), said
+    for export in (out / "done", out / "done" / "checkpoints"):  # these exist
+        assert "exists and is no export" in mistake(*starts["done"], "--export", export)
+    assert [path.name for path in (out / "done" / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_an_export_goes_to_an_empty_folder_and_where_a_link_leads(run, tmp_path):
+    for name in ("empty", "target"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("target")
+    (tmp_path / "dangling").symlink_to("created")
+    for name in ("empty", "link", "dangling"):
+        for _ in range(2):
+            assert run("r", "--resume", "auto", "--export", tmp_path / name) == 0
+        assert (tmp_path / name / "config.json").exists()
+    assert (tmp_path / "link").readlink().name == "target" and (tmp_path / "dangling").readlink().name == "created"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_an_export_that_cannot_be_renamed_to_its_folder_has_another_name(mistake, monkeypatch, tmp_path):
+    """As in a container, where the folder is a mounted one."""
+    rename = pathlib.Path.rename
+
+    def rename_unless_mounted(self, target):
+        if tmp_path / "export" in (self, target):
+            raise OSError(16, "Device or resource busy", str(self))
+        return rename(self, target)
+
+    (tmp_path / "export").mkdir()
+    monkeypatch.setattr(pathlib.Path, "rename", rename_unless_mounted)
+    said = mistake("--export", tmp_path / "export", exit_code=1)
+    problem = f"{tmp_path / 'export'} cannot be replaced (Device or resource busy)"
+    assert said == f"--export: {problem}; this export is in {tmp_path / 'export-2'}"
+    assert (tmp_path / "export-2" / "config.json").exists()
+
+
+@pytest.mark.parametrize("has_earlier", [False, True])
+def test_an_export_that_another_run_wrote_meanwhile_stays_and_this_one_has_another_name(
+    run, mistake, monkeypatch, tmp_path, has_earlier
+):
+    """Even one of the same command: a start replaces what was there when it began."""
+    export, write_configs = tmp_path / "export", exports.write_configs
+
+    def write_late(folder, settings, *args):
+        write_configs(folder, settings, *args)
+        shutil.rmtree(export, ignore_errors=True)
+        write_export_of(export, "other", exports.command_checksum(settings))
+
+    if has_earlier:
+        assert run("r", "--export", export) == 0
+        shutil.rmtree(tmp_path / "out" / "r")
+    monkeypatch.setattr(exports, "write_configs", write_late)
+    said = mistake("--export", export, exit_code=1)
+    kept = tmp_path / "export-2"
+    assert said == f"--export: {export} was written meanwhile; this export is in {kept}"
+    assert exports.read_export_header(export)["run_id"] == "other"
+    assert AutoModelForCausalLM.from_pretrained(kept).dtype == torch.float32
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 @pytest.mark.parametrize("folder", [".", "/", "..", "tests/.."])

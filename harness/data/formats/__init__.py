@@ -6,16 +6,16 @@ A format has `SUFFIXES`, the ends of its files' names, and one of these:
   that says what is wrong, or None for nothing. `stream` has the file's bytes, decompressed. `RECORD_NAME` is what its
   records are called ("line", "row"). In `schema`, `find_document` (for objects) or `choose_field` and `read_fields`
   (for columns) find what is read of a record and check it. `text_field` may be several names, the best first.
-- `open_tokens(file, vocab_size)`: maps a file of token ids as a `token_files.TokenFile`. Tokens are neither copied nor
-  read. What is cheap to check is checked here; a fault is `token_files.damaged`.
+- `open_tokens(file, vocab_size)`: maps a file of token ids as a `tokens.TokenFile`. Tokens are neither copied nor
+  read. What is cheap to check is checked here; a fault is `tokens.damaged`.
 
 `CAN_BE_CUT = True`: `read(stream, text_field, start, end)` gives the records that begin within these bytes, so parts
 end to end hold each record once. With `row_group_parts(file)` too, a file is cut at these positions only; a record
 begins where its row group does. Other files, and compressed ones, are read as a whole.
 
-Files that cannot be read raise an OSError or a ValueError. `HAS_FIELDS = False`: records have no fields that
---text-field could name. `ONLY_ALONE = True`: files are data only if no other data files are in their folder.
-`COMPANIONS`: suffixes of files that belong to a data file. `harness/flags/choices.py` has the suffixes too.
+Files that cannot be read raise an OSError or a ValueError. `IS_FALLBACK = True`: files are data only if no other data
+files are in their folder. `COMPANIONS`: suffixes of files that belong to a data file. `harness/flags/choices.py` has
+the suffixes too, and which of them are of records with fields.
 """
 
 import bz2
@@ -34,9 +34,9 @@ from typing import Any, BinaryIO, cast
 from harness import base
 from harness.data.data_file import COMPRESSIONS, DataFile
 from harness.data.schema import Field, Record
-from harness.data.token_files import TokenFile, damaged
+from harness.data.tokens import TokenFile, damaged
 
-BLOCK = 2**18  # bytes per read
+READ_BYTES = 2**18  # at once
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def decompressed(file: DataFile, raw: io.RawIOBase) -> Iterator[BinaryIO]:
     if file.compression is None:
         yield cast(BinaryIO, raw)
         return
-    buffered: Any = io.BufferedReader(raw, BLOCK)
+    buffered: Any = io.BufferedReader(raw, READ_BYTES)
     stream: Any
     if file.compression == "gzip":  # Arrow refuses zeros after the end, which tapes and block devices leave
         stream = gzip.GzipFile(fileobj=buffered)
@@ -120,5 +120,6 @@ def open_token_file(file: DataFile, vocab_size: int) -> TokenFile:
         raise damaged(file, "it is compressed, and token files are mapped", "decompress it")
     with report_read_errors(file):
         opened = find_format(file.name).open_tokens(file.path, vocab_size)
+    opened.version = file.version()
     opened.reopen = functools.partial(open_token_file, file, vocab_size)
     return opened

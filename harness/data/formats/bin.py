@@ -14,11 +14,10 @@ import struct
 
 import numpy as np
 
-from harness.data.token_files import TokenFile, damaged, map_numbers
+from harness.data.tokens import TokenFile, damaged, map_numbers
 
 SUFFIXES = (".bin",)
 COMPANIONS = (".idx",)
-HAS_FIELDS = False
 
 HEADER_BYTES = 256 * 4  # of llm.c
 LLMC: dict[int, np.dtype] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}  # by its magic number

@@ -5,11 +5,10 @@ are little-endian, also in shuffled files. The layout is that of `datatrove.pipe
 import functools
 import os
 
-from harness.data.token_files import TokenFile, damaged, map_numbers
+from harness.data.tokens import TokenFile, damaged, id_dtype, map_numbers
 
 SUFFIXES = (".ds",)
 COMPANIONS = (".ds.index", ".ds.metadata")
-HAS_FIELDS = False
 
 UNKNOWN = "Unknown Tokenizer"  # datatrove's name of a tokenizer without one
 
@@ -21,7 +20,7 @@ def open_tokens(file: str, vocab_size: int) -> TokenFile:
     if os.path.exists(index):
         ends = map_numbers(index, "<i8")
         count = int(ends[-1])
-    tokenizer, itemsize = None, 2 if vocab_size <= 2**16 else 4
+    tokenizer, itemsize = None, id_dtype(vocab_size).itemsize
     if os.path.exists(metadata):
         tokenizer, itemsize, stated = read_metadata(metadata)
         count = stated if count is None else count

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from harness.data.formats import BLOCK
+from harness.data.formats import READ_BYTES
 from harness.data.schema import Field, Record, field_names, find_document
 
 SUFFIXES = (".json",)
 RECORD_NAME = "record"
-ONLY_ALONE = True  # next to other data files, JSON files are metadata
+IS_FALLBACK = True  # next to other data files, JSON files are metadata
 
 SEPARATORS = {True: re.compile(r"[\s,]*"), False: re.compile(r"\s*")}  # between values, by whether in a list
 
@@ -28,7 +28,7 @@ def values_in(stream: BinaryIO) -> Iterator[Any]:
     decoder, utf8 = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
     text, at, is_list, number, at_end = "", 0, False, 0, False
     while True:
-        at = next(SEPARATORS[is_list].finditer(text, at)).end()
+        at = SEPARATORS[is_list].match(text, at).end()
         if text[at : at + 1] == ("]" if is_list else "["):
             at, is_list = at + 1, not is_list
             continue
@@ -45,6 +45,7 @@ def values_in(stream: BinaryIO) -> Iterator[Any]:
             return
         if at_end:
             raise ValueError(f"broken JSON after {number:,} records, {problem}")
-        block = stream.read(max(BLOCK, len(text) - at))  # blocks grow, so a long value is not parsed for each of them
+        # blocks grow, so a long value is not parsed for each of them
+        block = stream.read(max(READ_BYTES, len(text) - at))
         at_end = not block
         text, at = text[at:] + utf8.decode(block, final=at_end), 0

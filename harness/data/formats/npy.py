@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from harness.data.token_files import TokenFile, damaged
+from harness.data.tokens import TokenFile, damaged
 
 SUFFIXES = (".npy",)
-HAS_FIELDS = False
 
 
 def open_tokens(file: str, vocab_size: int) -> TokenFile:

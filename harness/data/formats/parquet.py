@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.data.formats import BLOCK, report_read_errors
+from harness.data.formats import READ_BYTES, report_read_errors
 from harness.data.schema import (
     ID_FIELDS,
     MAX_TOKEN_ID,
@@ -37,7 +37,7 @@ def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | Non
     empty file has no rows, as in other formats."""
     if not stream.seek(0, io.SEEK_END):
         return
-    parquet = open_parquet(stream, READ_AHEAD if end is None else BLOCK)
+    parquet = open_parquet(stream, READ_AHEAD if end is None else READ_BYTES)
     field, columns = choose_columns(parquet.schema_arrow, text_field)
     for group, first in enumerate(row_group_starts(parquet.metadata)):
         if start <= first and (end is None or first < end):
@@ -45,7 +45,7 @@ def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | Non
                 yield from read_batch(batch, field)
 
 
-def open_parquet(stream: io.RawIOBase, buffer_size: int = BLOCK) -> "pyarrow.parquet.ParquetFile":
+def open_parquet(stream: io.RawIOBase, buffer_size: int = READ_BYTES) -> "pyarrow.parquet.ParquetFile":
     import pyarrow.parquet
 
     buffered = io.BufferedReader(stream, buffer_size)
@@ -75,7 +75,10 @@ def row_group_starts(metadata: "pyarrow.parquet.FileMetaData") -> list[int]:
 
 def choose_columns(schema: "pyarrow.Schema", text_field: Field) -> tuple[str, list[str]]:
     """Return (the field or layout that is read, the columns that it needs)."""
-    field = choose_field(schema.names, text_field)
+    from pyarrow import types
+
+    flat_columns = {column.name for column in schema if not types.is_nested(column.type)}
+    field = choose_field(schema.names, flat_columns, text_field)
     if is_text_or_ids(schema, field):
         return field, [field, *(name for name in ID_FIELDS if name in schema.names)]
     layout = layout_of(field)
@@ -89,8 +92,13 @@ def is_text_or_ids(schema: "pyarrow.Schema", name: str) -> bool:
     if name not in schema.names:  # a layout
         return False
     kind = schema.field(name).type
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return not (is_list and types.is_struct(kind.value_type))
+    return not (is_list(kind) and types.is_struct(kind.value_type))
+
+
+def is_list(kind: "pyarrow.DataType") -> bool:
+    from pyarrow import types
+
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 def count(stream: io.RawIOBase) -> int:
@@ -99,7 +107,8 @@ def count(stream: io.RawIOBase) -> int:
 
 
 def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
-    """Yield the documents of Arrow rows."""
+    """Yield the documents of Arrow rows: token ids and what is read with them as slices of arrays, all else through
+    Python objects."""
     columns = {name: rows_of_integers(batch[name]) for name in batch.schema.names}
     ids = columns.pop(field, None)
     if ids is None or None in columns.values() or not are_token_ids(ids):
@@ -130,8 +139,7 @@ def rows_of_integers(column: "pyarrow.Array") -> list[np.ndarray] | None:
     from pyarrow import types
 
     kind = column.type
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    if not is_list or not types.is_integer(kind.value_type) or column.null_count:
+    if not is_list(kind) or not types.is_integer(kind.value_type) or column.null_count:
         return None
     integers = column.flatten()
     if integers.null_count:

@@ -4,12 +4,11 @@ import sys
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from harness.data.formats import BLOCK
+from harness.data.formats import READ_BYTES
 from harness.data.schema import DOCUMENT_MARK, BadRecord, Field, Record
 
 SUFFIXES = (".txt", ".md")
 RECORD_NAME = "document"
-HAS_FIELDS = False
 CAN_BE_CUT = True
 
 FIRST_TAIL = 2**13  # bytes of the first read after the end of a part, for the end of its last record
@@ -75,20 +74,21 @@ def split_records(stream: BinaryIO, mark: bytes, start: int, end: int | None) ->
     position = max(0, start - len(mark))  # of the next byte; a mark may end at `start`
     if position:
         stream.seek(position)
-    is_begun, record_start, rest = start == 0, position, b""
-    while is_begun or position < end:
-        size = min(BLOCK, end - position) if position < end else FIRST_TAIL
+    is_ours = start == 0  # False until a mark is found: the part before it belongs to a record that began earlier
+    record_start, rest = position, b""
+    while is_ours or position < end:
+        size = min(READ_BYTES, end - position) if position < end else FIRST_TAIL
         block = stream.read(max(size, len(rest)))  # blocks grow with a record, which is joined less often
         if not block:
             break
         position += len(block)
         *records, rest = (rest + block).split(mark)
         for record in records:
-            if is_begun:
+            if is_ours:
                 yield record_start, record
-            is_begun = True
+            is_ours = True
             record_start += len(record) + len(mark)
             if record_start >= end:
                 return
-    if is_begun and rest:
+    if is_ours and rest:
         yield record_start, rest

@@ -31,7 +31,7 @@ class Tensorboard(Tracker):
         self.writer = SummaryWriter(str(self.folder), purge_step=state.step + 1)
         for line in read_metrics(self.folder / "metrics.jsonl"):
             # TensorBoard takes tokens for steps, and has hidden these too
-            if "final" not in line and line["tokens_seen"] > state.step:
+            if "final" not in line and line["step"] <= state.step < line["tokens_seen"]:
                 self._log_over_tokens(line)
         # indented text is a code block in Markdown, shown unchanged
         self.writer.add_text("config", textwrap.indent(json.dumps(run, indent=2), "    "), state.step)
