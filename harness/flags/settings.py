@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from harness import base
 from harness.flags.choices import COMPRESSIONS, DATASETS, FIELD_SUFFIXES, OPTIMIZERS, SUFFIXES, TRACKERS
 from harness.flags.flag_types import (
+    MAX_WORLD,
     Collect,
     DatasetWords,
     batch_size,
@@ -466,7 +467,7 @@ class Flags:
         "else H100 SXM]",
         metavar="NAME",
     )
-    gpus_per_node: int = flag(8, "GPUs of a node in a plan [8]")
+    gpus_per_node: int = flag(8, "GPUs of a node in a plan [8]", max_exclusive=MAX_WORLD + 1)
     plan_seconds: float = flag(
         30.0, "time limit for planning, in seconds; 0 plans only the given configuration [30]",
         min=0, only_with="plan",
