@@ -23,6 +23,8 @@ from torch import nn
 from harness import base, flags, report
 from harness import model as models
 
+SPLITS = ("train", "validation", "test", "none")  # values of --dataset-split and --eval-split
+
 
 def dataset(name: str, records: Callable[[], Iterable[Any]], version: str = "", limit: int | None = None) -> None:
     """Add a data set. It is written once into the cache, as JSON lines, and read as that file.
@@ -38,6 +40,8 @@ def dataset(name: str, records: Callable[[], Iterable[Any]], version: str = "", 
         with blaming_file():
             yield from records()
 
+    if name in SPLITS or (name not in flags.DATASETS and flags.is_eval_dataset(name)):
+        raise base.UserError(f"dataset {name}: the name is that of a split or a file; choose another one")
     add(flags.DATASETS, name, flags.Dataset(read, version, limit), "dataset", ("demo", "synthetic"))
 
 
@@ -45,7 +49,16 @@ def schedule(name: str, factor: Callable[[int, int, int], float]) -> None:
     """Add a learning-rate schedule. `factor(step, steps, warmup)` is what --lr is multiplied with after `step` of
     `steps` optimizer steps; `warmup` is --warmup-steps. A resume calls it with its step: it keeps nothing between
     calls."""
-    add(flags.SCHEDULES, name, flags.Schedule(factor=blaming_file()(factor)), "schedule")
+
+    @blaming_file()
+    def checked(step: int, steps: int, warmup: int) -> float:
+        value = factor(step, steps, warmup)
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise base.UserError(f"schedule {name}: it gave no number ({base.first_line(error)})") from error
+
+    add(flags.SCHEDULES, name, flags.Schedule(factor=checked), "schedule")
 
 
 def optimizer(name: str, kind: models.OptimizerKind) -> None:
@@ -90,7 +103,7 @@ def loss_term(
 def add_row(kind: str, row: report.Metric) -> None:
     if not row.key.isidentifier():  # Prometheus takes no other characters
         raise base.UserError(f"{kind} {row.key}: give a name of letters, digits and _")
-    add(report.METRICS, row.key, row, kind)
+    add(report.METRICS, row.key, row, kind, report.RESERVED_KEYS)
 
 
 def add(table: dict[str, Any], name: str, row: object, kind: str, reserved: tuple[str, ...] = ()) -> None:

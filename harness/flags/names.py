@@ -9,6 +9,7 @@ from typing import NamedTuple
 from harness import base
 
 MIN_SIMILARITY = 0.75  # of names, by difflib's ratio
+MIN_SIMILARITY_OF_OTHERS = 0.9  # of other trainers' names, which are many
 PAGE = base.ROOT / "docs" / "MIGRATION.md"
 
 
@@ -31,7 +32,7 @@ def no_such_flag(name: str, known: Collection[str]) -> str:
         return f"no such flag; leave {switch} out"
     if nearest := suggest(key, known):
         return f"no such flag{nearest}"
-    near = difflib.get_close_matches(key, answers, 1, MIN_SIMILARITY)
+    near = difflib.get_close_matches(key, answers, 1, MIN_SIMILARITY_OF_OTHERS)
     return f"no such flag; for {answers[near[0]].name} {answers[near[0]].text}" if near else "no such flag"
 
 

@@ -17,13 +17,6 @@ def cpu_multiplies_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def computes_on_gpu(settings: flags.Args) -> bool:
-    """True if a GPU computes the steps, or with --plan the planned ones."""
-    if settings.plan:
-        return (settings.plan_gpu or "").lower() != "cpu"
-    return torch.cuda.is_available()
-
-
 class ChosenPrecision(NamedTuple):
     name: flags.Precision
     fp8_recipe: flags.Fp8Recipe | None  # None without fp8
@@ -34,15 +27,15 @@ def choose_precision(settings: flags.Args, manifest: dict | None) -> ChosenPreci
     """Resolve --precision and its flags: as typed, else from the checkpoint of `manifest`, else bf16 on a GPU and fp32
     on a CPU. Warns on rank 0 if a CPU without bf16 instructions would compute in bf16, and if accelerate launch asks
     for another precision."""
+    on_gpu = settings.plan or torch.cuda.is_available()  # a plan is of a GPU
     chosen = ChosenPrecision(settings.precision, settings.fp8_recipe, settings.fp8_emulate)
     if settings.precision is None and manifest:
         saved = manifest["flags"]
         chosen = ChosenPrecision(saved["precision"], saved["fp8_recipe"], saved["fp8_emulate"])
     elif settings.precision is None:
-        chosen = chosen._replace(name="bf16" if computes_on_gpu(settings) else "fp32")
-    on_cpu = not (settings.plan or computes_on_gpu(settings))
+        chosen = chosen._replace(name="bf16" if on_gpu else "fp32")
     is_refused = chosen.name == "fp8" and not chosen.fp8_emulate  # check_float8 raises the error
-    if on_cpu and chosen.name != "fp32" and not is_refused and not cpu_multiplies_bf16():
+    if not on_gpu and chosen.name != "fp32" and not is_refused and not cpu_multiplies_bf16():
         job.warn(f"--precision {chosen.name}: this CPU has no instructions for bf16; {DEMO_SPEEDS}: give fp32")
     accelerate_precision = os.environ.pop("ACCELERATE_MIXED_PRECISION", "").lower()
     if accelerate_precision not in ("", "no", chosen.name):

@@ -63,7 +63,6 @@ def predict(
         "step_time_ms": 1000 * seconds["step"],
         "time_ms": {name: 1000 * value for name, value in seconds.items() if name != "step"},
         "bound_by": "host" if seconds["launches"] else "device",
-        "exposed_communication_percent": 100 * seconds["exposed"] / seconds["step"],
         "tokens_per_sec": speed["tokens_per_sec"],
         "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / world,
         "mfu_percent": speed.get("mfu_percent") if flops else None,
@@ -182,8 +181,7 @@ def by_kind(peak: np.ndarray) -> dict[str, float]:
 
 
 def list_collectives(counts: Counts) -> list[dict]:
-    """Return, for each kind of collective and group size, its calls per step and the GiB that a GPU sends, in total and
-    between nodes."""
+    """Return, for each kind of collective and group size, its calls per step and the GiB that a GPU sends."""
     totals: dict[tuple, float] = collections.defaultdict(float)
     for (name, _, *group), count in counts.items():
         if name in ("calls", "sent_bytes"):
@@ -194,7 +192,5 @@ def list_collectives(counts: Counts) -> list[dict]:
             sent = totals["sent_bytes", kind, ranks, nodes, ranks_per_node] / base.GIB
             entry = {"collective": kind, "ranks": ranks, "nodes": nodes, "gib": sent}
             entry["calls"] = round(totals[name, kind, ranks, nodes, ranks_per_node])
-            # a ring has one hop between nodes for each node
-            entry["gib_between_nodes"] = sent * nodes / ranks if nodes > 1 else 0.0
             collectives.append(entry)
     return collectives

@@ -318,7 +318,6 @@ class Search:
                 with_adapters, key=lambda row: (row["verdict"] == "fits", row["tokens_per_sec"]), default=None
             ),
             "longest": self.longest,
-            "fits_with": None if given["fits"] else best,
             "search": {"planned": len(self.rows), "complete": self.is_complete},
         }
         if self.is_auto:

@@ -11,13 +11,14 @@ from harness.report.compare import write_comparison
 from harness.report.header import describe_setup
 from harness.report.health import StepResult, divergence_error, first_not_finite
 from harness.report.log import Log, open_trackers
-from harness.report.metrics import METRICS, REDUCTIONS, Metric, check_gates, check_measurable
+from harness.report.metrics import METRICS, REDUCTIONS, RESERVED_KEYS, Metric, check_gates, check_measurable
 from harness.report.profiling import record_memory, time_shares
 from harness.report.summary import describe_stop, keep_stdout_for_json, next_commands, print_evaluation, print_samples
 
 __all__ = [
     "METRICS",
     "REDUCTIONS",
+    "RESERVED_KEYS",
     "Log",
     "Metric",
     "StepResult",

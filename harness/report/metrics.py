@@ -89,6 +89,12 @@ ROWS = (
 # fmt: on
 METRICS = {metric.key: metric for metric in ROWS}
 EXTRA_KEYS = ("final", "samples", "skipped")  # of a line, in addition to its metrics
+PROMETHEUS_KEYS = (  # of the endpoint, in addition to a line's metrics
+    *("state", "phase_seconds", "steps", "starts", "num_steps", "world_size", "log_interval_steps"),
+    *("timeout_seconds", "start_time_seconds", "gpu_memory_gib"),
+)
+# names that no registered metric may have; sources are a label of Prometheus
+RESERVED_KEYS = (*EXTRA_KEYS, *PROMETHEUS_KEYS, *(key.partition("/")[0] for key in METRICS))
 
 
 def find_metric(key: str) -> Metric | None:

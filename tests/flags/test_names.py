@@ -39,6 +39,18 @@ THEIRS = {  # a flag: what it is answered by
     "--lora-r": "use --lora-rank R",
     "--load_in_4bit": "no quantized base (QLoRA) is trained here, TRL and axolotl do that",
     "--report-to": "use --log-with",
+    "--train_batch_size": "use --gradient-accumulation-steps: the global batch over ranks and --batch-size",
+    "--total_batch_size": "use --gradient-accumulation-steps: its tokens over ranks, --batch-size",
+    "--matrix_lr": "use --lr, of --optimizer muon; on AdamW's scale here",
+    "--embedding_lr": "use --adamw-lr, of --optimizer muon; two values there, one here",
+    "--max_train_steps": "use --num-steps",
+    "--num_training_steps": "use --num-steps",
+    "--train_samples": "use --num-tokens: samples times --sequence-length",
+    "--adam_epsilon": "always 1e-8",
+    "--eps": "always 1e-8",
+    "--dropout": "use --model FOLDER with a config.json, which has the dropout",
+    "--backend": "NCCL on GPUs, gloo on CPUs",
+    "--rampup_batch_size": "the batch has one size for the whole run",
     "--max-seq-lenght": "for max_seq_length use --sequence-length",
     "--no-demo": "leave --demo out",
 }
@@ -70,6 +82,9 @@ def test_a_letter_too_few_or_two_exchanged_are_answered_by_the_flag():
                 assert flag in answer(f"--{typo}"), (flag, typo)
 
 
-@pytest.mark.parametrize("flag", ["--zyx", "--foo", "--eq", "--help-me", "--verbose", "--sharing", "--reuse", "--q"])
+FAR = "--zyx --foo --eq --help-me --verbose --sharing --reuse --q --eqs --layers --train-sample-size --type"
+
+
+@pytest.mark.parametrize("flag", FAR.split())
 def test_a_flag_that_is_near_none_is_answered_by_no_guess(flag):
     assert answer(flag) == "no such flag"

@@ -166,6 +166,15 @@ FAULTS = {  # a file's content: its error, without the file's name
     "a = 1\0": ": ",
     REGISTER + "register.optimizer('adamw', None)\n": ", line 2: optimizer adamw: the name exists already",
     REGISTER + "register.dataset('demo', list)\n": ", line 2: dataset demo: the name exists already",
+    **{
+        f"{REGISTER}register.metric({name!r}, None)\n": f", line 2: metric {name}: the name exists already"
+        for name in ("loss", "final", "samples", "skipped", "steps", "state", "share", "eval_loss", "best_step")
+    },
+    REGISTER + "register.loss_term('skipped', None)\n": ", line 2: loss term skipped: the name exists already",
+    **{
+        f"{REGISTER}register.dataset({name!r}, list)\n": f", line 2: dataset {name}: the name is that of a split"
+        for name in ("train", "validation", "test", "none", "a.txt", "a.jsonl", "a.jsonl.gz", "A.JSON")
+    },
     REGISTER + "register.schedule('a b', None)\n": ", line 2: schedule 'a b': give a name of letters",
     REGISTER + "register.metric('a.b', None)\n": ", line 2: metric a.b: give a name of letters",
     REGISTER + "register.metric('a', None, 'median')\n": ", line 2: metric a: no reduction 'median'; give one of mean",
@@ -266,6 +275,8 @@ CHANGES = {  # a change of the file: the error about its model
     ("num_hidden_layers", "depth"): "its config.json cannot be used (it has no num_hidden_layers)",
     ("register.schedule", "(lambda *_: 0)"): "--lr-scheduler: invalid choice: 'triangle'",
     ("1 - abs(2 * step / steps - 1)", "float('nan')"): "its factor after 0 steps is nan, not a finite number",
+    ("1 - abs(2 * step / steps - 1)", "None"): "schedule triangle: it gave no number (",
+    ("1 - abs(2 * step / steps - 1)", "'fast'"): "schedule triangle: it gave no number (",
     ('optimizer.state[parameter]["momentum_buffer"] = ', "_ = "): "--optimizer sgd: it made no state for ",
     ("]).norm()", "])[99]"): ", line 76: IndexError: index 99 is out of bounds",
     ("]).norm()", "])"): "metric weight_norm: it gave no number (",

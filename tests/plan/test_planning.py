@@ -158,8 +158,6 @@ def test_a_plan_as_json_is_one_object_and_writes_nothing(tmp_path):
     assert plan["fits"] and plan["largest_batch_size"] > 1
     hours = 1e9 / plan["tokens_per_sec"] / 3600
     assert plan["cost_per_billion_tokens"] == pytest.approx(hours * 16 * 4)
-    between = sum(entry["gib_between_nodes"] for entry in plan["collectives"])
-    assert between == pytest.approx(plan["communication_gib_per_step"] / 8)  # a ring leaves each node once
     assert plan["assumptions"]
     assert list(tmp_path.iterdir()) == [script.parent]
 
@@ -170,10 +168,10 @@ def test_what_does_not_fit_is_told_what_makes_it_fit(tmp_path):
     command = [sys.executable, copy_with_gpu(tmp_path, "Voodoo", 1.4), *flags, "--plan-seconds"]
     plan = json.loads(start([*command, 30]).stdout)
     assert not plan["fits"]
-    assert "--fused-loss" in plan["fits_with"]["flags"]
-    changed = json.loads(start([*command, 0, *words(plan["fits_with"]["flags"])]).stdout)
+    assert "--fused-loss" in plan["fastest"]["flags"]
+    changed = json.loads(start([*command, 0, *words(plan["fastest"]["flags"])]).stdout)
     assert changed["fits"]
-    assert changed["memory_gib"]["reserved"] == pytest.approx(plan["fits_with"]["reserved_gib"])
+    assert changed["memory_gib"]["reserved"] == pytest.approx(plan["fastest"]["reserved_gib"])
 
 
 @pytest.mark.slow

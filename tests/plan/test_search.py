@@ -132,7 +132,7 @@ def test_what_saves_most_is_planned_before_the_verdict_however_little_time_there
     """On a small card and on one ten times as large, of a model ten times as large."""
     found = searched(flags, 5.0 * scale, worlds, plans=1, scale=scale)  # the first plan takes all the time
     assert not found.is_complete and len(found.rows) == 2 and not found.row()["fits"]
-    changes = found.result()["fits_with"]["changes"]
+    changes = found.result()["fastest"]["changes"]
     assert changes["cpu_offload"] and "optimizer" in changes and changes["activation_checkpointing"] == "offload"
 
 

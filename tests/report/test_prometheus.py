@@ -14,7 +14,7 @@ from conftest import ROOT, metrics_of, parse, python, start
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.report.metrics import METRICS
+from harness.report.metrics import METRICS, PROMETHEUS_KEYS
 from harness.report.prometheus import Prometheus
 
 LAUNCH = ROOT / "launch"
@@ -82,6 +82,9 @@ def test_a_run_is_seen_from_before_its_first_step_to_its_end_with_the_metrics_of
     about = {"num_steps": 24, "log_interval_steps": 4, "starts": 1, "world_size": 1, "timeout_seconds": 600}
     assert {key: last[f"training_{key}"][0].value for key in about} == about
     assert last["training_step"][0].value <= last["training_steps_total"][0].value <= 24
+    known = {key.partition("/")[0] for key in METRICS} | {*PROMETHEUS_KEYS}  # which no registered metric may have
+    names = [name.removeprefix("training_") for name in last if name.startswith("training_")]
+    assert {name.removesuffix("_total") for name in names} <= known
     ours = [sample for name, samples in last.items() if name.startswith("training_") for sample in samples]
     assert {sample.labels["run"] for sample in ours} == {"it"}
 
