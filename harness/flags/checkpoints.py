@@ -49,15 +49,16 @@ def find_no_checkpoint(resume: str) -> str:
     return f"{problem}, and there is no checkpoint nearby; --checkpoint-interval saves some"
 
 
-def checkpoint_flags(args: Args) -> dict[str, Any]:
-    """The flags that an evaluation, export, plan or --show-samples takes from its checkpoint by default: those of the
-    model, and for evaluations and --show-samples those of the data, unless --dataset is another one. Empty if the
-    checkpoint cannot be read, which is an error when it is loaded."""
+def checkpoint_flags(args: Args) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the flags that an evaluation, export, plan or --show-samples takes from its checkpoint by default: those of the
+    model, and for evaluations and --show-samples those of the data, unless --dataset is another one; a --text-field
+    among them that was explicit, as such a one is read in place of conversations). Empty if the checkpoint cannot be
+    read, which is an error when it is loaded."""
     try:
         manifest = base.read_manifest(checkpoint_folder(args.resume))
-        flags, given = manifest["flags"], manifest["given"]
+        flags, given = manifest["flags"], manifest.get("given", {})
     except (OSError, ValueError, KeyError):
-        return {}
+        return {}, {}
     names = flags_where("from_checkpoint", "model")
     is_same = same_dataset(args.explicit.get("dataset", flags["dataset"]), flags["dataset"])
     if is_same and (args.eval_interval or args.show_samples is not None):
@@ -65,9 +66,8 @@ def checkpoint_flags(args: Args) -> dict[str, Any]:
         if "eval_steps" not in args.explicit:
             names.append("eval_sequences")
     found = {name: flags[name] for name in names if name in flags}
-    if "text_field" in found and "text_field" in given:  # a typed one is read in place of conversations
-        found["explicit"] = {"text_field": given["text_field"], **args.explicit}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    return found, {name: found[name] for name in ("text_field",) if name in found and name in given}
 
 
 def resumed_flags(args: Args) -> dict[str, Any]:

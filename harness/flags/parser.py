@@ -175,8 +175,9 @@ def complete(
                 raise base.UserError(f"{as_flag(name)} {getattr(args, name)}: {problem}; leave it out")
     defaults: dict[str, typing.Any] = {}
     if not args.trains() and args.resume not in ("none", "auto"):
-        defaults = checkpoint_flags(args)
+        defaults, text_field = checkpoint_flags(args)
         defaults = {name: value for name, value in replace_flags(defaults, explicit).items() if name in defaults}
+        explicit = text_field | explicit
         if not args.plan:
             defaults["compile"] = False
     args = dataclasses.replace(with_defaults(explicit, defaults), config=file, inherited=inherited)

@@ -148,7 +148,7 @@ def left_out_by_others(args: Flags) -> Iterator[tuple[list[str], str]]:
     if args.zero_stage == 0 and args.dp_replicate_size > 1:
         problem = "--zero-stage 0 replicates on every rank already"
         yield ["dp_replicate_size"], f"--dp-replicate-size: {problem}; leave it out"
-    if args.export_weights and not args.lora_rank:
+    if args.export_weights and not args.lora_rank and args.resume == "none":  # else the checkpoint decides
         problem = "without --lora-rank the full model is exported"
         yield ["export_weights"], f"--export-weights: {problem}; leave it out"
     if args.average_checkpoints and (args.num_steps or args.resume in ("none", "auto") or args.plan):

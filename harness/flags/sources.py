@@ -154,7 +154,7 @@ def mixture_problem(dataset: str | tuple[str, ...], stage_texts: tuple[str, ...]
     unweighted = [source.dataset for source in sources if source.weight is None]
     if repeated:
         return f"--dataset: two sources are named {repeated[0]}; give other names, such as web=FILE:0.7"
-    if len(sources) == 1 and not unweighted:
+    if len(sources) == 1 and sources[0].weight not in (None, 1):
         word = dataset if isinstance(dataset, str) else dataset[0]
         advice = "leave it out; for a part of it give --dataset-split, such as 'train[:70%]'"
         return f"--dataset {word}: a single source has no weight; {advice}"

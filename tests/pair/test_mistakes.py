@@ -66,7 +66,7 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--dataset x:1 synthetic:1": "--dataset: synthetic cannot be mixed with others",
     "--dataset x:1 y": "--dataset: y has no weight, others have one",
     "--dataset corpus.txt:0.7": "--dataset corpus.txt:0.7: a single source has no weight; leave it out; for a part",
-    "--dataset web=s3://b/2024:1": "--dataset web=s3://b/2024:1: a single source has no weight",
+    "--dataset web=s3://b/2024:2": "--dataset web=s3://b/2024:2: a single source has no weight",
     "--dataset x:0 y:0": "--dataset: all weights are 0",
     "--dataset x:1 y:0": "--dataset: y has weight 0 in the whole run",
     "--dataset x:1 y:1 --mixture-stage 0.5:z=1": "--mixture-stage: no source is named z; sources: x, y",
