@@ -55,7 +55,7 @@ def checkpoint_flags(args: Args) -> dict[str, Any]:
     cannot be read, which is an error when it is loaded."""
     try:
         manifest = base.read_manifest(checkpoint_folder(args.resume))
-        flags, given = manifest["flags"], manifest["given"]
+        flags, given = manifest["flags"], manifest.get("given", {})
     except (OSError, ValueError, KeyError):
         return {}
     names = flags_where("from_checkpoint", "model")
