@@ -293,12 +293,14 @@ class Stop(StopRequest):
 
 def parse(arguments: list) -> Args:
     """The settings of a command line; a wrong one is a UserError, as other mistakes in this process are."""
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(printed):
             return parse_args([*map(str, arguments)])
     except SystemExit as left:
-        raise UserError(said.getvalue().removeprefix("train_fsdp.py: error: ").removesuffix("\n"), left.code) from None
+        raise UserError(
+            printed.getvalue().removeprefix("train_fsdp.py: error: ").removesuffix("\n"), left.code
+        ) from None
 
 
 def train(arguments: list, device, stop: Stop | None = None) -> int:
@@ -314,11 +316,11 @@ def unlock(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def one_source(windows, seed: int):
+def one_source(sequences, seed: int):
     """The training data of a run of these windows alone."""
     from harness import data
 
-    return data.mix({"data": windows}, {"data": None}, windows.seq_len, seed)
+    return data.mix({"data": sequences}, {"data": None}, sequences.seq_len, seed)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ def whole(folder: pathlib.Path) -> list[str]:
 
 def wrong_of_the_first(fault: str, before: list[str], folder: pathlib.Path, first: Ending) -> list[str]:
     """What a start with a fault did that it must not."""
-    wrong, errors, said = [], first.errors(), re.findall(r"^failed +\S+", first.output, re.MULTILINE)
+    wrong, errors, printed = [], first.errors(), re.findall(r"^failed +\S+", first.output, re.MULTILINE)
     if "Traceback" in first.output or 70 in first.codes:
         wrong.append("a traceback")
     if len(errors) > 1:
@@ -289,7 +289,7 @@ def wrong_of_the_first(fault: str, before: list[str], folder: pathlib.Path, firs
             wrong.append("hung")
     elif errors and first.code not in (1, 2):
         wrong.append(f"an error with exit code {first.code}")
-    elif said and not errors and first.code != 1:
+    elif printed and not errors and first.code != 1:
         wrong.append(f"a failure was said and the exit code is {first.code}")
     return wrong
 

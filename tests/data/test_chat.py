@@ -86,7 +86,7 @@ def test_a_bad_conversation_is_named(tokenizer, tmp_path, value, fault):
         load(tokenizer, tmp_path, file)
 
 
-def test_what_the_template_refuses_is_a_bad_record_and_the_others_go_on(tokenizer, line_of, tmp_path):
+def test_what_the_template_refuses_is_a_bad_record_and_the_others_are_kept(tokenizer, line_of, tmp_path):
     strict = tmp_path / "strict.jinja"
     strict.write_text(
         "{%- if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + TEMPLATE

@@ -27,7 +27,7 @@ def says(role: str, content: str, **more) -> dict:
     return {"role": role, "content": content, **more}
 
 
-def said(speaker: str, value: str, **more) -> dict:
+def printed(speaker: str, value: str, **more) -> dict:
     return {"from": speaker, "value": value, **more}
 
 
@@ -41,26 +41,32 @@ TURN = [says("user", "Hi"), says("assistant", "Hello!")]
 CALL = json.dumps({"name": "add", "arguments": {"a": 1}})
 READ = {  # the records, and each as a conversation of `messages`; what is trained on of it, the completions alone
     "conversations": [
-        ({"conversations": [said("human", "Hi"), said("gpt", "Hello!")]}, TURN),
-        ({"conversations": [said("user", "Hi"), said("Assistant", "Hello!")]}, TURN),
-        ({"conversations": [said("human", "Hi", weight=0), said("chatgpt", "Hello!", weight=1)], "id": "x"}, TURN),
-        ({"conversations": [said("system", "Be kind."), said("human", "Hi"), said("bing", "Hello!")]}, [SYSTEM, *TURN]),
-        ({"conversations": [said("human", "Hi"), said("gpt", "Hello!")], "system": "Be kind."}, [SYSTEM, *TURN]),
+        ({"conversations": [printed("human", "Hi"), printed("gpt", "Hello!")]}, TURN),
+        ({"conversations": [printed("user", "Hi"), printed("Assistant", "Hello!")]}, TURN),
+        (
+            {"conversations": [printed("human", "Hi", weight=0), printed("chatgpt", "Hello!", weight=1)], "id": "x"},
+            TURN,
+        ),
+        (
+            {"conversations": [printed("system", "Be kind."), printed("human", "Hi"), printed("bing", "Hello!")]},
+            [SYSTEM, *TURN],
+        ),
+        ({"conversations": [printed("human", "Hi"), printed("gpt", "Hello!")], "system": "Be kind."}, [SYSTEM, *TURN]),
         ({"conversations": TURN}, TURN),
         (
             {
                 "conversations": [
-                    said("human", "1 + 1?"),
-                    said("function_call", CALL),
-                    said("observation", "2"),
-                    said("gpt", "It is 2."),
+                    printed("human", "1 + 1?"),
+                    printed("function_call", CALL),
+                    printed("observation", "2"),
+                    printed("gpt", "It is 2."),
                 ],
                 "tools": json.dumps(TOOLS),
             },
             [says("user", "1 + 1?"), called("add", {"a": 1}), says("tool", "2"), says("assistant", "It is 2.")],
         ),
         (
-            {"conversations": [said("human", "a"), said("human", "b"), said("gpt", "c")]},
+            {"conversations": [printed("human", "a"), printed("human", "b"), printed("gpt", "c")]},
             [says("user", "a"), says("user", "b"), says("assistant", "c")],
         ),
     ],
@@ -170,19 +176,22 @@ def refuse(tokenizer, tmp_path, records: list, *words: str, suffix: str = ".json
         assert word in message
 
 
-GOOD = {"conversations": [said("human", "Hi"), said("gpt", "Hello!")]}
+GOOD = {"conversations": [printed("human", "Hi"), printed("gpt", "Hello!")]}
 REFUSED = {
     "no list": ([{"conversations": {"from": ["human"]}}], "instead of a list of messages"),
     "empty": ([GOOD, {"conversations": []}], "line 2: [] instead of a list of messages"),
     "strings": ([{"conversations": ["Hi", "Hello!"]}], 'conversations[0] is "Hi" instead of an object with role and'),
     "no value": ([{"conversations": [{"from": "human"}]}], "conversations[0] is"),
     "another speaker": (
-        [{"conversations": [said("narrator", "Hi")]}],
+        [{"conversations": [printed("narrator", "Hi")]}],
         'from "narrator" instead of one of human, user,',
     ),
-    "a call that is no JSON": ([{"conversations": [said("function_call", "add(1)")]}], 'JSON such as {"name": "add"'),
+    "a call that is no JSON": (
+        [{"conversations": [printed("function_call", "add(1)")]}],
+        'JSON such as {"name": "add"',
+    ),
     "a turn not to learn": (
-        [{"conversations": [said("human", "Hi"), said("gpt", "Hello!", weight=0)]}],
+        [{"conversations": [printed("human", "Hi"), printed("gpt", "Hello!", weight=0)]}],
         "conversations[1] has weight 0",
     ),
     **{
@@ -225,13 +234,13 @@ REFUSED = {
         f"rendered, {name}": ([record], "its text has <|endoftext|>, so it is rendered already")
         for name, record in {
             "an answer": {"messages": [TURN[0], says("assistant", "Hello!<|endoftext|>")]},
-            "a turn": {"conversations": [said("human", "<|endoftext|>user\nHi"), said("gpt", "Hello!")]},
+            "a turn": {"conversations": [printed("human", "<|endoftext|>user\nHi"), printed("gpt", "Hello!")]},
             "a part": {"messages": [says("user", [{"type": "text", "text": "a<|endoftext|>"}]), TURN[1]]},
             "Alpaca": {"instruction": "Hi", "output": "Hello!<|endoftext|>"},
         }.items()
     },
     "two systems": (
-        [{"conversations": [said("system", "a"), said("human", "Hi"), said("gpt", "b")], "system": "c"}],
+        [{"conversations": [printed("system", "a"), printed("human", "Hi"), printed("gpt", "b")], "system": "c"}],
         'system is "c", and the first message is another system prompt',
     ),
     "text and messages": ([{"prompt": "Hi", "completion": [says("assistant", "Hello!")]}], "both lists of messages"),
@@ -381,15 +390,13 @@ def test_a_run_says_what_it_found_and_what_it_trains_on_and_is_refused_before_it
     assert "\nformat     conversations, as ShareGPT's\n" in said_of_it
     assert "\ntrained on the assistant's turns, found by rendering prefixes\n" in said_of_it
     assert "[[Hello!<|im_end|>" in said_of_it.replace("[[ Hello", "[[Hello")
-    write_lines(tmp_path / "bad.jsonl", [GOOD, {"conversations": [said("narrator", "Hi")]}])
+    write_lines(tmp_path / "bad.jsonl", [GOOD, {"conversations": [printed("narrator", "Hi")]}])
     with pytest.raises(UserError, match=r'bad\.jsonl, line 2: conversations\[0\] is from "narrator"'):
         train([*flags, "--dataset", tmp_path / "bad.jsonl"], device)
     assert "step 1" not in capfd.readouterr().out
 
 
-def test_a_sampled_story_goes_on_from_the_prompt_as_it_is_where_completions_were_trained_on_as_text(
-    tmp_path, device, capfd
-):
+def test_a_sample_resumes_from_the_prompt_as_it_is_where_completions_were_trained_on_as_text(tmp_path, device, capfd):
     flags = ["--demo", "--sequence-length", "32", "--num-steps", "1", "--num-workers", "0", "--no-final-checkpoint"]
     flags += ["--cache-dir", tmp_path / "cache", "--output-dir", tmp_path / "runs", "--sample-prompt", "The red fox"]
     file = write_lines(tmp_path / "a.jsonl", [{"prompt": "The red ", "completion": "fox ran. " * 9}] * 8)

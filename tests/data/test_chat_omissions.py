@@ -162,15 +162,15 @@ PAIRS.remove(("thinking", "qwen3"))  # newer versions of transformers give templ
 
 @pytest.mark.parametrize("loss", ["assistant", "all"])
 @pytest.mark.parametrize("record, template", sorted(PAIRS))
-def test_what_a_template_leaves_out_is_said(tokenizer, record, template, loss):
+def test_what_a_template_leaves_out_is_reported(tokenizer, record, template, loss):
     messages, tools = copy.deepcopy(RECORDS[record])
     chat = ChatEncoder(tokenizer, len(tokenizer), TEMPLATES[template], loss)
-    said = said_of(chat, Conversation(messages, tools, position="chat.jsonl, line 3"))
+    printed = said_of(chat, Conversation(messages, tools, position="chat.jsonl, line 3"))
     expected = EXPECTED.get((record, template), "")
     words = expected.removeprefix("error: ")
-    assert said.startswith("error: ") == expected.startswith("error: ")
-    assert said.count("chat.jsonl, line 3: the chat template") == bool(words)
-    assert words in said if words else said == ""
+    assert printed.startswith("error: ") == expected.startswith("error: ")
+    assert printed.count("chat.jsonl, line 3: the chat template") == bool(words)
+    assert words in printed if words else printed == ""
 
 
 def test_a_template_is_tried_once_a_shape_and_each_conversation_rendered_once(tokenizer, monkeypatch):
@@ -221,9 +221,9 @@ def test_a_special_token_in_a_text_is_encoded_as_transformers_does_with_a_warnin
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]})
     messages = [says("user", question), says("assistant", answer)]
     chat = ChatEncoder(tokenizer, len(tokenizer), template, "all")
-    said = said_of(chat, Conversation(messages, position="chat.jsonl, line 3"))
-    assert expected in said and bool(said) == bool(expected)
-    assert said.startswith("error: ") == ("rendered" in expected)
+    printed = said_of(chat, Conversation(messages, position="chat.jsonl, line 3"))
+    assert expected in printed and bool(printed) == bool(expected)
+    assert printed.startswith("error: ") == ("rendered" in expected)
     if "rendered" not in expected:
         wanted = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=True)["input_ids"]
         assert chat.encode([Conversation(messages)], Counter()).tokens.tolist() == wanted
@@ -245,7 +245,7 @@ def load(tokenizer, tmp_path, file, template="chatml"):
     return utils.get_dataset(tokenizer, 40, dataset=str(file), **options)
 
 
-def test_the_warning_is_said_again_where_the_tokens_are_in_the_cache(tokenizer, tmp_path, capfd):
+def test_the_warning_is_reported_again_where_the_tokens_are_in_the_cache(tokenizer, tmp_path, capfd):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": RECORDS["another field"][0]}) + "\n")
     for _ in range(2):
         load(tokenizer, tmp_path, tmp_path / "a.jsonl")
@@ -278,9 +278,9 @@ def test_a_template_with_a_name_writes_all_of_a_conversation_and_marks_what_the_
     messages, tools = copy.deepcopy(RECORDS.get(record, (PARTS, None)))
     chat = ChatEncoder(tokenizer, len(tokenizer), template, "assistant")
     expected = NAMED.get((name, record), "")
-    said = said_of(chat, Conversation(messages, tools, position="chat.jsonl, line 3"))
-    assert expected.removeprefix("error: ") in said and bool(said) == bool(expected)
-    if said.startswith("error: "):
+    printed = said_of(chat, Conversation(messages, tools, position="chat.jsonl, line 3"))
+    assert expected.removeprefix("error: ") in printed and bool(printed) == bool(expected)
+    if printed.startswith("error: "):
         return
     text, spans = chat.render(Conversation(messages, tools))
     assert text == tokenizer.apply_chat_template(messages, tools, chat_template=template, tokenize=False)

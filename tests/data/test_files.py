@@ -64,8 +64,8 @@ def test_splits_are_those_that_datasets_finds(tmp_path, names):
 
 def test_what_is_not_trained_on_is_named_and_without_a_train_all_that_is_in_no_split_is(tmp_path):
     make(tmp_path / "b", "train-00000-of-00002.txt", "train-00001-of-00002.txt", "my.val.txt", "a-test.txt", "more.txt")
-    said = "2 of 5 (test: a-test.txt; validation: my.val.txt; left out: more.txt (not in a split))"
-    assert files.find_files(str(tmp_path / "b")).describe("train") == said
+    printed = "2 of 5 (test: a-test.txt; validation: my.val.txt; left out: more.txt (not in a split))"
+    assert files.find_files(str(tmp_path / "b")).describe("train") == printed
     assert splits_of(tmp_path / "b" / "my.val.txt") == {"train": ["my.val.txt"]}  # a single file is what is asked for
     make(tmp_path / "c", "x.txt", "validation.txt")
     assert splits_of(tmp_path / "c") == {"train": ["x.txt"], "validation": ["validation.txt"]}

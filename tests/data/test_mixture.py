@@ -77,7 +77,7 @@ def test_each_shard_has_about_its_share_of_each_source(weights, shards):
     assert sum(parts).tolist() == found.sum(0).tolist()  # the shares of three ranks
 
 
-def test_the_order_of_sources_is_the_one_that_checkpoints_go_on_in():
+def test_the_order_of_sources_is_the_one_that_checkpoints_continue_in():
     """Another one would give a resumed run windows that it has read, without a word."""
     mixture = Mixture([segment(0, a=5, b=3, c=2)], 42)
     names = "".join(mixture.locate(sample)[0] for sample in range(4 * BLOCK))

@@ -369,7 +369,7 @@ def test_labels_and_masks_beside_ids_are_those_of_the_row(tmp_path, load, name, 
 
 @pytest.mark.parametrize("suffix", WRITERS)
 @pytest.mark.parametrize("name", REFUSED)
-def test_labels_and_masks_that_no_window_can_have_are_named(tmp_path, load, line_of, name, suffix):
+def test_labels_and_masks_that_no_sequence_can_have_are_named(tmp_path, load, line_of, name, suffix):
     beside, fault = REFUSED[name]
     good = {"input_ids": IDS, "labels": IDS}
     file = WRITERS[suffix](tmp_path / f"a.{suffix}", [{"input_ids": IDS} | beside])
@@ -384,10 +384,10 @@ def test_labels_and_masks_that_no_window_can_have_are_named(tmp_path, load, line
 def test_a_row_with_labels_is_padded_and_trained_on_as_its_labels_say(tmp_path, load):
     rows = [{"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}, {"input_ids": [9, 10], "labels": [9, 10]}]
     data = load(write_jsonl(tmp_path / "a.jsonl", rows), 6, vocab_size=16)
-    (window,) = [data[index] for index in range(len(data))]
-    assert window.tokens.tolist()[:6] == [5, 6, 7, 8, 9, 10]
-    assert window.trained.tolist() == [False, True, True, False, True, False]
-    assert window.starts.tolist() == [0, 4]
+    (sequence,) = [data[index] for index in range(len(data))]
+    assert sequence.tokens.tolist()[:6] == [5, 6, 7, 8, 9, 10]
+    assert sequence.trained.tolist() == [False, True, True, False, True, False]
+    assert sequence.starts.tolist() == [0, 4]
 
 
 def test_rows_of_another_kind_than_the_first_are_bad_records(tmp_path, load):
@@ -438,7 +438,7 @@ def template(tmp_path) -> list[str]:
 
 
 @pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
-def test_each_window_has_a_token_to_train_on_and_the_header_counts_those_left_out(
+def test_each_sequence_has_a_token_to_train_on_and_the_header_counts_those_left_out(
     tmp_path, arguments, template, packing, device, capfd
 ):
     file = write_jsonl(tmp_path / "a.jsonl", LONG_USER)
@@ -446,26 +446,26 @@ def test_each_window_has_a_token_to_train_on_and_the_header_counts_those_left_ou
     flags += words("--num-steps 60 --log-interval 1 --no-final-checkpoint")
     assert train([*arguments, *flags], device) == 0  # 60 windows: a whole epoch
     out = capfd.readouterr().out
-    data, held_out = re.search(r"^data .*an epoch.*$", out, re.M)[0], re.search(r"^eval data .*$", out, re.M)[0]
+    data, eval_part = re.search(r"^data .*an epoch.*$", out, re.M)[0], re.search(r"^eval data .*$", out, re.M)[0]
     left_out = re.search(r"left out (\d+) sequences? without a trained token$", data)
     assert left_out and int(left_out[1]) > 5
-    assert "of them in the loss" in held_out
-    windows = float(re.search(r"([\d.]+) steps an epoch", data)[1])
-    assert windows < 60
+    assert "of them in the loss" in eval_part
+    sequences = float(re.search(r"([\d.]+) steps an epoch", data)[1])
+    assert sequences < 60
     losses = [line["loss"] for line in metrics_of(tmp_path / "out" / "r") if not line.get("final")]
     assert len(losses) == 60 and all(np.isfinite(losses))
 
 
 @pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
-def test_windows_that_are_left_out_are_those_without_a_trained_token(tmp_path, load, template, packing):
+def test_sequences_that_are_left_out_are_those_without_a_trained_token(tmp_path, load, template, packing):
     file = write_jsonl(tmp_path / "a.jsonl", LONG_USER)
     data = load(file, 16, chat_template=template[1], packing=packing)
     kept = [data[index] for index in range(len(data))]
-    assert data.left_out > 0 and all(window.trained.any() for window in kept)
-    assert data.total_trained() == sum(window.trained.sum() for window in kept)
+    assert data.left_out > 0 and all(sequence.trained.any() for sequence in kept)
+    assert data.total_trained() == sum(sequence.trained.sum() for sequence in kept)
     whole = data.tokens.trained(0, len(data.tokens))
     if packing == "best-fit":  # each trained token but a document's first is a label once
-        assert sum(window.trained.sum() for window in kept) == whole.sum()
+        assert sum(sequence.trained.sum() for sequence in kept) == whole.sum()
     else:
         cut = whole[1 : data.total_sequences * 16 + 1].reshape(-1, 16)
         assert [index for index, row in enumerate(cut) if row.any()] == data.kept.tolist()
@@ -473,19 +473,19 @@ def test_windows_that_are_left_out_are_those_without_a_trained_token(tmp_path, l
         data[len(data)]
 
 
-def test_where_no_window_is_left_the_run_is_refused_before_its_first_step(tmp_path, mistake):
+def test_where_no_sequence_is_left_the_run_is_refused_before_its_first_step(tmp_path, mistake):
     """Here a row of 100 tokens of which the last alone is trained on, in windows of 64: it is in no whole window."""
     row = {"input_ids": [5] * 100, "labels": [-100] * 99 + [5]}
     folder = tmp_path / "rows"
     folder.mkdir()
     write_jsonl(folder / "train.jsonl", [row])
     flags = ["--dataset", str(folder), *words("--packing concatenate --sequence-length 64 --batch-size 1")]
-    said = "none of its 1 sequence has a token to train on; use a longer --sequence-length, or other data"
-    assert said in mistake(*flags)
+    printed = "none of its 1 sequence has a token to train on; use a longer --sequence-length, or other data"
+    assert printed in mistake(*flags)
     write_jsonl(folder / "train.jsonl", [{"input_ids": [5] * 100, "labels": [5] * 100}] * 9)
     write_jsonl(folder / "validation.jsonl", [row])
     refused = mistake(*flags, "--eval-interval", "1")
-    assert said in refused and "split 'validation'" in refused
+    assert printed in refused and "split 'validation'" in refused
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -561,8 +561,8 @@ def test_a_prompt_is_measured_as_the_template_renders_it(tmp_path, mistake, argu
     flags = ["--dataset", file, "--chat-template", tmp_path / "chat.jinja", "--sample-prompt", "Who has the red ball?"]
     flags += words("--sample-tokens 9 --sequence-length 64")
     if is_too_long:
-        said = r"--sample-tokens 9: more than .*'s 256 positions with the prompt's \d+ tokens; use fewer, or a"
-        assert re.match(said, mistake(*flags))
+        printed = r"--sample-tokens 9: more than .*'s 256 positions with the prompt's \d+ tokens; use fewer, or a"
+        assert re.match(printed, mistake(*flags))
     else:
         assert train([*arguments, *flags], device) == 0
 
@@ -571,8 +571,10 @@ def test_a_run_that_cuts_many_conversations_is_warned(tmp_path, arguments, templ
     flags = ["--dataset", write_jsonl(tmp_path / "a.jsonl", LONG_USER), *template, "--batch-size", "1"]
     for length, warns in ((32, True), (128, False)):
         assert train([*arguments, *flags, "--sequence-length", length, "--run-name", length], device) == 0
-        said = f"warning: --sequence-length {length}: 10 of 40 conversations are longer and are cut into pieces; give a"
-        assert (said in capfd.readouterr().err) == warns
+        printed = (
+            f"warning: --sequence-length {length}: 10 of 40 conversations are longer and are cut into pieces; give a"
+        )
+        assert (printed in capfd.readouterr().err) == warns
 
 
 def test_a_run_on_conversations_samples_through_its_template(tmp_path, arguments, template, device, capfd):

@@ -13,7 +13,7 @@ def epoch_of(order: SequenceOrder, epoch: int = 0) -> list[int]:
     return [order.sequence_at(epoch * order.sequences + number) for number in range(order.sequences)]
 
 
-def test_an_epoch_of_any_size_has_each_window_once():
+def test_an_epoch_of_any_size_has_each_sequence_once():
     for size in (*range(1, 130), 255, 256, 257, 1009, 1024, 4095, 2**14 + 1):
         for epoch in (0, 3):
             assert sorted(epoch_of(SequenceOrder(size, 42), epoch)) == [*range(size)], size
@@ -30,24 +30,24 @@ def test_seed_epoch_and_source_each_give_another_order_and_nothing_else_does():
     assert [backwards.sequence_at(sample) for sample in reversed(range(2000))][::-1] == epochs[2] + epochs[3]
 
 
-def test_the_order_is_the_one_that_checkpoints_go_on_in():
+def test_the_order_is_the_one_that_checkpoints_continue_in():
     """Another one would give a resumed run windows that it has read, without a word."""
     assert epoch_of(SequenceOrder(10, 42)) == [6, 2, 3, 5, 9, 8, 0, 7, 4, 1]
     assert SequenceOrder(10**8, 42, "web").sequence_at(10**9 + 7) == 71_970_921
 
 
-def test_all_orders_of_a_few_windows_are_as_frequent_and_neighbours_of_many_are_far_apart():
+def test_all_orders_of_a_few_sequences_are_as_frequent_and_neighbours_of_many_are_far_apart():
     counts = Counter(tuple(epoch_of(SequenceOrder(4, seed))) for seed in range(2400))
     assert len(counts) == 24 and min(counts.values()) > 60 and max(counts.values()) < 140  # four sigma around 100
     order = SequenceOrder(10**6, 42)
-    windows = [order.sequence_at(sample) for sample in range(3000)]
-    apart = [abs(a - b) for a, b in itertools.pairwise(windows)]
+    packed = [order.sequence_at(sample) for sample in range(3000)]
+    apart = [abs(a - b) for a, b in itertools.pairwise(packed)]
     assert sum(apart) / len(apart) == pytest.approx(10**6 / 3, rel=0.05)
-    tenths = Counter(window // 10**5 for window in windows)
+    tenths = Counter(sequence // 10**5 for sequence in packed)
     assert all(225 < tenths[tenth] < 375 for tenth in range(10))  # 300 by chance
 
 
-def test_the_order_of_a_hundred_million_windows_takes_no_memory():
+def test_the_order_of_a_hundred_million_sequences_takes_no_memory():
     tracemalloc.start()
     order = SequenceOrder(10**8, 42)
     for sample in range(0, 10**9, 10**7 + 1):

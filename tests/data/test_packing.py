@@ -194,12 +194,12 @@ def test_flops_are_those_of_each_token_in_its_own_document(device, flags, conver
     lengths = [lengths[number] for number in kept]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     options = {"packing": kind.split()[1], "cache_dir": tmp_path / "cache", "shuffle": False}
-    windows = utils.get_dataset(tokenizer, LENGTH, dataset=str(tmp_path / "train.jsonl"), **options)
-    found = [windows.real_tokens(index) for index in range(len(windows))]
+    packed_sequences = utils.get_dataset(tokenizer, LENGTH, dataset=str(tmp_path / "train.jsonl"), **options)
+    found = [packed_sequences.real_tokens(index) for index in range(len(packed_sequences))]
     documents = np.array(KINDS[kind](lengths) if KINDS[kind] else found)
 
     run = [*flags, "--model", write_model(tmp_path / "model", "llama", **SIZES), *words(kind)]
-    run += words(f"--num-steps {-(-len(windows) // ranks)} --perf-warmup-steps 0 --peak-tflops 2")
+    run += words(f"--num-steps {-(-len(packed_sequences) // ranks)} --perf-warmup-steps 0 --peak-tflops 2")
     if ranks == 1:
         train(run, device)
     else:
@@ -209,7 +209,7 @@ def test_flops_are_those_of_each_token_in_its_own_document(device, flags, conver
     config = AutoConfig.for_model("llama", **SIZES)
     heads = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     flops = utils.get_model_flops_per_token(config, LENGTH) - 12 * heads * (LENGTH - keys)
-    if len(windows) % ranks == 0:
+    if len(packed_sequences) % ranks == 0:
         assert final["flops_per_token"] == pytest.approx(flops, rel=1e-9)
     assert final["actual_tflops_per_sec"] == pytest.approx(final["flops_per_token"] * final["tokens_per_sec"] / 1e12)
     assert final["mfu_percent"] == pytest.approx(100 * final["actual_tflops_per_sec"] / 2 / ranks)

@@ -91,10 +91,10 @@ def show(start, capsys):
     return show
 
 
-def batches_of(windows) -> list[dict[str, np.ndarray]]:
+def batches_of(sequences) -> list[dict[str, np.ndarray]]:
     """All samples of what get_dataset returns, in order: their inputs, labels and what else a batch has."""
     collate = utils.create_collate_fn()
-    batches = (collate([windows[index]]) for index in range(len(windows)))
+    batches = (collate([sequences[index]]) for index in range(len(sequences)))
     return [{name: tensor[0].numpy() for name, tensor in batch.items()} for batch in batches]
 
 
@@ -109,8 +109,10 @@ def test_each_token_but_a_documents_first_is_a_label_once(tmp_path, packing):
     ids = np.arange(1, lengths.sum() + 1)
     documents = [np.append(part, 0) for part in np.split(ids, np.cumsum(lengths)[:-1])]
     formats.write_datatrove(tmp_path, documents, [])
-    windows = utils.get_dataset(None, 32, dataset=str(tmp_path), vocab_size=2**16, packing=packing, document_mask=True)
-    labels = Counter(int(label) for batch in batches_of(windows) for label in batch["labels"])
+    sequences = utils.get_dataset(
+        None, 32, dataset=str(tmp_path), vocab_size=2**16, packing=packing, document_mask=True
+    )
+    labels = Counter(int(label) for batch in batches_of(sequences) for label in batch["labels"])
     del labels[0], labels[IGNORED]
     firsts = {int(document[0]) for document in documents}
     assert max(labels.values()) == 1 and labels.keys() <= {*ids.tolist()}
@@ -190,9 +192,9 @@ def test_best_fit_cuts_no_document_that_fits_and_positions_begin_again_with_each
     documents = [np.append(np.full(length, number), 0) for number, length in enumerate([5, 20, 11, 40, 3], 1)]
     formats.write_datatrove(tmp_path, documents, [])
     options = {"vocab_size": 9, "cache_dir": tmp_path / "cache", "packing": "best-fit", "document_mask": True}
-    windows = utils.get_dataset(None, 32, dataset=str(tmp_path), **options)
+    sequences = utils.get_dataset(None, 32, dataset=str(tmp_path), **options)
     pieces: Counter = Counter()
-    for batch in batches_of(windows):
+    for batch in batches_of(sequences):
         begins = [*np.flatnonzero(batch["position_ids"] == 0), 32]
         for first, last in itertools.pairwise(begins):
             if (batch["labels"][first:last] != IGNORED).any():
@@ -238,13 +240,13 @@ LAYOUTS = formats.LAYOUTS | {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_same_documents_are_the_same_windows_in_every_format(tokenizer, tmp_path, name):
+def test_the_same_documents_are_the_same_sequences_in_every_format(tokenizer, tmp_path, name):
     documents, texts = formats.read_stories(50)
     LAYOUTS[name](tmp_path, documents, texts)
-    windows = utils.get_dataset(tokenizer, 64, dataset=str(tmp_path), cache_dir=tmp_path / "cache", shuffle=False)
+    sequences = utils.get_dataset(tokenizer, 64, dataset=str(tmp_path), cache_dir=tmp_path / "cache", shuffle=False)
     flat = np.concatenate(documents)
-    assert len(windows) == (len(flat) - 1) // 64
-    for index, batch in enumerate(batches_of(windows)):
+    assert len(sequences) == (len(flat) - 1) // 64
+    for index, batch in enumerate(batches_of(sequences)):
         assert np.array_equal(batch["input_ids"], flat[64 * index : 64 * index + 64])
         assert np.array_equal(batch["labels"], flat[64 * index + 1 : 64 * index + 65])
 
@@ -257,9 +259,9 @@ def test_token_files_are_mapped_and_not_copied(tmp_path):
         ends.tofile(file)
     before = psutil.Process().memory_info().rss
     options = {"vocab_size": 100, "cache_dir": tmp_path / "cache", "shuffle": False}
-    windows = utils.get_dataset(None, 8192, dataset=str(tmp_path), **options)
-    assert len(windows) == (2**32 + 99 - 1) // 8192
-    batch = utils.create_collate_fn()([windows[len(windows) - 1]])
+    sequences = utils.get_dataset(None, 8192, dataset=str(tmp_path), **options)
+    assert len(sequences) == (2**32 + 99 - 1) // 8192
+    batch = utils.create_collate_fn()([sequences[len(sequences) - 1]])
     assert batch["input_ids"].shape == (1, 8192) and not batch["input_ids"].any()
     assert psutil.Process().memory_info().rss - before < 64 * 2**20
     cached = [file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file()]
@@ -289,9 +291,9 @@ def test_the_folder_of_nanogpt_is_trained_on_and_evaluated(start, tmp_path, caps
 
 def test_the_demo_is_a_data_set_of_the_library_too(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    windows = utils.get_dataset(tokenizer, 32, dataset="demo", cache_dir=tmp_path)
+    sequences = utils.get_dataset(tokenizer, 32, dataset="demo", cache_dir=tmp_path)
     whole = utils.get_dataset(tokenizer, 32, dataset=str(STORIES / "train.jsonl"), cache_dir=tmp_path)
-    assert len(windows) == len(whole) and windows[7].tolist() == whole[7].tolist()
+    assert len(sequences) == len(whole) and sequences[7].tolist() == whole[7].tolist()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -310,30 +312,32 @@ def four(tmp_path_factory):
 @pytest.mark.parametrize("weights, within", [((7, 3), 0.5), ((1, 2, 4), 1), ((0.4, 0.3, 0.2, 0.1), 2)])
 def test_each_source_is_within_a_sample_or_two_of_its_share_at_a_blocks_end_and_two_more_inside(four, weights, within):
     sources = [f"{four / str(number)}.npy:{weight}" for number, weight in enumerate(weights, 1)]
-    windows = utils.get_dataset(None, 32, dataset=sources, vocab_size=5, seed=3)
-    found = np.array([windows[sample][0] for sample in range(3 * 1024)])
+    sequences = utils.get_dataset(None, 32, dataset=sources, vocab_size=5, seed=3)
+    found = np.array([sequences[sample][0] for sample in range(3 * 1024)])
     for number, weight in enumerate(weights, 1):
         shares = np.arange(1, len(found) + 1) * weight / sum(weights)
         apart = np.abs(np.cumsum(found == number) - shares)
         assert apart.max() <= within + 2 and apart[1023::1024].max() <= within
 
 
-def test_a_library_gets_windows_shuffled_by_the_seed_that_a_run_has_or_on_request_in_the_order_of_the_corpus(corpora):
+def test_a_library_gets_sequences_shuffled_by_the_seed_that_a_run_has_or_on_request_in_the_order_of_the_corpus(corpora):
     """tests/pair/test_program.py trains on them in the order of a run."""
     options: dict = {"dataset": str(corpora / "ids.npy"), "vocab_size": VOCABULARY}
     shuffled, same, other = (
         utils.get_dataset(None, 32, **options, **given) for given in ({}, {"seed": 42}, {"seed": 7})
     )
     in_order = np.load(corpora / "ids.npy")[: 156 * 32].reshape(156, 32)
-    assert np.array_equal([window[:32] for window in utils.get_dataset(None, 32, **options, shuffle=False)], in_order)
-    rows = [window[:32].tolist() for window in shuffled]
-    assert rows == [window[:32].tolist() for window in same] != [window[:32].tolist() for window in other]
+    assert np.array_equal(
+        [sequence[:32] for sequence in utils.get_dataset(None, 32, **options, shuffle=False)], in_order
+    )
+    rows = [sequence[:32].tolist() for sequence in shuffled]
+    assert rows == [sequence[:32].tolist() for sequence in same] != [sequence[:32].tolist() for sequence in other]
     assert rows != in_order.tolist() and sorted(rows) == sorted(in_order.tolist())
     with pytest.raises(base.UserError, match="shuffle=False: a mixture"):
         utils.get_dataset(None, 32, **options | {"dataset": [options["dataset"]]}, shuffle=False)
     mistakes = {("{}:0.7",): "a single source has no weight", ("{}", "{}:1"): "has no weight, others have one"}
-    for sources, said in mistakes.items():
-        with pytest.raises(base.UserError, match=said):
+    for sources, printed in mistakes.items():
+        with pytest.raises(base.UserError, match=printed):
             utils.get_dataset(None, 32, **options | {"dataset": [one.format(options["dataset"]) for one in sources]})
 
 
@@ -359,7 +363,7 @@ RESUMED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RESUMED)
-def test_a_run_that_was_killed_goes_on_exactly_on_another_number_of_ranks(kind, start, small, corpora, tmp_path):
+def test_a_run_that_was_killed_continues_exactly_on_another_number_of_ranks(kind, start, small, corpora, tmp_path):
     """SIGKILL to both ranks, at any moment after the first save; one rank goes on for three steps."""
     flags = words(RESUMED[kind])
     checkpoints = tmp_path / "r" / "checkpoints"
@@ -391,19 +395,19 @@ def numbers_in(samples: list[tuple[str, str]]) -> set[str]:
     return {number for _, text in samples for number in re.findall(r"w(\d\d)", text)}
 
 
-def test_one_of_twenty_documents_is_held_out_and_never_trained_on(start, show, corpora, tmp_path):
+def test_one_of_twenty_documents_is_an_eval_document_and_never_trained_on(start, show, corpora, tmp_path):
     """What an evaluation reads are the documents that no step of an epoch has, after a resume too."""
     flags = words("--dataset named.jsonl --sequence-length 8 --batch-size 64 --eval-interval 4 --lr 1e-12")
     start(*flags)
     epoch = [sample for step in (1, 2, 3) for sample in show(step, *flags)]
     numbers = {f"{number:02}" for number in range(60)}
-    held_out = sorted(numbers - numbers_in(epoch))
-    assert len(held_out) == 3
+    eval_part = sorted(numbers - numbers_in(epoch))
+    assert len(eval_part) == 3
     apart = tmp_path / "apart"
     apart.mkdir()
     lines = (corpora / "named.jsonl").read_text().splitlines(keepends=True)
     (apart / "train.jsonl").write_text("".join(lines))
-    (apart / "validation.jsonl").write_text("".join(line for line in lines if line[11:13] in held_out))
+    (apart / "validation.jsonl").write_text("".join(line for line in lines if line[11:13] in eval_part))
     start(*flags, "--dataset", apart, "--run-name", "by-file", "--eval-split", "validation")
     evaluated = [
         line["eval_loss"] for run in ("r", "by-file") for line in metrics_of(tmp_path / run) if "eval_loss" in line
@@ -495,8 +499,8 @@ def test_a_resumed_stream_reads_from_its_chunk_on(start, large):
 @pytest.mark.slow
 def test_one_rank_lists_a_streamed_corpus_once_and_each_reads_its_share(small, large, tmp_path):
     flags = [*small, "--output-dir", tmp_path, "--dataset", large, "--streaming", "--eval-interval", 2]
-    said = forked(2, reading_rank, large, *map(str, flags))
-    listed, read = zip(*sorted(re.findall(r"rank \d: listed (\d), read (\d+)", said), reverse=True), strict=True)
+    printed = forked(2, reading_rank, large, *map(str, flags))
+    listed, read = zip(*sorted(re.findall(r"rank \d: listed (\d), read (\d+)", printed), reverse=True), strict=True)
     assert listed == ("1", "0")
     assert min(map(int, read)) > 0.6 * max(map(int, read))
 

@@ -32,7 +32,7 @@ def flags(small):
     return [*small, *words(f"{more} --streaming --document-mask --run-name r")]
 
 
-def test_of_a_stream_no_more_is_held_out_than_evaluations_take(device, flags, tmp_path, capfd, monkeypatch):
+def test_of_a_stream_no_more_is_read_for_evaluations_than_evaluations_take(device, flags, tmp_path, capfd, monkeypatch):
     """The corpus has 2,300 windows of 16 tokens in held-out documents; read are as many chunks as hold 256."""
     chunks, documents = [], Stream.documents
 
@@ -42,16 +42,16 @@ def test_of_a_stream_no_more_is_held_out_than_evaluations_take(device, flags, tm
 
     monkeypatch.setattr(Stream, "documents", read)
     flags = [*flags, "--cache-dir", tmp_path / "cache"]
-    for name, more, windows in (("all", "", 256), ("few", "--eval-steps 3", 6), ("many", "--eval-steps 200", 400)):
+    for name, more, sequences in (("all", "", 256), ("few", "--eval-steps 3", 6), ("many", "--eval-steps 200", 400)):
         chunks.clear()
         run = [*flags, "--dataset", STORIES / "train.jsonl", "--output-dir", tmp_path / name, *words(more)]
         train(run, device)
-        assert f"by content, the first {windows} sequences: {16 * windows:,} tokens" in capfd.readouterr().out
+        assert f"by content, the first {sequences} sequences: {16 * sequences:,} tokens" in capfd.readouterr().out
         assert 1 <= len(chunks) <= 3  # of 12
 
 
 @pytest.mark.slow
-def test_the_held_out_windows_of_a_stream_are_those_of_one_rank_and_none_is_lost(device, flags, tmp_path):
+def test_the_eval_sequences_of_a_stream_are_those_of_one_rank_and_none_is_lost(device, flags, tmp_path):
     (tmp_path / "train.jsonl").write_text("".join((STORIES / "train.jsonl").open().readlines()[:400]))
     run = [*flags, "--dataset", tmp_path / "train.jsonl", "--output-dir"]
     train([*run, tmp_path / "one", "--batch-size", 4], device)
@@ -145,8 +145,8 @@ def test_rank_0_alone_opens_the_footers_of_a_hub_slice_and_what_is_broken_is_one
 
 
 def test_a_token_file_that_one_node_lacks_is_one_line_on_all_ranks(reported):
-    said, folder = reported
-    error, error_of_other = said[3]
+    output, folder = reported
+    error, error_of_other = output[3]
     assert error == error_of_other and "\n" not in error
     assert error.startswith(f"error: --dataset {folder}/gone/train.bin: cannot be read (")
 

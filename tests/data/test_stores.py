@@ -103,16 +103,16 @@ def test_a_range_that_fails_is_read_again_and_nothing_is_lost_or_doubled(store, 
 
 
 @pytest.mark.parametrize(
-    "plan, said",
+    "plan, printed",
     [
         (["403"], "no access, .*; check the credentials of the store's package"),
         (["whole"], "the server sends no ranges of a file; copy it to a local disk"),
         (["none", *["503"] * 8], r"cannot be read \(.*503.*, 8 tries in \d+ s\); when the store"),
     ],
 )
-def test_what_does_not_pass_is_one_line_and_not_tried_once_more(store, plan, said):
+def test_what_does_not_pass_is_one_line_and_not_tried_once_more(store, plan, printed):
     url, store[2].plan = put(store), [*plan, "reset"]
-    with pytest.raises(UserError, match=rf"--dataset {url}: .*{said}") as raised:
+    with pytest.raises(UserError, match=rf"--dataset {url}: .*{printed}") as raised:
         read_whole(url)
     assert "\n" not in str(raised.value) and store[2].plan == ["reset"]
 
@@ -130,15 +130,15 @@ def test_a_file_that_changed_since_it_was_listed_or_is_gone_is_refused(store):
 
 
 @pytest.mark.parametrize(
-    "url, said",
+    "url, printed",
     [
         ("memory://bucket/nothing", "needs .* files"),
         ("filecache::memory://bucket/a.txt", "chained URLs are not read"),
         ("s3://me:secret@bucket/a.txt", "a password in a URL would be logged"),
     ],
 )
-def test_a_wrong_url_is_one_line_at_once(url, said):
-    with pytest.raises(UserError, match=said) as raised:
+def test_a_wrong_url_is_one_line_at_once(url, printed):
+    with pytest.raises(UserError, match=printed) as raised:
         find_files(url)
     assert "secret" not in str(raised.value)
 

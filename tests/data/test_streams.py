@@ -188,8 +188,8 @@ def test_a_stream_says_how_many_bad_records_it_leaves_out_or_names_the_first(dev
     (tmp_path / "bad.jsonl").write_text(text + '{"text": null}\n' * 21)
     run = [*flags, "--dataset", tmp_path / "bad.jsonl", "--output-dir", tmp_path]
     assert train([*run, "--skip-bad-records", "--run-name", "skips"], device) == 0
-    told = [line for line in capfd.readouterr().out.splitlines() if "bad records" in line]
-    assert told and all(line.startswith("data       left out so far: bad records ") for line in told)
+    reported = [line for line in capfd.readouterr().out.splitlines() if "bad records" in line]
+    assert reported and all(line.startswith("data       left out so far: bad records ") for line in reported)
     (tmp_path / "bad.jsonl").write_text(text + '{"text": "A fo')
     with pytest.raises(UserError, match=r"bad.jsonl, line \d+( after byte [\d,]+)?: broken JSON") as raised:
         train(run, device)
@@ -198,14 +198,14 @@ def test_a_stream_says_how_many_bad_records_it_leaves_out_or_names_the_first(dev
 
 def test_a_slice_conversations_and_random_tokens_are_not_streamed(mistake, corpus, tmp_path):
     assert mistake("--streaming", "--dataset", "synthetic").startswith("--streaming: synthetic")
-    said = mistake("--dataset", corpus, "--streaming", "--dataset-split", "train[:90%]")
-    assert "a stream takes whole splits; leave out --streaming" in said
+    printed = mistake("--dataset", corpus, "--streaming", "--dataset-split", "train[:90%]")
+    assert "a stream takes whole splits; leave out --streaming" in printed
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
-    said = mistake("--dataset", tmp_path / "chat.jsonl", "--streaming")
-    assert said.endswith("holds conversations, whose masks are in the token cache; leave out --streaming")
+    printed = mistake("--dataset", tmp_path / "chat.jsonl", "--streaming")
+    assert printed.endswith("holds conversations, whose masks are in the token cache; leave out --streaming")
 
 
-def test_a_corpus_of_which_nothing_is_held_out_is_refused(mistake, tmp_path):
+def test_a_corpus_without_an_eval_document_is_refused(mistake, tmp_path):
     (tmp_path / "one.txt").write_text("Tom had a red ball. " * 50)
     assert "use a shorter sequence, more text or an --eval-split" in mistake(
         "--dataset", tmp_path / "one.txt", "--streaming", "--eval-interval", "1"

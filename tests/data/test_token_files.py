@@ -95,7 +95,7 @@ def test_a_slice_is_cut_at_the_ends_of_documents(tmp_path, load):
         assert packed[1].tolist() == FLAT[ENDS[5] + 16 : ENDS[5] + 33].tolist()
 
 
-def test_held_out_are_the_same_documents_by_an_index_and_by_end_of_text_tokens(tmp_path):
+def test_eval_documents_are_the_same_by_an_index_and_by_end_of_text_tokens(tmp_path):
     numbers = eval_document_numbers(len(DOCUMENTS))
     expected = np.concatenate([DOCUMENTS[number] for number in numbers]).tolist()
     for file in (datatrove(tmp_path), flat(tmp_path / "a.bin")):
@@ -155,8 +155,8 @@ def test_later_starts_do_not_read_a_token_file_for_its_boundaries(tmp_path, monk
 def test_documents_longer_than_a_sequence_are_counted_where_boundaries_are_known():
     ends = np.array([9, 13, 30])  # a sequence of 8 tokens has one more, its last label
     tokens = Tokens([TokenFile(np.arange(30))], known_doc_ends=ends)
-    told = data.PackedDataset(tokens, 8).describe()
-    assert told == "concatenate, 1 of 3 documents (33.3 %) longer than a sequence of 8 tokens"
+    reported = data.PackedDataset(tokens, 8).describe()
+    assert reported == "concatenate, 1 of 3 documents (33.3 %) longer than a sequence of 8 tokens"
     assert data.PackedDataset(tokens, 16).describe() == ""
     unknown = Tokens([TokenFile(np.arange(30))], end_of_text=END)
     assert data.PackedDataset(unknown, 8).describe() == "" and unknown.known_doc_ends is None
@@ -221,10 +221,10 @@ DAMAGED = {  # how a file is written; what its error says
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_what_is_wrong_with_a_file_is_said_when_it_is_opened(tmp_path, load, name):
-    write, said = DAMAGED[name]
+def test_what_is_wrong_with_a_file_is_reported_when_it_is_opened(tmp_path, load, name):
+    write, printed = DAMAGED[name]
     source = write(tmp_path)
-    with pytest.raises(UserError, match=said) as raised:
+    with pytest.raises(UserError, match=printed) as raised:
         load(source)
     assert "\n" not in str(raised.value) and str(source.parent) in str(raised.value)
 
@@ -240,13 +240,13 @@ def test_where_nothing_tells_the_ends_of_documents_the_run_is_refused(tmp_path, 
 def test_a_token_without_an_embedding_is_named_with_file_and_place(tmp_path, load):
     documents = [document.copy() for document in DOCUMENTS]
     documents[40][0] = VOCAB
-    said = f"a.ds, token {ENDS[39]:,}: token id {VOCAB}, the model has 1,536"
+    printed = f"a.ds, token {ENDS[39]:,}: token id {VOCAB}, the model has 1,536"
     formats.write_datatrove(tmp_path, documents)
     packed = load(tmp_path / "a.ds", 16)
     assert packed[0].tolist() == FLAT[:17].tolist()  # a window without it
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=printed):
         packed[int(ENDS[39]) // 16]
-    with pytest.raises(UserError, match=said):  # also before the run
+    with pytest.raises(UserError, match=printed):  # also before the run
         packed.tokens.fingerprint()
     npy(tmp_path / "a.npy", np.where(np.arange(100) == 70, -5, 3))
     with pytest.raises(UserError, match=r"a\.npy, token 70: token id -5, the model has 1,536; it was made with"):
@@ -294,8 +294,8 @@ WITH_NEGATIVE = {  # how an id is written; how its place is named
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64"])
 @pytest.mark.parametrize("kind", WITH_NEGATIVE)
 def test_a_negative_id_is_named_whatever_its_type_and_the_vocabulary(tmp_path, load, kind, dtype, vocab_size):
-    write, said = WITH_NEGATIVE[kind]
-    with pytest.raises(UserError, match=re.escape(said)):
+    write, printed = WITH_NEGATIVE[kind]
+    with pytest.raises(UserError, match=re.escape(printed)):
         load(write(tmp_path, dtype), 3, vocab_size=vocab_size)[0]
 
 
@@ -317,19 +317,19 @@ MAPPED = {
     "options", [{"document_mask": True}, {"packing": "best-fit"}, {"split": "train[:50%]"}], ids=str
 )
 @pytest.mark.parametrize("name", MAPPED)
-def test_windows_are_pickled_without_the_tokens_of_their_files(tmp_path, load, name, options):
+def test_sequences_are_pickled_without_the_tokens_of_their_files(tmp_path, load, name, options):
     """As they are for data workers that are not forked, which is the default from Python 3.14 on."""
-    windows = load(MAPPED[name](tmp_path), 16, **options)
-    assert len(pickle.dumps(windows.tokens.files)) < 1000 < windows.tokens.files[0].tokens.nbytes
-    again = pickle.loads(pickle.dumps(windows))
-    assert len(again) == len(windows)
-    for index in range(len(windows)):
-        (tokens, *others), (same, *same_others) = (parts_of(dataset[index]) for dataset in (windows, again))
+    sequences = load(MAPPED[name](tmp_path), 16, **options)
+    assert len(pickle.dumps(sequences.tokens.files)) < 1000 < sequences.tokens.files[0].tokens.nbytes
+    again = pickle.loads(pickle.dumps(sequences))
+    assert len(again) == len(sequences)
+    for index in range(len(sequences)):
+        (tokens, *others), (same, *same_others) = (parts_of(dataset[index]) for dataset in (sequences, again))
         assert tokens.tolist() == same.tolist() and str(others) == str(same_others)
 
 
-def parts_of(window) -> tuple:
-    return (window.tokens, window.trained, window.starts) if isinstance(window, PackedSequence) else (window,)
+def parts_of(sequence) -> tuple:
+    return (sequence.tokens, sequence.trained, sequence.starts) if isinstance(sequence, PackedSequence) else (sequence,)
 
 
 @pytest.fixture
@@ -417,8 +417,8 @@ def test_a_resume_with_another_end_of_text_is_refused_if_documents_end_by_it(
 def test_the_run_warns_of_another_tokenizer_than_that_of_the_files(tmp_path, arguments, device, capfd):
     source = datatrove(tmp_path, f"gpt2|2\n{len(FLAT)}")
     assert train([*arguments, "--dataset", source], device) == 0
-    said = capfd.readouterr().err
-    assert f"warning: --tokenizer {ROOT / 'assets' / 'demo'}: {source} was tokenized by gpt2" in said
+    printed = capfd.readouterr().err
+    assert f"warning: --tokenizer {ROOT / 'assets' / 'demo'}: {source} was tokenized by gpt2" in printed
 
 
 def test_a_run_on_token_files_needs_no_tokenizer(tmp_path, arguments, device):

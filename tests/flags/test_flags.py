@@ -46,7 +46,7 @@ def test_help_comes_at_once_without_torch_and_names_every_flag_with_its_default(
             assert float(re.search(r"\[([^\]]+)\]", text)[1]) == field.default
 
 
-def test_the_version_is_told_with_those_of_what_it_stands_on():
+def test_the_version_is_printed_with_those_of_what_it_stands_on():
     first, second = cold_python("--version").stdout.splitlines()
     assert re.fullmatch(r"train_fsdp \d+\.\d+\.\d+, commit ([0-9a-f]{40}(-dirty)?|unknown)", first)
     assert re.match(r"python 3\.\d+\.\d+, torch 2\.", second) and "transformers 5." in second

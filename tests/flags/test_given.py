@@ -171,9 +171,9 @@ def test_a_resumed_run_has_its_checkpoints_precision(run, tmp_path):
 @pytest.mark.smoke
 def test_a_plan_for_a_gpu_is_in_bf16_and_says_how_many_steps_so_many_tokens_are():
     plan = "--plan --plan-details --plan-gpus 4 --plan-gpu H200 --plan-seconds 0 --model demo --sequence-length 32"
-    said = python(*words(plan), *words("--no-compile --num-tokens 1e6 --batch-size 2")).stdout
-    assert "--precision bf16 " in header(said, "flags")
-    assert "3,907 steps" in said  # of 256 tokens
+    words_printed = python(*words(plan), *words("--no-compile --num-tokens 1e6 --batch-size 2")).stdout
+    assert "--precision bf16 " in header(words_printed, "flags")
+    assert "3,907 steps" in words_printed  # of 256 tokens
 
 
 def test_tokens_become_steps_by_the_global_batch_and_a_resume_counts_those_that_were_trained_on(run, tmp_path):
@@ -275,20 +275,20 @@ def test_pretrained_weights_have_a_learning_rate_of_their_own_which_a_resume_kee
     small = words("--dataset synthetic --sequence-length 16 --num-workers 0 --no-compile --final-checkpoint")
     small += ["--model", model, "--output-dir", str(tmp_path)]
 
-    def said(flags: str) -> tuple[str, str]:
+    def words_printed(flags: str) -> tuple[str, str]:
         capfd.readouterr()
         assert train([*small, *words(flags)], device) == 0
         printed = capfd.readouterr()
         return header(printed.out, "lr"), printed.err
 
     unread = f"train_fsdp.py: warning: random weights: {model} has weights, --init pretrained reads them"
-    line, warned = said("--num-steps 2 --run-name random")
+    line, warned = words_printed("--num-steps 2 --run-name random")
     assert line == "0.0003 at its peak, cosine; the default of --init random" and unread in warned
-    line, warned = said("--num-steps 2 --run-name p --init pretrained")
+    line, warned = words_printed("--num-steps 2 --run-name p --init pretrained")
     assert line == "2e-05 at its peak, cosine; the default of --init pretrained" and unread not in warned
-    line, warned = said("--num-steps 4 --run-name p --resume auto --lr-scheduler constant")
+    line, warned = words_printed("--num-steps 4 --run-name p --resume auto --lr-scheduler constant")
     assert line == "2e-05 at its peak, constant; as in the checkpoint" and unread not in warned
-    line, _ = said("--num-steps 6 --run-name p --resume auto --lr 1e-4")
+    line, _ = words_printed("--num-steps 6 --run-name p --resume auto --lr 1e-4")
     assert line == "0.0001 at its peak, cosine; by --lr"
     assert record_of(tmp_path / "p")["flags"]["lr"] == 1e-4
 

@@ -56,9 +56,9 @@ THEIRS = {  # a flag: what it is answered by
 }
 
 
-@pytest.mark.parametrize("flag, said", THEIRS.items())
-def test_a_flag_of_another_trainer_is_answered_by_what_to_write_here(flag, said):
-    assert answer(flag).startswith(f"no such flag; {said}")
+@pytest.mark.parametrize("flag, printed", THEIRS.items())
+def test_a_flag_of_another_trainer_is_answered_by_what_to_write_here(flag, printed):
+    assert answer(flag).startswith(f"no such flag; {printed}")
 
 
 @pytest.mark.parametrize("name", read_answers())

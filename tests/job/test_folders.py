@@ -103,13 +103,13 @@ def test_a_forked_process_does_not_keep_the_lock_of_a_rank_that_was_killed(tmp_p
     code += f"lock = folders.lock_folder(pathlib.Path({str(tmp_path)!r})); "
     code += "child = os.fork(); print(child or '', end=' ', flush=True); time.sleep(1000)"
     rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    said = ""
-    while not re.search(r"\d+ ", said):
-        said += rank.stdout.read(1)
+    printed = ""
+    while not re.search(r"\d+ ", printed):
+        printed += rank.stdout.read(1)
     rank.kill()
     rank.wait()
     try:
         assert folders.lock_folder(tmp_path).is_locked
     finally:
-        os.kill(int(said), signal.SIGKILL)
+        os.kill(int(printed), signal.SIGKILL)
         rank.stdout.close()

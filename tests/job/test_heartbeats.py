@@ -130,9 +130,9 @@ def slow_runs(tmp_path_factory):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("what", SLOW)
 def test_ranks_that_work_for_longer_than_the_timeout_are_not_ended(slow_runs, what, ranks):
-    said = slow_runs(what, ranks)  # an exit code but 0 is an error
-    assert "\ndone       1 step" in said and "error:" not in said
-    (line,) = (line for line in said.splitlines() if f" has been in {SLOW[what][1].split()[0]} " in line)
+    printed = slow_runs(what, ranks)  # an exit code but 0 is an error
+    assert "\ndone       1 step" in printed and "error:" not in printed
+    (line,) = (line for line in printed.splitlines() if f" has been in {SLOW[what][1].split()[0]} " in line)
     assert re.fullmatch(rf"train_fsdp.py: rank \d \(.*, pid \d+\) has been in {SLOW[what][1]}", line)
 
 
@@ -160,8 +160,8 @@ SILENT, WORKING = {"silent": True}, {"waited": 2}
 def test_the_rank_that_is_named_by_what_all_have_written(ranks, named, words):
     before = [BEAT | rank for rank in ranks]
     now = [rank if "silent" in rank else rank | {"beat": 8} for rank in before]
-    found, said = heartbeats.find_stalled_ranks(before, now, seconds=600)
-    assert found == named and words in said
+    found, printed = heartbeats.find_stalled_ranks(before, now, seconds=600)
+    assert found == named and words in printed
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -200,8 +200,8 @@ def refused(rank: int, address: str, port: int) -> str:
 def test_a_store_that_cannot_be_reached_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
-        said = refused(0, "127.0.0.1", taken)
-        assert said.startswith(
+        printed = refused(0, "127.0.0.1", taken)
+        assert printed.startswith(
             f"train_fsdp.py: error: MASTER_ADDR 127.0.0.1, MASTER_PORT {taken}: rank 0 cannot listen"
         )
     (line,) = refused(1, "no-such-host.invalid", taken).splitlines()

@@ -31,8 +31,8 @@ def test_memory_that_others_hold_of_a_gpu_is_named_with_their_pids_where_the_dri
     package = types.SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid)
     package.nvmlDeviceGetComputeRunningProcesses = lambda gpu: [own, *others] if gpu == "GPU-abc" else []
     monkeypatch.setitem(sys.modules, "pynvml", package)
-    said = preflight.describe_other_processes(preflight.other_processes_on_gpu())
-    assert f", pid {os.getpid()}): 20.0 GiB of its GPU are used by other processes (pid 7, 8); " in said
+    printed = preflight.describe_other_processes(preflight.other_processes_on_gpu())
+    assert f", pid {os.getpid()}): 20.0 GiB of its GPU are used by other processes (pid 7, 8); " in printed
     package.nvmlDeviceGetComputeRunningProcesses = lambda gpu: others  # a container
     assert preflight.describe_other_processes(preflight.other_processes_on_gpu()) == ""
     monkeypatch.setitem(sys.modules, "pynvml", None)  # no package
@@ -43,11 +43,11 @@ def test_layer_inputs_that_a_nodes_memory_does_not_hold_are_refused(mistake, mon
     """The tiny model's, of 2 x 64 tokens on one rank: two layers of 64 numbers in fp32, and a power of two each."""
     flags = ["--activation-checkpointing", "offload", "--batch-size", 2, "--sequence-length", 64, "--precision", "fp32"]
     monkeypatch.setattr(host, "available_memory", lambda: 50_000)
-    said = mistake(*flags, exit_code=1)
-    assert said.startswith(
+    printed = mistake(*flags, exit_code=1)
+    assert printed.startswith(
         "--activation-checkpointing offload: the layer inputs of 1 rank take 0.0655 MB of host memory"
     )
-    assert "0.05 MB available; use full, a shorter --sequence-length or more nodes" in said
+    assert "0.05 MB available; use full, a shorter --sequence-length or more nodes" in printed
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -55,14 +55,14 @@ def test_layer_inputs_that_a_nodes_memory_does_not_hold_are_refused(mistake, mon
 
 
 @pytest.mark.parametrize("optimizer", [slow_case(o) if o == "adamw8bit" else o for o in OPTIMIZERS])
-def test_a_checkpoint_is_as_large_as_is_said(device, tmp_path, arguments, mistake, monkeypatch, optimizer):
+def test_a_checkpoint_is_as_large_as_is_reported(device, tmp_path, arguments, mistake, monkeypatch, optimizer):
     given = ["--optimizer", optimizer, "--precision", "bf16", "--num-steps", 1, "--checkpoint-interval", 1]
     assert train([*arguments, *given], device) == 0
     (saved,) = (tmp_path / "out" / "r" / "checkpoints").iterdir()
     size = sum(path.stat().st_size for path in saved.iterdir())
     monkeypatch.setattr(preflight, "free_bytes", lambda _: 0)
-    said = mistake(*given, "--run-name", "again", exit_code=1)
-    takes = re.match(r"--output-dir: a checkpoint takes (\S+) MB, ", said)[1]
+    printed = mistake(*given, "--run-name", "again", exit_code=1)
+    takes = re.match(r"--output-dir: a checkpoint takes (\S+) MB, ", printed)[1]
     assert size == pytest.approx(float(takes) * 1e6, rel=0.15)  # a small model: names and offsets count too
 
 
@@ -78,12 +78,12 @@ def small_disk(tmp_path):
 
 
 def test_a_run_whose_checkpoint_has_no_room_ends_before_it_trains(small_disk, mistake):
-    said = mistake("--output-dir", small_disk, "--checkpoint-interval", 1, exit_code=1)
-    assert said.startswith("--output-dir: a checkpoint takes 3.1 MB, ")
-    assert f"{small_disk / 'r'} has 0.7" in said and said.endswith(" MB free; choose another disk, or make room")
+    printed = mistake("--output-dir", small_disk, "--checkpoint-interval", 1, exit_code=1)
+    assert printed.startswith("--output-dir: a checkpoint takes 3.1 MB, ")
+    assert f"{small_disk / 'r'} has 0.7" in printed and printed.endswith(" MB free; choose another disk, or make room")
     assert not any(small_disk.glob("r/*.jsonl"))
-    said = mistake("--export", small_disk / "export", exit_code=1)
-    assert said.startswith("--export ") and "free; choose another disk" in said
+    printed = mistake("--export", small_disk / "export", exit_code=1)
+    assert printed.startswith("--export ") and "free; choose another disk" in printed
 
 
 def test_a_last_state_that_has_no_room_is_one_warning_and_no_error(small_disk, device, arguments, mistake, capfd):
@@ -94,8 +94,8 @@ def test_a_last_state_that_has_no_room_is_one_warning_and_no_error(small_disk, d
     assert not (small_disk / "r" / "checkpoints").exists()
     given = json.loads((small_disk / "r" / "config.json").read_text())["given"]
     assert "final_checkpoint" not in given  # --config repeats what was given: there may be room then
-    said = mistake("--output-dir", small_disk, "--run-name", "asked", "--final-checkpoint", exit_code=1)
-    assert said.startswith("--output-dir: a checkpoint takes 3.1 MB, ")
+    printed = mistake("--output-dir", small_disk, "--run-name", "asked", "--final-checkpoint", exit_code=1)
+    assert printed.startswith("--output-dir: a checkpoint takes 3.1 MB, ")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_last_state_that_has_no_room_is_one_warning_and_no_error(small_disk, d
 )
 def test_a_shard_group_over_several_nodes_is_one_line_that_names_the_flag(ranks_per_node, shards, given, is_spread):
     settings = parse(["--demo", *(["--dp-replicate-size", *given] if given else [])])
-    said = preflight.describe_spread(settings, shards, ranks_per_node)
-    assert bool(said) == is_spread
+    printed = preflight.describe_spread(settings, shards, ranks_per_node)
+    assert bool(printed) == is_spread
     if is_spread:
-        assert said.startswith("shards     over 2 nodes; --plan compares that with --dp-replicate-size 2, ")
+        assert printed.startswith("shards     over 2 nodes; --plan compares that with --dp-replicate-size 2, ")

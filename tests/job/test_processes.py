@@ -62,8 +62,8 @@ def test_half_a_world_is_one_line_that_names_the_variable(environment):
 
 
 def test_a_request_to_one_rank_stops_all_after_the_same_step():
-    said = forked(2, multirank.stopping_for_one, timeout=100)
-    assert str([[False, False, True]] * 2) in said.splitlines()
+    printed = forked(2, multirank.stopping_for_one, timeout=100)
+    assert str([[False, False, True]] * 2) in printed.splitlines()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -73,12 +73,12 @@ def test_a_signal_while_torch_is_loaded_ends_with_its_exit_code(number):
     ) as process:
         process.stdout.readline()
         process.send_signal(number)
-        said = process.stderr.read()
+        printed = process.stderr.read()
     if number == signal.SIGINT:
-        assert (process.returncode, said) == (130, "stopped    by Ctrl-C before the first step\n")
+        assert (process.returncode, printed) == (130, "stopped    by Ctrl-C before the first step\n")
     else:
         line = f"train_fsdp.py: {signal.Signals(number).name} outside training, nothing to save\n"
-        assert (process.returncode, said) == (143, line)
+        assert (process.returncode, printed) == (143, line)
 
 
 def test_nohup_keeps_a_run_from_sighup():
@@ -87,8 +87,8 @@ def test_nohup_keeps_a_run_from_sighup():
         process.stdout.readline()
         process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGTERM)
-        said = process.stderr.read()
-    assert said.endswith("train_fsdp.py: SIGTERM outside training, nothing to save\n")
+        printed = process.stderr.read()
+    assert printed.endswith("train_fsdp.py: SIGTERM outside training, nothing to save\n")
     assert process.returncode == 143
 
 

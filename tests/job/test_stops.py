@@ -143,12 +143,12 @@ def test_ctrl_c_in_a_long_run_saves_unless_checkpoints_do(more, saved, flags):
     with forking(1, multirank.interrupted, *given, *words(more), "--run-name", name) as (world, output):
         (process,) = world.processes
         process.join(300)
-        said = output.read()
+        printed = output.read()
     assert process.exitcode == 130
     assert [path.name for path in (folder / name / "checkpoints").glob("step-*")] == saved
     if saved:
-        assert "Ctrl-C: the last step is saved first; a second Ctrl-C ends at once" in said
-        assert f"stopped    by Ctrl-C after step 2, saved in {folder / name}" in said and "resume     " in said
+        assert "Ctrl-C: the last step is saved first; a second Ctrl-C ends at once" in printed
+        assert f"stopped    by Ctrl-C after step 2, saved in {folder / name}" in printed and "resume     " in printed
 
 
 def stop_in(phase: str, ranks: int, flags: tuple, name: str) -> tuple[list, str | None, float, pathlib.Path]:

@@ -48,7 +48,7 @@ def run_until_ctrl_c(folder: pathlib.Path) -> tuple[str, int]:
 
 
 @pytest.mark.slow
-def test_a_terminal_has_log_lines_and_a_bar_that_fits_and_after_ctrl_c_the_command_that_goes_on(tmp_path):
+def test_a_terminal_has_log_lines_and_a_bar_that_fits_and_after_ctrl_c_the_command_that_continues(tmp_path):
     sent, exit_code = run_until_ctrl_c(tmp_path)
     folder = tmp_path / "it"
     assert sent.startswith("train_fsdp demo; loading torch")
@@ -94,11 +94,11 @@ def test_ctrl_c_says_how_many_steps_are_lost(tmp_path, phase, step, newest, resu
     settings = parse(["--demo", "--num-steps", 100, "--output-dir", tmp_path])
     if newest:
         write_checkpoint(tmp_path / "r", step=newest)
-    said = terminal.describe_interrupt(settings, step, phase, tmp_path / "r", resumed_step).splitlines()
+    printed = terminal.describe_interrupt(settings, step, phase, tmp_path / "r", resumed_step).splitlines()
     lost = LOST[phase, step, newest, resumed_step]
-    assert [line for line in said if line.startswith("lost")] == ([f"lost       {lost}"] if lost else [])
-    assert any(line.startswith("resume") for line in said) == bool(newest)
-    assert not any(line.startswith("saved") for line in said)
+    assert [line for line in printed if line.startswith("lost")] == ([f"lost       {lost}"] if lost else [])
+    assert any(line.startswith("resume") for line in printed) == bool(newest)
+    assert not any(line.startswith("saved") for line in printed)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -128,8 +128,8 @@ def test_what_is_printed_to_be_pasted_means_what_it_says(monkeypatch, tmp_path, 
     again = parse(flags_of(terminal.command(settings, folder)))
     assert (again.resume, again.run_name, again.output_dir, again.lr) == ("auto", "-r", name, 1)
     assert again.export == settings.export
-    said = next_commands(settings, folder, 2, {}).strip()
-    found = re.findall(r"^(export|resume) +(.*?)(?=\n(?:export|resume|report) |\Z)", said, re.M | re.S)
+    printed = next_commands(settings, folder, 2, {}).strip()
+    found = re.findall(r"^(export|resume) +(.*?)(?=\n(?:export|resume|report) |\Z)", printed, re.M | re.S)
     lines = {key: parse(flags_of(command)) for key, command in found}
     assert all(pathlib.Path(again.resume) == folder for again in lines.values())
     assert (lines["resume"].num_steps, lines["resume"].lr) == (2000, 1)

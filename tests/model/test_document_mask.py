@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import families
 
 
-def windows(count: int, length: int) -> list[np.ndarray]:
+def packed_sequences(count: int, length: int) -> list[np.ndarray]:
     """Random tokens; about every eighth ends a document."""
     generator = np.random.default_rng(3)
     tokens = generator.integers(1, SIZES["vocab_size"], (count, length + 1))
@@ -41,19 +41,19 @@ def masked_batch(arrays: list[np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name, attention", [("smollm3", "sdpa"), ("llama", "eager"), ("qwen3_sliding", "sdpa")])
-def test_a_masked_windows_loss_is_that_of_its_documents_one_by_one(device, tmp_path, name, attention):
+def test_a_masked_sequences_loss_is_that_of_its_documents_one_by_one(device, tmp_path, name, attention):
     flags = ["--model", write_model(tmp_path / name, name.removesuffix("_sliding"), **MODELS[name])]
     flags += ["--attention", attention, "--precision", "fp32", "--sequence-length", "48", "--dataset", "demo"]
     masked, config = resolved([*flags, "--document-mask"])
     model = train_fsdp.build_model(masked, config, train_fsdp.build_mesh(masked, device))
-    batch = masked_batch(windows(2, 48))
+    batch = masked_batch(packed_sequences(2, 48))
     together = model(**batch, use_cache=False).loss.item()
     batch["position_ids"] = torch.arange(48).expand(2, -1)
     across = model(**batch, use_cache=False).loss.item()
 
     total, labels, documents = 0.0, 0, 0
-    for window in windows(2, 48):
-        for ids in np.split(window.astype(np.int64), np.flatnonzero(window[:-1] == END) + 1):
+    for sequence in packed_sequences(2, 48):
+        for ids in np.split(sequence.astype(np.int64), np.flatnonzero(sequence[:-1] == END) + 1):
             if len(ids) > 1:
                 alone = create_collate_fn(shift_labels=False)([ids])
                 total += (len(ids) - 1) * model(**alone, use_cache=False).loss.item()
@@ -179,9 +179,9 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
         prepare_masks(variants[attention], "smollm3", document_mask=True)
     for layer in decoder_layers(variants["flex_attention"]):
         layer.forward = torch.compile(layer.forward)
-    all_windows = windows(6, 128)
+    all_sequences = packed_sequences(6, 128)
     for start in (0, 2, 4):
-        batch = masked_batch(all_windows[start : start + 2])
+        batch = masked_batch(all_sequences[start : start + 2])
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=start > 0):
             logits = [model(**batch, use_cache=False).logits for model in variants.values()]
         torch.testing.assert_close(*logits)

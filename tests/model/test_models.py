@@ -260,10 +260,10 @@ def test_heads_that_a_flash_attention_does_not_take_are_refused_in_one_line(monk
     head_dim = config.hidden_size // heads
     query, key = (1, length, heads, head_dim), (1, length, config.num_key_value_heads, head_dim)
     assert tried == [(query, key, torch.bfloat16, True, "flash_attention_4")]
-    said = (
+    printed = (
         rf"--attention flash_attention_4: does not take heads of {head_dim} on this GPU \(head_dim 24 .*\.\); use sdpa$"
     )
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=printed):
         describe_attention(settings, config, "cpu")
 
 
@@ -317,9 +317,9 @@ def test_a_preset_whose_tokenizer_cannot_be_had_names_the_flag_and_the_login(mon
     monkeypatch.setattr(tokenizer_module.AutoTokenizer, "from_pretrained", refuse)
     with pytest.raises(UserError) as raised:
         load_tokenizer(parse(["--model", "llama3.1-8b"]), load_config("llama3.1-8b"))
-    said = str(raised.value)
-    assert said.startswith("--tokenizer meta-llama/Llama-3.1-8B: ") and "gated repo" in said
-    assert all(words in said for words in ("preset llama3.1-8b", "`hf auth login`", "give --tokenizer a folder"))
+    printed = str(raised.value)
+    assert printed.startswith("--tokenizer meta-llama/Llama-3.1-8B: ") and "gated repo" in printed
+    assert all(words in printed for words in ("preset llama3.1-8b", "`hf auth login`", "give --tokenizer a folder"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def test_a_sequence_longer_than_the_models_positions_is_trained_with_yarn_alone(
 
 
 @pytest.mark.parametrize(
-    "family, sizes, said",
+    "family, sizes, printed",
     [
         ("llama", {}, "256 positions, enough for --sequence-length 16; leave it out"),
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "is linear; set rope_parameters and"),
@@ -421,6 +421,6 @@ def test_a_sequence_longer_than_the_models_positions_is_trained_with_yarn_alone(
         ("gptj", {}, "is none, or another for some layers"),
     ],
 )
-def test_a_rope_that_yarn_does_not_scale_is_refused(mistake, tmp_path, family, sizes, said):
+def test_a_rope_that_yarn_does_not_scale_is_refused(mistake, tmp_path, family, sizes, printed):
     write_model(tmp_path / "model", family, **(SIZES if family == "llama" else {}) | sizes)
-    assert said in mistake("--rope-scaling", "yarn")
+    assert printed in mistake("--rope-scaling", "yarn")

@@ -184,8 +184,10 @@ READ += [
 def test_a_folder_is_read_as_from_pretrained_reads_it(device, tmp_path, capfd, folder):
     left_out = folder(tmp_path / "model")
     read(tmp_path / "model", tmp_path / "export", device)
-    said = capfd.readouterr().out
-    assert (f"weights    {left_out.format(tmp_path / 'model')}" in said) if left_out else ("weights  " not in said)
+    printed = capfd.readouterr().out
+    assert (
+        (f"weights    {left_out.format(tmp_path / 'model')}" in printed) if left_out else ("weights  " not in printed)
+    )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     ours, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
     assert not any(report.values()), report

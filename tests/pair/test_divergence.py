@@ -46,7 +46,7 @@ def test_a_run_that_diverged_is_an_error_and_leaves_nothing(arguments, tmp_path,
     assert "NaN" not in (tmp_path / "out" / "r" / "metrics.jsonl").read_text()
 
 
-def test_the_last_good_checkpoint_is_named_and_stays_and_the_run_goes_on_from_it(device, arguments, mistake, tmp_path):
+def test_the_last_good_checkpoint_is_named_and_stays_and_the_run_resumes_from_it(device, arguments, mistake, tmp_path):
     assert train([*arguments, "--checkpoint-interval", 1, "--keep-checkpoints", 1], device) == 0
     onward = [*arguments, "--resume", "auto", "--num-steps", 8, "--checkpoint-interval", 2]
     message = mistake(*onward, "--lr", "1e20", "--max-grad-norm", 0, exit_code=1)
@@ -107,8 +107,8 @@ def test_weights_that_give_no_finite_loss_are_refused_before_anything_is_made_of
             train([*spoiled, *flags], device)
         assert str(refused.value).startswith(f"--model {tmp_path / 'spoiled'}: it ")
         assert "\n" not in str(refused.value) and refused.value.exit_code == 1
-    said = capfd.readouterr().out
-    assert "Once upon" not in said and "eval_loss" not in said
+    printed = capfd.readouterr().out
+    assert "Once upon" not in printed and "eval_loss" not in printed
     assert not (tmp_path / "export").exists() and not steps_saved(tmp_path)
 
 
@@ -136,10 +136,10 @@ def test_a_loss_that_ends_above_its_first_one_is_in_the_last_lines(device, argum
     """And the perplexity of one that no float holds is null."""
     high = words("--lr 100 --max-grad-norm 0 --warmup-steps 0 --num-steps 2 --log-interval 1 --eval-interval 2")
     assert train([*arguments, *high], device) == 0
-    losses, said = losses_of(tmp_path / "out" / "r"), capfd.readouterr().out
+    losses, printed = losses_of(tmp_path / "out" / "r"), capfd.readouterr().out
     assert losses[-1] > 20 > losses[0]
-    assert f"worse      the last loss, {losses[-1]:,.4f}, is above the first, {losses[0]:,.4f}: a lower --lr" in said
-    assert not re.search(r"[\d,.]{20}", said)  # no perplexity of hundreds of digits
+    assert f"worse      the last loss, {losses[-1]:,.4f}, is above the first, {losses[0]:,.4f}: a lower --lr" in printed
+    assert not re.search(r"[\d,.]{20}", printed)  # no perplexity of hundreds of digits
     evaluation = words("--num-steps 0 --eval-interval 1 --json")
     train([*evaluation, "--resume", tmp_path / "out" / "r", "--cache-dir", token_cache], device)
     found = json.loads(capfd.readouterr().out)

@@ -14,8 +14,8 @@ from harness.base import UserError
 @pytest.fixture
 def flags(tmp_path):
     """`flags(more)`: those of a run on a.npy, 20 windows long, beside b.npy with 10 and held.npy."""
-    for name, windows in (("a", 20), ("b", 10), ("held", 3)):
-        np.save(tmp_path / f"{name}.npy", (np.arange(windows * 16 + 1) % 200).astype(np.uint16))
+    for name, sequences in (("a", 20), ("b", 10), ("held", 3)):
+        np.save(tmp_path / f"{name}.npy", (np.arange(sequences * 16 + 1) % 200).astype(np.uint16))
     model = write_model(tmp_path / "model", "llama", **multirank.SIZES)
     small = words("--sequence-length 16 --num-workers 0 --precision fp32 --no-compile --log-interval 1 --no-own-plan")
     small += ["--model", model, "--tokenizer", str(ROOT / "assets" / "demo"), "--cache-dir", str(tmp_path / "cache")]
@@ -54,7 +54,7 @@ def test_epochs_are_so_many_steps(flags, device, more, steps):
     assert min(read) >= wanted - slack and min(read_before) < wanted
 
 
-def test_held_out_documents_are_in_no_epoch(flags, device, tmp_path):
+def test_eval_documents_are_in_no_epoch(flags, device, tmp_path):
     (tmp_path / "my.jsonl").write_text("".join((STORIES / "train.jsonl").read_text().splitlines(True)[:60]))
     steps = {}
     for more in ("", "--eval-interval 5"):
@@ -68,8 +68,8 @@ def test_held_out_documents_are_in_no_epoch(flags, device, tmp_path):
 @pytest.mark.smoke
 def test_a_run_of_epochs_evaluates_at_the_end_of_each_and_says_both_lengths(flags, device, tmp_path, capfd):
     train(flags("--num-epochs 3 --batch-size 3 --eval-interval epoch --eval-split {}/held.npy"), device)
-    said = capfd.readouterr().out
-    assert "= 48 tokens a step, 20 steps, 3 epochs" in said and "--num-epochs 6.0" in said
+    printed = capfd.readouterr().out
+    assert "= 48 tokens a step, 20 steps, 3 epochs" in printed and "--num-epochs 6.0" in printed
     assert evaluated(tmp_path / "r") == [7, 14, 20]
 
 
@@ -110,6 +110,6 @@ def test_a_run_whose_sources_changed_has_no_epochs(flags, device):
 
 def test_a_plan_has_no_hours_of_epochs_and_says_so():
     plan = "--plan --plan-gpus 1 --plan-gpu H200 --plan-seconds 0 --model demo --sequence-length 32 --no-compile"
-    said = python(*words(plan), *words("--num-epochs 3 --eval-interval epoch --batch-size 2"))
-    assert said.returncode == 0, said.stderr
-    assert "--num-epochs 3: the number of steps depends on the data" in said.stdout
+    printed = python(*words(plan), *words("--num-epochs 3 --eval-interval epoch --batch-size 2"))
+    assert printed.returncode == 0, printed.stderr
+    assert "--num-epochs 3: the number of steps depends on the data" in printed.stdout

@@ -55,12 +55,12 @@ def runs(start, device):
 def evaluate(start, device, capfd):
     """`evaluate(*flags, said=words)`: the object of an evaluation, whose line of what is held out begins so."""
 
-    def evaluate(*flags, said: str = "") -> dict:
+    def evaluate(*flags, printed: str = "") -> dict:
         capfd.readouterr()
         given = ["--num-steps", 0, "--eval-interval", 1, "--json", "--cache-dir", start.folder / "cache", *flags]
         assert train(given, device) == 0
         out, err = capfd.readouterr()
-        assert re.search(f"^eval data +{said}", err, re.MULTILINE)
+        assert re.search(f"^eval data +{printed}", err, re.MULTILINE)
         return json.loads(out)
 
     return evaluate
@@ -79,27 +79,27 @@ def refused(evaluate):
     return refused
 
 
-def held_out_loss(run) -> float:
+def eval_loss(run) -> float:
     return [line["eval_loss"] for line in metrics_of(run) if "eval_loss" in line][-1]
 
 
-def test_a_checkpoint_and_its_export_have_the_held_out_loss_of_the_run_and_of_transformers_trainer(
+def test_a_checkpoint_and_its_export_have_the_eval_loss_of_the_run_and_of_transformers_trainer(
     runs, evaluate, monkeypatch
 ):
     opened = []
     load = data.load
     monkeypatch.setattr(data, "load", lambda *args, **more: opened.append(load(*args, **more)) or opened[-1])
     found = evaluate("--resume", runs / "held")
-    (windows,) = opened[-1].eval_data.values()
-    assert found["eval_loss"] == pytest.approx(held_out_loss(runs / "held"), rel=1e-6)
+    (sequences,) = opened[-1].eval_data.values()
+    assert found["eval_loss"] == pytest.approx(eval_loss(runs / "held"), rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
-    assert (found["step"], found["tokens"]) == (2, 32 * len(windows))
+    assert (found["step"], found["tokens"]) == (2, 32 * len(sequences))
 
     flags = ["--dataset", runs / "my.jsonl", "--sequence-length", 32, "--precision", "fp32", "--batch-size", 3]
     exported = evaluate("--init", "pretrained", "--model", runs / "export", *flags)
     assert exported["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-6) and exported["step"] is None
 
-    tokens = [torch.from_numpy(window.astype("int64")) for window in windows]
+    tokens = [torch.from_numpy(sequence.astype("int64")) for sequence in sequences]
     rows = [{"input_ids": w[:-1], "labels": w[1:], "shift_labels": w[1:]} for w in tokens]
     options = {"report_to": "none", "use_cpu": True, "remove_unused_columns": False, "per_device_eval_batch_size": 1}
     trainer = transformers.Trainer(
@@ -125,9 +125,9 @@ def test_two_ranks_have_the_loss_of_one_also_where_they_have_no_equal_share(runs
     found = evaluate("--resume", runs / "held")
     flags = ["--resume", str(runs / "held"), "--cache-dir", str(runs / "cache"), "--batch-size", "3"]
     assert found["tokens"] // 32 % 6
-    said = forked(2, multirank.program, "--num-steps", "0", "--eval-interval", "1", *flags)
-    held_out = f"eval loss {found['eval_loss']:.4f} (perplexity {found['perplexity']:,.2f})"
-    assert f"{runs / 'my.jsonl'}: {held_out}, {found['tokens']:,} tokens" in said
+    printed = forked(2, multirank.program, "--num-steps", "0", "--eval-interval", "1", *flags)
+    eval_part = f"eval loss {found['eval_loss']:.4f} (perplexity {found['perplexity']:,.2f})"
+    assert f"{runs / 'my.jsonl'}: {eval_part}, {found['tokens']:,} tokens" in printed
 
 
 def test_an_error_of_an_evaluation_as_json_is_an_object_and_a_line(runs):
@@ -142,11 +142,11 @@ def test_an_error_of_an_evaluation_as_json_is_an_object_and_a_line(runs):
 
 
 @pytest.mark.parametrize("run", ["all", "streamed"])
-def test_a_run_that_trained_on_every_document_has_no_held_out_loss(runs, refused, run):
+def test_a_run_that_trained_on_every_document_has_no_eval_loss(runs, refused, run):
     assert refused("--resume", runs / run).startswith("--eval-interval: the run held out nothing")
 
 
-def test_it_is_evaluated_on_another_text_and_gets_no_evaluation_when_it_goes_on(runs, start, evaluate, device):
+def test_it_is_evaluated_on_another_text_and_gets_no_evaluation_when_it_continues(runs, start, evaluate, device):
     assert evaluate("--resume", runs / "all", "--dataset", runs / "other.jsonl")["eval_loss"] > 0
     with pytest.raises(UserError, match="--eval-interval"):
         train(start("all", "--num-steps", 4, "--eval-interval", 2, "--resume", "auto"), device)
@@ -159,7 +159,7 @@ def test_the_split_that_was_trained_on_is_not_evaluated_by_any_name_of_the_file(
     assert "--eval-split train" in refused(*run, "--eval-split", "train")
 
 
-def test_slices_are_evaluated_where_they_are_apart_from_what_was_trained_on(runs, refused, evaluate):
+def test_slices_are_evaluated_where_they_do_not_overlap_what_was_trained_on(runs, refused, evaluate):
     run = ["--resume", runs / "part"]
     assert "--eval-split train[50%:]" in refused(*run, "--eval-split", "train[50%:]")
     assert "--eval-split train[-20:]" in refused(*run, "--eval-split", "train[-20:]")  # not known without counting
@@ -192,18 +192,18 @@ def test_a_corpus_that_changed_is_refused_by_an_evaluation(start, device, refuse
 
 
 @pytest.mark.parametrize("flags", ["", slow_case("--eval-steps 3"), "--streaming --eval-steps 3 --streams 4"])
-def test_an_evaluation_of_a_run_takes_what_the_run_held_out(start, device, capfd, evaluate, flags):
+def test_an_evaluation_of_a_run_takes_the_eval_documents_of_the_run(start, device, capfd, evaluate, flags):
     name = f"printed{'-'.join(flags.split())}"
     assert train(start(name, "--eval-interval", 2, *words(flags)), device) == 0
     command = ["--num-steps", 0, "--resume", start.folder / name, "--eval-interval", 1]
     capfd.readouterr()
     found = evaluate(*command)
-    assert found["eval_loss"] == pytest.approx(held_out_loss(start.folder / name), rel=1e-6)
+    assert found["eval_loss"] == pytest.approx(eval_loss(start.folder / name), rel=1e-6)
     if "--eval-steps" in flags:
         assert found["tokens"] == 3 * 2 * 32
         on_two_ranks = [*command, "--cache-dir", start.folder / "cache"]
-        said = forked(2, multirank.program, *map(str, on_two_ranks))  # the same windows
-        assert f"eval loss {found['eval_loss']:.4f} " in said and f", {found['tokens']:,} tokens" in said
+        printed = forked(2, multirank.program, *map(str, on_two_ranks))  # the same windows
+        assert f"eval loss {found['eval_loss']:.4f} " in printed and f", {found['tokens']:,} tokens" in printed
 
 
 @pytest.mark.parametrize("field", [[], ["--text-field", "text"]])
@@ -216,7 +216,7 @@ def test_an_evaluation_reads_the_field_that_the_run_read(start, device, tmp_path
     if not field:
         flags += ["--chat-template", "chatml"]
     assert train(start("r", *flags), device) == 0
-    assert evaluate("--resume", tmp_path / "r")["eval_loss"] == pytest.approx(held_out_loss(tmp_path / "r"), rel=1e-6)
+    assert evaluate("--resume", tmp_path / "r")["eval_loss"] == pytest.approx(eval_loss(tmp_path / "r"), rel=1e-6)
 
 
 @pytest.mark.parametrize("flags", ["", "--streaming"])
@@ -234,16 +234,16 @@ WHOLE, A_PART = "all of it, 40 documents", "one of every 20 documents of it, 10 
 
 
 @pytest.mark.parametrize("of", ["checkpoint", "export"])
-@pytest.mark.parametrize("name, held_out", {"other": WHOLE, "my": A_PART, "copy": A_PART}.items())
+@pytest.mark.parametrize("name, eval_part", {"other": WHOLE, "my": A_PART, "copy": A_PART}.items())
 def test_what_weights_were_trained_on_is_known_by_its_tokens_and_all_else_is_taken_whole(
-    runs, evaluate, capfd, of, name, held_out
+    runs, evaluate, capfd, of, name, eval_part
 ):
     shutil.copy(runs / "my.jsonl", runs / "copy.jsonl")
     exported = ["--init", "pretrained", "--model", runs / "export", "--sequence-length", 32, "--precision", "fp32"]
     weights = {"checkpoint": ["--resume", runs / "held"], "export": exported}[of]
-    found = evaluate(*weights, "--dataset", runs / f"{name}.jsonl", said=held_out)
-    if held_out == A_PART:
-        assert found["eval_loss"] == pytest.approx(held_out_loss(runs / "held"), rel=1e-6)
+    found = evaluate(*weights, "--dataset", runs / f"{name}.jsonl", printed=eval_part)
+    if eval_part == A_PART:
+        assert found["eval_loss"] == pytest.approx(eval_loss(runs / "held"), rel=1e-6)
 
 
 def test_a_corpus_is_recognized_if_it_was_streamed_and_is_not_now_or_the_reverse(runs, refused):
@@ -265,7 +265,7 @@ def test_an_export_of_a_run_on_an_export_knows_what_both_were_trained_on(start, 
     tuned = start("tuned", "--init", "pretrained", "--model", runs / "export", "--dataset", runs / "other.jsonl")
     assert train([*tuned, "--export", runs / "tuned-export"], device) == 0
     weights = ["--init", "pretrained", "--model", runs / "tuned-export", "--sequence-length", 32]
-    evaluate(*weights, "--dataset", runs / "my.jsonl", said=A_PART)
+    evaluate(*weights, "--dataset", runs / "my.jsonl", printed=A_PART)
     assert "the run held out nothing" in refused(*weights, "--dataset", runs / "other.jsonl")
     for name in ("my", "other"):
         assert refused(*weights, "--eval-split", runs / f"{name}.jsonl").endswith(

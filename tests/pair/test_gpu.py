@@ -91,11 +91,11 @@ def loss_and_gradients(build, device):
         torch._dynamo.reset()
         _, model, _, _ = build(*flags)
         tokens = data.SyntheticDataset(SIZES["vocab_size"], LENGTH)
-        windows = [tokens[index] % (LENGTH // 4) for index in range(2)]  # about four ends of text in each
+        packed = [tokens[index] % (LENGTH // 4) for index in range(2)]  # about four ends of text in each
         if "--document-mask" in flags:
-            sets = [data.PackedDataset(window, LENGTH, document_mask=True, end_of_text=END) for window in windows]
-            windows = [sequences[0] for sequences in sets]
-        batch = data.create_collate_fn()(windows)
+            sets = [data.PackedDataset(sequence, LENGTH, document_mask=True, end_of_text=END) for sequence in packed]
+            packed = [sequences[0] for sequences in sets]
+        batch = data.create_collate_fn()(packed)
         loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}, use_cache=False).loss
         loss.backward()
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
@@ -184,14 +184,14 @@ def test_an_offloaded_run_is_the_same_run(build):
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_the_header_names_the_kernel_that_runs(build, device, precision):
     settings, model, _, step = build("--no-compile", "--precision", precision)
-    said = describe_attention(settings, model.config, device.type)
+    printed = describe_attention(settings, model.config, device.type)
     step()
     with torch.profiler.profile() as profile:
         step()
     ran = {event.name for event in profile.events() if "aten::_scaled_dot_product" in event.name}
     forward = {name for name in ran if "backward" not in name}
-    kernel = said.removeprefix("sdpa attention (").removesuffix(")")
-    assert forward and all(kernel.removesuffix("_attention") in name for name in forward), (said, ran)
+    kernel = printed.removeprefix("sdpa attention (").removesuffix(")")
+    assert forward and all(kernel.removesuffix("_attention") in name for name in forward), (printed, ran)
     assert kernel != "math"
 
 
@@ -199,7 +199,7 @@ def test_the_header_names_the_kernel_that_runs(build, device, precision):
 # Checkpoints
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(device, tmp_path, on_cpu_without_inductor):
+def test_a_resumed_run_continues_bit_for_bit(device, tmp_path, on_cpu_without_inductor):
     """With kernels that add in one order: eager attention, as flash attention's backward adds in any."""
     model = write_model(tmp_path / "model", "smollm3", **SIZES)
     flags = ["--model", model, "--dataset", "synthetic", "--sequence-length", "256" if CUDA else "32"]
@@ -253,14 +253,14 @@ def test_a_save_in_the_background_holds_no_step_up(build, device, tmp_path):
     assert not saver.failures and (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").exists()
     if CUDA:
         size = sum(size for size, _ in contents(tmp_path / "checkpoints" / "step-00000001").values())
-        told = f"{size / 1e9:.2f} GB, paused {stall:.3f} s; a step {usual:.4f} s"
+        reported = f"{size / 1e9:.2f} GB, paused {stall:.3f} s; a step {usual:.4f} s"
         if in_background:
             median, longest = statistics.median(meanwhile), max(meanwhile)
-            told += f", of {len(meanwhile)} meanwhile {median:.4f} s, at most {longest:.4f} s"
-        print(f"{told}; in the background: {in_background}")
+            reported += f", of {len(meanwhile)} meanwhile {median:.4f} s, at most {longest:.4f} s"
+        print(f"{reported}; in the background: {in_background}")
         # pinned copies over PCIe reach 20 GB/s and more; a save that is not in the background also writes the files
-        assert stall < size / (5e9 if in_background else 1e8) + 0.1, told
-        assert not in_background or (median < 1.3 * usual and longest < 3 * usual + 0.05), told
+        assert stall < size / (5e9 if in_background else 1e8) + 0.1, reported
+        assert not in_background or (median < 1.3 * usual and longest < 3 * usual + 0.05), reported
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_memory_is_as_planned(smollm3):
     if CUDA:
         total = (torch.cuda.max_memory_allocated() - others) / GIB
         reserved = torch.cuda.max_memory_reserved() / GIB
-        told = f"allocated {total:.2f} GiB, planned {planned['total']:.2f}; "
-        told += f"reserved {reserved:.2f} GiB and the context, planned {planned['reserved']:.2f}"
-        print(told)
-        assert planned["total"] == pytest.approx(total, rel=0.05), told
+        reported = f"allocated {total:.2f} GiB, planned {planned['total']:.2f}; "
+        reported += f"reserved {reserved:.2f} GiB and the context, planned {planned['reserved']:.2f}"
+        print(reported)
+        assert planned["total"] == pytest.approx(total, rel=0.05), reported

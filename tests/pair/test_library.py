@@ -37,12 +37,12 @@ def fresh_model():
 
 
 def test_the_printed_loop_trains_as_the_trainer_of_transformers_does(printed, tmp_path):
-    class OnTheSameWindows(Trainer):
+    class OnTheSameSequences(Trainer):
         def get_train_dataloader(self):
-            return DataLoader(printed["sequences"], 4, collate_fn=whole_windows)
+            return DataLoader(printed["sequences"], 4, collate_fn=whole_sequences)
 
-    def whole_windows(windows):
-        tokens = torch.stack([torch.from_numpy(window.astype("int64")) for window in windows])
+    def whole_sequences(sequences):
+        tokens = torch.stack([torch.from_numpy(sequence.astype("int64")) for sequence in sequences])
         return {"input_ids": tokens, "labels": tokens}
 
     model = fresh_model()
@@ -58,7 +58,7 @@ def test_the_printed_loop_trains_as_the_trainer_of_transformers_does(printed, tm
         disable_tqdm=True,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    trainer = OnTheSameWindows(model, arguments, train_dataset=printed["sequences"], optimizers=(optimizer, None))
+    trainer = OnTheSameSequences(model, arguments, train_dataset=printed["sequences"], optimizers=(optimizer, None))
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert len(printed["losses"]) == 8
@@ -69,8 +69,8 @@ def test_the_printed_loop_trains_as_the_trainer_of_transformers_does(printed, tm
 @pytest.mark.slow
 def test_the_loss_of_every_family_is_that_of_the_tokens_that_follow_or_the_docstring_names_it():
     named = set(re.search(r"that ignore them:\s+([\w, ]+)\.", create_collate_fn.__doc__)[1].split(", "))
-    windows = torch.randint(1, 500, (2, 33), generator=torch.Generator().manual_seed(1)).numpy()
-    batch, exact, others = create_collate_fn()(list(windows)), set(), set()
+    sequences = torch.randint(1, 500, (2, 33), generator=torch.Generator().manual_seed(1)).numpy()
+    batch, exact, others = create_collate_fn()(list(sequences)), set(), set()
     for name in families.families():
         try:
             config = families.small_config(name)

@@ -116,10 +116,10 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
 }
 
 
-@pytest.mark.parametrize("argv, said", FLAGS.items())
-def test_a_mistake_in_the_flags(argv, said, tmp_path, monkeypatch):
+@pytest.mark.parametrize("argv, printed", FLAGS.items())
+def test_a_mistake_in_the_flags(argv, printed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert refused(*argv.split()).startswith(said or argv.split()[0])
+    assert refused(*argv.split()).startswith(printed or argv.split()[0])
 
 
 FILES = {  # a file of flags: its error after the file's name
@@ -141,10 +141,10 @@ FILES = {  # a file of flags: its error after the file's name
 }
 
 
-@pytest.mark.parametrize("text, said", FILES.items())
-def test_a_mistake_in_a_file_of_flags(text, said, tmp_path):
+@pytest.mark.parametrize("text, printed", FILES.items())
+def test_a_mistake_in_a_file_of_flags(text, printed, tmp_path):
     (tmp_path / "flags.toml").write_text(text)
-    assert refused("--config", tmp_path / "flags.toml").startswith(f"--config {tmp_path}/flags.toml: {said}")
+    assert refused("--config", tmp_path / "flags.toml").startswith(f"--config {tmp_path}/flags.toml: {printed}")
 
 
 @pytest.mark.parametrize("text", ["batch_siz = 3", "batch-size = 0", "plan = true\nwarmup-steps = 2000"])
@@ -234,8 +234,8 @@ def test_a_folder_of_a_run_that_cannot_be_read_is_one_line(name, tmp_path, monke
         return stat(file, *args, **options)
 
     monkeypatch.setattr(os, "stat", denied)
-    said = refused("--resume", f"{path}")
-    assert said.startswith(f"--resume {path}: {path}/") and said.endswith(" cannot be read (Permission denied)")
+    printed = refused("--resume", f"{path}")
+    assert printed.startswith(f"--resume {path}: {path}/") and printed.endswith(" cannot be read (Permission denied)")
 
 
 FILE = """
@@ -365,12 +365,12 @@ RUNS = {  # flags beside those of a run that works: how the error begins, with {
 }
 
 
-@pytest.mark.parametrize("flags, said", RUNS.items())
-def test_a_mistake_that_a_run_finds(mistake, tmp_path, flags, said):
+@pytest.mark.parametrize("flags, printed", RUNS.items())
+def test_a_mistake_that_a_run_finds(mistake, tmp_path, flags, printed):
     (tmp_path / "empty").mkdir()
     (tmp_path / "short.txt").write_text("The fox.")
     (tmp_path / "data.txt").write_text("The fox had a red ball. " * 100)
-    assert mistake(*words(flags.replace("{}", str(tmp_path)))).startswith(said.replace("{}", str(tmp_path)))
+    assert mistake(*words(flags.replace("{}", str(tmp_path)))).startswith(printed.replace("{}", str(tmp_path)))
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
@@ -403,14 +403,14 @@ REASONS = {  # files by name, flags: what is said of the reason, which a library
 }
 
 
-@pytest.mark.parametrize("files, flags, said", REASONS.values(), ids=REASONS)
-def test_an_error_has_its_reason_and_no_advice_for_a_librarys_callers(mistake, tmp_path, files, flags, said):
+@pytest.mark.parametrize("files, flags, printed", REASONS.values(), ids=REASONS)
+def test_an_error_has_its_reason_and_no_advice_for_a_librarys_callers(mistake, tmp_path, files, flags, printed):
     folder = tmp_path / "odd"
     folder.mkdir()
     for name, text in files.items():
         (folder / name).write_text(text)
     message = mistake(*words(flags.replace("{}", str(folder))))
-    assert said in message
+    assert printed in message
     assert not re.search(r":\)|local_files_only|one of:|\(0 bad\)", message)
 
 
@@ -421,9 +421,9 @@ def test_the_folder_of_a_run_is_neither_written_over_nor_taken_for_a_model(devic
     assert len(before) >= 2
     assert mistake().startswith("--run-name r: ")
     for folder in (run, *(run / "checkpoints").glob("step-*")):
-        said = mistake("--model", folder, "--run-name", "other")
-        assert said.startswith(f"--model {folder}: a folder of a run, not of a model; ")
-        assert f"--num-steps 0 --resume {folder} --export DIR" in said
+        printed = mistake("--model", folder, "--run-name", "other")
+        assert printed.startswith(f"--model {folder}: a folder of a run, not of a model; ")
+        assert f"--num-steps 0 --resume {folder} --export DIR" in printed
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
 
 
@@ -441,7 +441,7 @@ def only_line(process) -> str:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    "run, flags, said",
+    "run, flags, printed",
     [
         (cold_python, "--num-stpes 3", "--num-stpes: no such flag; did you mean --num-steps?"),
         (
@@ -452,11 +452,11 @@ def only_line(process) -> str:
         (python, "--dataset {}/short.txt", "--dataset {}/short.txt"),
     ],
 )
-def test_the_program_ends_with_2_one_line_and_no_run(run, flags, said, tmp_path):
+def test_the_program_ends_with_2_one_line_and_no_run(run, flags, printed, tmp_path):
     (tmp_path / "short.txt").write_text("The fox.")
     places = ["--output-dir", tmp_path / "out", "--cache-dir", tmp_path / "cache"]
     process = run("--demo", *words(flags.replace("{}", str(tmp_path))), *places)
-    assert only_line(process).startswith(said.replace("{}", str(tmp_path)))
+    assert only_line(process).startswith(printed.replace("{}", str(tmp_path)))
     assert not (tmp_path / "out").exists()
 
 
@@ -494,9 +494,9 @@ def test_what_accelerates_launcher_asks_for_and_is_not_followed_is_a_warning(env
         monkeypatch.setenv(*variable.split("="))
     drop_accelerate_settings()
     choose_precision(parse(["--demo"]), None)
-    said = capfd.readouterr().err
-    assert re.match(f"train_fsdp.py: warning: {warning}", said) if warning else said == ""
-    assert said.count("\n") == bool(warning)
+    printed = capfd.readouterr().err
+    assert re.match(f"train_fsdp.py: warning: {warning}", printed) if warning else printed == ""
+    assert printed.count("\n") == bool(warning)
 
 
 @pytest.mark.parametrize(

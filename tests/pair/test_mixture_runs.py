@@ -54,7 +54,7 @@ def run(device, flags, corpora, tmp_path, monkeypatch):
         with recording(steps):
             train([*flags, "--output-dir", output, *more], device, Stop(stop_after))
         done = metrics_of(output / "r")[-1]["step"]  # a stop may come when the next batch is there
-        return {step: windows for step, windows in steps.items() if step <= done}
+        return {step: sequences for step, sequences in steps.items() if step <= done}
 
     return start_run
 
@@ -66,8 +66,8 @@ def recording(steps: dict[int, list]):
 
     def recorded(settings, train_set, state, device):
         for batch in training_batches(settings, train_set, state, device):
-            windows = np.concatenate([batch["input_ids"].numpy(), batch["labels"].numpy()[:, -1:]], axis=1)
-            steps.setdefault(state.step + 1, []).extend(windows.tolist())
+            sequences = np.concatenate([batch["input_ids"].numpy(), batch["labels"].numpy()[:, -1:]], axis=1)
+            steps.setdefault(state.step + 1, []).extend(sequences.tolist())
             yield batch
 
     with pytest.MonkeyPatch.context() as patch:
@@ -75,25 +75,25 @@ def recording(steps: dict[int, list]):
         yield
 
 
-def source_of(window: list[int]) -> str:
+def source_of(sequence: list[int]) -> str:
     """The token file that a window is of."""
-    (name,) = (name for name, (least, below) in TOKENS.items() if least <= min(window) and max(window) < below)
+    (name,) = (name for name, (least, below) in TOKENS.items() if least <= min(sequence) and max(sequence) < below)
     return name
 
 
 def counts_of(steps: dict[int, list]) -> dict[int, dict[str, int]]:
     """How many windows of each source each step took."""
     counts = {}
-    for step, windows in steps.items():
-        names = [source_of(window) for window in windows]
+    for step, sequences in steps.items():
+        names = [source_of(sequence) for sequence in sequences]
         counts[step] = {name: names.count(name) for name in sorted(set(names))}
     return counts
 
 
-def windows_of(name: str, *runs: dict[int, list]) -> list:
+def sequences_of(name: str, *runs: dict[int, list]) -> list:
     """The windows of a source in the order in which runs took them."""
-    found = [window for steps in runs for step in sorted(steps) for window in steps[step]]
-    return [window for window in found if source_of(window) == name]
+    found = [sequence for steps in runs for step in sorted(steps) for sequence in steps[step]]
+    return [sequence for sequence in found if source_of(sequence) == name]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -127,15 +127,15 @@ def test_a_stage_begins_at_its_step_also_when_the_run_becomes_longer(run, tmp_pa
 # Resumes
 
 
-def test_a_run_of_one_source_goes_on_in_its_order_as_a_mixture_and_back(run, tmp_path):
+def test_a_run_of_one_source_continues_in_its_order_as_a_mixture_and_back(run, tmp_path):
     alone = run(*words("--dataset a.npy --num-steps 16"), output=tmp_path / "alone")
     first = run(*words("--dataset a.npy"), stop_after=3)
     mixed = run(*words("--dataset a=a.npy:1 b=b.npy:1"), stop_after=3)
     back = run(*words("--dataset a.npy"), stop_after=1)
     again = run(*words("--dataset a.npy"))  # whose record has three segments
-    found = windows_of("a", first, mixed, back, again)
-    assert len(found) == 12 + len(windows_of("a", mixed)) + 8
-    assert found == windows_of("a", alone)[: len(found)]
+    found = sequences_of("a", first, mixed, back, again)
+    assert len(found) == 12 + len(sequences_of("a", mixed)) + 8
+    assert found == sequences_of("a", alone)[: len(found)]
 
 
 def test_a_mixture_that_changes_at_a_resume_reads_each_source_on_from_where_it_was(run, tmp_path):
@@ -148,19 +148,19 @@ def test_a_mixture_that_changes_at_a_resume_reads_each_source_on_from_where_it_w
     ]
     assert [list(steps) for steps in runs] == [[1, 2, 3], [4, 5], [6, 7], [8, 9, 10, 11, 12]]
     for name in TOKENS:
-        found = windows_of(name, *runs)
-        assert len(found) > 3 and found == windows_of(name, whole)[: len(found)]
+        found = sequences_of(name, *runs)
+        assert len(found) > 3 and found == sequences_of(name, whole)[: len(found)]
 
 
-def test_a_streamed_mixture_that_changes_at_a_resume_reads_each_lane_on_from_where_it_was(run, tmp_path):
+def test_a_streamed_mixture_that_changes_at_a_resume_reads_each_shard_on_from_where_it_was(run, tmp_path):
     streams = words("--streaming --streams 2")
 
-    def of_lanes(*runs: dict[int, list]) -> list[list[tuple]]:
-        samples = [tuple(window) for steps in runs for step in sorted(steps) for window in steps[step]]
+    def in_shards(*runs: dict[int, list]) -> list[list[tuple]]:
+        samples = [tuple(sequence) for steps in runs for step in sorted(steps) for sequence in steps[step]]
         return [samples[0::2], samples[1::2]]
 
     alone = {
-        name: of_lanes(run("--dataset", f"{name}.jsonl", *streams, output=tmp_path / name)) for name in ("web", "code")
+        name: in_shards(run("--dataset", f"{name}.jsonl", *streams, output=tmp_path / name)) for name in ("web", "code")
     }
     mixed = [
         run(*words("--dataset web=web.jsonl:1 code=code.jsonl:1"), *streams, stop_after=3),
@@ -168,12 +168,12 @@ def test_a_streamed_mixture_that_changes_at_a_resume_reads_each_lane_on_from_whe
         run(*words("--dataset web=web.jsonl:1"), *streams, stop_after=1),
         run(*words("--dataset web=web.jsonl:1 code=code.jsonl:1"), *streams),
     ]
-    for lane, found in enumerate(of_lanes(*mixed)):
+    for shard, found in enumerate(in_shards(*mixed)):
         assert len(found) == 16
-        for windows in (of_lane[lane] for of_lane in alone.values()):
-            of_source = [window for window in found if window in windows]
-            assert len(of_source) > 3 and of_source == windows[: len(of_source)]
-        assert set(found) <= {window for of_lane in alone.values() for window in of_lane[lane]}
+        for sequences in (in_shard[shard] for in_shard in alone.values()):
+            of_source = [sequence for sequence in found if sequence in sequences]
+            assert len(of_source) > 3 and of_source == sequences[: len(of_source)]
+        assert set(found) <= {sequence for in_shard in alone.values() for sequence in in_shard[shard]}
 
 
 def test_a_source_whose_file_changed_is_refused_in_one_line(run, corpora, tmp_path):
@@ -187,8 +187,8 @@ def test_a_source_whose_file_changed_is_refused_in_one_line(run, corpora, tmp_pa
     for output in (tmp_path, tmp_path / "single"):
         with pytest.raises(UserError) as refused:
             run("--dataset", *both, output=output)
-        said = "--dataset: the source x is not what it was at the checkpoint (dataset); give the same data"
-        assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
+        stdout = "--dataset: the source x is not what it was at the checkpoint (dataset); give the same data"
+        assert str(refused.value).startswith(stdout) and "\n" not in str(refused.value)
 
 
 def test_too_many_epochs_are_refused_before_the_run_with_their_number(run, tmp_path):
@@ -199,13 +199,13 @@ def test_too_many_epochs_are_refused_before_the_run_with_their_number(run, tmp_p
     assert run(*words(f"--dataset a=a.npy:1 b=b.npy:3 {steps} --max-epochs 12.4"), stop_after=1)
 
 
-def test_a_streamed_mixture_goes_on_where_it_was_in_other_batches(run, tmp_path):
+def test_a_streamed_mixture_continues_where_it_was_in_other_batches(run, tmp_path):
     streamed = words("--dataset web=web.jsonl:2 code=code.jsonl:1 --streaming --num-workers 0")
     whole = run(*streamed, output=tmp_path / "whole")
     first = run(*streamed, stop_after=3)
     then = run(*streamed, *words("--batch-size 2 --gradient-accumulation-steps 2"))
     assert first | then == whole
-    assert len({tuple(window) for windows in whole.values() for window in windows}) == 8 * BATCH
+    assert len({tuple(sequence) for sequences in whole.values() for sequence in sequences}) == 8 * BATCH
 
 
 def test_an_epoch_of_a_stream_has_each_document_once(run, corpora):
@@ -214,8 +214,8 @@ def test_an_epoch_of_a_stream_has_each_document_once(run, corpora):
     documents = sorted(tokenizer.encode(story) for story in stories)
     steps = -(-2 * sum(len(document) + 1 for document in documents) // (32 * SEQ_LEN))
     flags = ["--batch-size", 32, "--num-steps", steps]
-    windows = run(*words("--dataset code.jsonl --streaming --streams 1"), *flags)
-    tokens = [token for step in sorted(windows) for window in windows[step] for token in window[:-1]]
+    sequences = run(*words("--dataset code.jsonl --streaming --streams 1"), *flags)
+    tokens = [token for step in sorted(sequences) for sequence in sequences[step] for token in sequence[:-1]]
     ends = [-1, *(place for place, token in enumerate(tokens) if token == tokenizer.eos_token_id)]
     found = [tokens[first + 1 : last] for first, last in itertools.pairwise(ends)]
     assert sorted(found[:30]) == sorted(found[30:60]) == documents
@@ -225,7 +225,7 @@ def test_an_epoch_of_a_stream_has_each_document_once(run, corpora):
 # Held-out loss
 
 
-def test_held_out_losses_of_a_run_are_those_of_an_evaluation_after_it(run, tmp_path, capfd):
+def test_eval_losses_of_a_run_are_those_of_an_evaluation_after_it(run, tmp_path, capfd):
     run(*words("--dataset web=web.jsonl:1 code=code.jsonl:3 --eval-interval 8"))
     last = [line for line in metrics_of(tmp_path / "r") if "eval_loss" in line][-1]
     capfd.readouterr()
@@ -270,6 +270,6 @@ def test_show_samples_prints_what_a_step_trained_on(run, flags, corpora, device,
             train([*way, "--cache-dir", corpora / "cache", "--show-samples", step], device)
             found = shown(capsys.readouterr().out)
             assert list(found) == list(range(first, first + len(steps[step])))
-            for (_, text), window in zip(found.values(), steps[step], strict=True):
-                assert text == "".join(tokenizer.decode(window[:-1]).split())
+            for (_, text), sequence in zip(found.values(), steps[step], strict=True):
+                assert text == "".join(tokenizer.decode(sequence[:-1]).split())
     assert {name for name, _ in found.values()} == {"web", "code"}

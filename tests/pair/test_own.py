@@ -129,7 +129,7 @@ def test_a_model_of_a_file_compiles_recomputes_and_takes_full_logits_and_adapter
 
 
 @pytest.mark.slow
-def test_a_changed_file_is_said_at_a_resume_and_recorded(tmp_path):
+def test_a_changed_file_is_reported_at_a_resume_and_recorded(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(OWN.read_text())
     flags_of_run = [word.replace(str(OWN), str(file)) for word in run_flags(tmp_path, "r", "--resume auto")]

@@ -228,9 +228,9 @@ def test_training_is_what_a_plain_loop_computes(device, in_process, token_cache,
         rates.append(peak * min(step / warmup, (steps - step) / (steps - warmup)))
         for group in optimizer.param_groups:
             group["lr"] = rates[-1]
-        windows = torch.stack([torch.from_numpy(dataset[4 * step + n].astype("int64")) for n in range(4)])
-        logits = model(input_ids=windows[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        sequences = torch.stack([torch.from_numpy(dataset[4 * step + n].astype("int64")) for n in range(4)])
+        logits = model(input_ids=sequences[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7).item())
         optimizer.step()

@@ -58,7 +58,7 @@ def test_the_learning_rate_falls_by_its_shape_in_the_last_steps(flags, shape, de
     assert rates == pytest.approx({step: rate(step, STEPS, of_decay, shape) for step in rates}, rel=1e-12)
 
 
-def test_a_stable_run_is_decayed_from_a_checkpoint_by_one_command_and_can_go_on(device, flags, tmp_path, capsys):
+def test_a_stable_run_is_decayed_from_a_checkpoint_by_one_command_and_can_continue(device, flags, tmp_path, capsys):
     more = "--lr-scheduler warmup_stable_decay --decay-steps 0"
     more += " --checkpoint-interval 2 --keep-checkpoints 9 --no-async-checkpoint"
     assert train([*flags, *words(more), "--output-dir", tmp_path, "--run-name", "stable"], device) == 0
@@ -67,9 +67,9 @@ def test_a_stable_run_is_decayed_from_a_checkpoint_by_one_command_and_can_go_on(
     path = source / "checkpoints" / saved.checkpoint_name(step)
     command = f"--config {source / 'config.json'} --resume {path} --run-name decayed --output-dir {tmp_path}"
     assert train([*words(command), "--num-steps", step + decay, "--decay-steps", decay], device) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"decay steps 0 -> {decay}" in said
-    assert f"resumed {path} at step {step}" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"decay steps 0 -> {decay}" in printed
+    assert f"resumed {path} at step {step}" in printed
     wanted = {now: rate(now, step + decay, decay) for now in range(step + 1, step + decay + 1)}
     assert rates_of(tmp_path / "decayed") == pytest.approx(wanted, rel=1e-12)
     of_both = [{line["step"]: line["loss"] for line in metrics_of(folder)} for folder in (source, tmp_path / "decayed")]

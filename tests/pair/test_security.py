@@ -176,8 +176,8 @@ def test_a_chat_template_that_calls_the_operating_system_is_refused_in_the_sandb
     with pytest.raises(jinja2.exceptions.SecurityError):
         loaded.apply_chat_template([{"role": "user", "content": "x"}])
     assert not mark.exists()
-    said = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": said}) + "\n")
+    printed = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": printed}) + "\n")
     flags = ["--tokenizer", tokenizer, "--dataset", tmp_path / "chat.jsonl", "--chat-loss", "all"]
     assert "the chat template fails, " in mistake(*flags, "--run-name", "chat")
     assert not mark.exists()

@@ -71,7 +71,7 @@ def test_mfu_of_no_time_or_no_gpu_is_refused(seconds, gpus):
 TOKENS, FLOPS = 4000, 1e9
 
 
-def test_warmup_says_nothing_then_that_it_is_over_then_gives_figures(clock):
+def test_warmup_says_nothing_then_that_it_is_over_then_gives_metrics(clock):
     tracker = utils.PerformanceTracker(warmup_steps=3)
     seen = []
     for _ in range(5):
@@ -82,7 +82,7 @@ def test_warmup_says_nothing_then_that_it_is_over_then_gives_figures(clock):
     assert not any("warmup_completed" in metrics for metrics in seen[3:])
 
 
-def test_a_window_has_its_own_steps_and_the_summary_all_after_the_warmup(clock):
+def test_an_interval_has_its_own_steps_and_the_summary_all_after_the_warmup(clock):
     tracker = utils.PerformanceTracker(warmup_steps=2)
     for seconds in (100, 100, 1, 4):
         clock.advance(seconds)

@@ -109,7 +109,7 @@ def shell(script: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize(
-    "script, said",
+    "script, printed",
     [
         ("echo building; echo '{}'", "not one JSON object"),
         ("echo '{}'; echo bye", "not one JSON object"),
@@ -119,10 +119,10 @@ def shell(script: str) -> subprocess.Popen:
         ("kill -9 $$", "no plan"),
     ],
 )
-def test_output_that_is_no_plan_leaves_the_run_as_it_is(device, capsys, script, said):
+def test_output_that_is_no_plan_leaves_the_run_as_it_is(device, capsys, script, printed):
     assert own_plan.predicted_metrics(shell(script)) == {}
     assert capsys.readouterr().out.splitlines()[-1].startswith("planned    nothing: ")
-    assert own_plan.read_plan(shell(script), 60)[1].endswith(said)
+    assert own_plan.read_plan(shell(script), 60)[1].endswith(printed)
 
 
 def test_a_planning_process_that_cannot_start_leaves_the_run_as_it_is(device, monkeypatch, capsys):

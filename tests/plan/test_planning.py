@@ -163,7 +163,7 @@ def test_a_plan_as_json_is_one_object_and_writes_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_told_what_makes_it_fit(tmp_path):
+def test_what_does_not_fit_learns_what_makes_it_fit(tmp_path):
     flags = words("--demo --plan --json --no-compile --plan-gpus 1 --plan-gpu Voodoo --batch-size 64 --no-fused-loss")
     command = [sys.executable, copy_with_gpu(tmp_path, "Voodoo", 1.4), *flags, "--plan-seconds"]
     plan = json.loads(start([*command, 30]).stdout)
@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_told_what_makes_it_fit(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_to_be_tuned_that_does_not_fit_is_told_that_adapters_do(tmp_path):
+def test_a_model_to_be_tuned_that_does_not_fit_learns_that_adapters_do(tmp_path):
     flags = words("--model llama3.2-1b --init pretrained --plan --no-compile --plan-gpus 1 --plan-gpu Voodoo")
     flags += words("--sequence-length 512 --plan-seconds 20")
     command = [sys.executable, copy_with_gpu(tmp_path, "Voodoo", 12), *flags]
@@ -190,18 +190,18 @@ def test_a_model_to_be_tuned_that_does_not_fit_is_told_that_adapters_do(tmp_path
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, printed",
     [
         ("--plan --json --plan-gpu Voodoo", "--plan-gpu 'Voodoo'"),
         ("--plan --json --plan-gpus 12", "--plan-gpus 12: that is 1.5 nodes of 8 GPUs; plan whole nodes"),
         ("--batch-size auto --demo", "--batch-size auto: a CPU's capacity is not known"),
     ],
 )
-def test_a_mistake_in_a_plan_is_one_line(flags, said):
+def test_a_mistake_in_a_plan_is_one_line(flags, printed):
     process = python(*words(flags))
     assert process.returncode == 2
     assert process.stderr.startswith("train_fsdp.py: error: ") and process.stderr.count("\n") == 1
-    assert said in process.stderr
+    assert printed in process.stderr
     if "--json" in flags:  # who reads the object is told there too
         assert json.loads(process.stdout) == {"error": process.stderr.strip().removeprefix("train_fsdp.py: error: ")}
 
@@ -223,7 +223,7 @@ def plan_kernels() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_ends_with_its_plan_beside_its_figures(tmp_path):
+def test_a_run_ends_with_its_plan_beside_its_metrics(tmp_path):
     flags = "--demo --num-steps 2 --batch-size auto --sequence-length 512 --plan-gpu Voodoo --perf-warmup-steps 0"
     options = ["--output-dir", tmp_path, "--run-name", "run", "--cache-dir", tmp_path / "cache", "--no-compile"]
     script = copy_with_gpu(tmp_path / "program", "Voodoo", 0.7)
@@ -264,7 +264,7 @@ def plan_many_chunks() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_the_host_bounds_has_one_figure_however_often_it_is_planned(tmp_path):
+def test_a_step_that_the_host_bounds_has_one_value_however_often_it_is_planned(tmp_path):
     """The first plan of a process compiles, and what runs for that is no part of a step."""
     model = write_model(tmp_path / "deep", "llama", **SIZES | {"num_hidden_layers": 8})
     forked(1, plan_twice, str(model))

@@ -152,7 +152,7 @@ def test_a_model_that_fits_with_no_saver_is_not_planned_with_fewer():
     assert savers == [{}, found.savers()[-1]]
 
 
-def test_float8_is_said_beside_the_fastest_and_is_never_the_fastest():
+def test_float8_is_reported_beside_the_fastest_and_is_never_the_fastest():
     settings = parse(["--plan", "--no-compile", *words("--batch-size 1 --precision bf16")])
     settings = dataclasses.replace(settings, compile=False, fused_loss=True, sequence_length=8192)
 
@@ -276,10 +276,10 @@ def test_a_model_that_float8_does_not_take_is_planned_without():
 def test_a_command_trains_what_was_asked_with_the_changes_and_without_the_flags_of_plans():
     flags = "--plan --plan-gpus=16 --plan-gpu B200 --json --lr 1e-3 --zero-stage 3 --no-fused-loss --no-own-plan"
     settings = parse([*words(flags), "--sample-prompt", "Once upon", "--plan-seconds", "5", "--gpu-hour-usd", "3"])
-    said = search.command(settings, 16, {"zero_stage": 2, "fused_loss": True})
-    assert said.startswith("torchrun --nnodes=2 --nproc_per_node=8 ")
+    printed = search.command(settings, 16, {"zero_stage": 2, "fused_loss": True})
+    assert printed.startswith("torchrun --nnodes=2 --nproc_per_node=8 ")
     given = ("--lr", "--zero-stage 2", "--fused-loss", "--no-own-plan", "--sample-prompt 'Once upon'")
-    assert all(flag in said for flag in given) and "plan-" not in said and "--json" not in said
+    assert all(flag in printed for flag in given) and "plan-" not in printed and "--json" not in printed
     assert search.command(settings, 4, {}).startswith("torchrun --nproc_per_node=4 train_fsdp.py ")
     assert search.command(settings, 1, {}).startswith("python train_fsdp.py ")
 
@@ -391,7 +391,7 @@ def test_what_own_runs_reserved_and_reached_is_what_plans_say():
         ("--model qwen3-30b-a3b", "H200", 1, "device", False, False),
     ],
 )
-def test_a_range_is_said_of_plans_of_the_kinds_that_were_measured(flags, gpu, world, bound_by, own, published):
+def test_a_range_is_reported_of_plans_of_the_kinds_that_were_measured(flags, gpu, world, bound_by, own, published):
     settings = parse(["--plan", *words(flags)])
     result = {"gpu": gpu, "gpus": world, "bound_by": bound_by}
     shares = text.measured_shares(settings, load_config(settings.model), result)

@@ -13,7 +13,7 @@ from conftest import PROGRAM, ROOT, start
 
 # Each may import those before it, data and model not each other.
 ORDER = ("base", "flags", "job", "data", "model", "state", "resolving", "report", "register", "plan", "loop")
-WINGS = [name for name in ORDER if name not in ("resolving", "register", "loop")]  # each of which is one file
+PACKAGES = [name for name in ORDER if name not in ("resolving", "register", "loop")]  # each of which is one file
 NEIGHBOURS = {"data", "model"}
 WITHOUT_TORCH = ("base", "flags", "job")
 OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "matplotlib", "peft"}
@@ -45,23 +45,23 @@ def problems(root: pathlib.Path) -> list[str]:
                 found.append(f"{place} imports {name}")
             if top != "harness" or not inner or inner[0] not in {*ORDER} - {own}:
                 continue
-            wing = inner[0]
-            if own and (ORDER.index(wing) > ORDER.index(own) or {wing, own} == NEIGHBOURS):
+            package = inner[0]
+            if own and (ORDER.index(package) > ORDER.index(own) or {package, own} == NEIGHBOURS):
                 found.append(f"{place} imports {name}")
-            is_file = len(inner) > 1 and (root / "harness" / wing / f"{inner[1]}.py").exists()
+            is_file = len(inner) > 1 and (root / "harness" / package / f"{inner[1]}.py").exists()
             if is_file:
-                found.append(f"{place} imports {name} past the door of {wing}")
+                found.append(f"{place} imports {name} past the door of {package}")
     return found
 
 
-def test_imports_go_one_way_and_through_the_doors():
+def test_imports_go_one_way_and_through_public_apis():
     assert problems(ROOT) == []
 
 
 def test_no_files_import_each_other_in_a_circle_in_functions_and_for_types_either():
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "harness").rglob("*.py")}
-    doors = {f"harness.{wing}.__init__" for wing in WINGS}
-    known = {name.removesuffix(".__init__"): path for name, path in files.items() if name not in doors}
+    public_names = {f"harness.{package}.__init__" for package in PACKAGES}
+    known = {name.removesuffix(".__init__"): path for name, path in files.items() if name not in public_names}
     # `from a.b import c` is of the file a.b.c or, where there is none, of a.b
     graph = {
         name: {to if to in known else to.rpartition(".")[0] for to in imported(path)} & known.keys()
@@ -103,7 +103,7 @@ def checked(path: pathlib.Path, source: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_wrong_call_through_a_door_is_an_error_of_mypy(tmp_path):
+def test_a_wrong_call_through_a_public_api_is_an_error_of_mypy(tmp_path):
     errors = checked(tmp_path / "wrong.py", WRONG)
     calls = [number for number, line in enumerate(WRONG.splitlines(), 1) if "(" in line]
     assert {int(line.split(":")[1]) for line in errors if ": error: " in line} == {*calls}
@@ -111,9 +111,15 @@ def test_a_wrong_call_through_a_door_is_an_error_of_mypy(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_door_hands_on_a_name_whose_type_is_not_known(tmp_path):
-    names = [f"harness.{wing}.{name}" for wing in WINGS for name in importlib.import_module(f"harness.{wing}").__all__]
-    source = "".join(f"import harness.{wing}\n" for wing in WINGS) + "".join(f"reveal_type({name})\n" for name in names)
+def test_no_public_api_hands_on_a_name_whose_type_is_not_known(tmp_path):
+    names = [
+        f"harness.{package}.{name}"
+        for package in PACKAGES
+        for name in importlib.import_module(f"harness.{package}").__all__
+    ]
+    source = "".join(f"import harness.{package}\n" for package in PACKAGES) + "".join(
+        f"reveal_type({name})\n" for name in names
+    )
     revealed = checked(tmp_path / "names.py", source)
     assert len(revealed) == len(names)
     assert [line for line in revealed if line.endswith('"Any"')] == []
@@ -138,7 +144,7 @@ print(json.dumps(seen))
 def test_importing_starts_nothing_and_loads_no_optional_package_and_the_lower_packages_nothing_heavy():
     files = sorted((ROOT / "harness").rglob("[!_]*.py"))
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
-    light = [f"harness.{wing}" for wing in WITHOUT_TORCH]
+    light = [f"harness.{package}" for package in WITHOUT_TORCH]
     names = [*light, "utils", "transformers.modeling_utils", "train_fsdp", *modules]
     process = start([sys.executable, "-c", IMPORT_ALL, *names], PYTHONPATH=str(ROOT))
     assert process.returncode == 0, process.stderr

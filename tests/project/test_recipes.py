@@ -53,7 +53,7 @@ def test_the_recipes_of_contributing_work_as_they_stand(tmp_path):
         return process.stdout
 
     for steps in ("3", "6"):
-        said = run("train_fsdp.py", *f"{NEW} {SMALL} --num-steps".split(), steps, "--note", "a trial")
+        printed = run("train_fsdp.py", *f"{NEW} {SMALL} --num-steps".split(), steps, "--note", "a trial")
     folder = root / "outputs" / "r"
     lines = [line for line in metrics_of(folder) if not line.get("final")]
     losses = [line["loss"] for line in lines]
@@ -64,7 +64,7 @@ def test_the_recipes_of_contributing_work_as_they_stand(tmp_path):
     assert [line["lowest_loss"] for line in lines] == [min(losses[:number]) for number in range(1, 7)]  # one that stays
     manifest = json.loads((folder / "checkpoints" / "step-00000003" / "manifest.json").read_text())
     assert manifest["lowest_loss"] == min(losses[:3])
-    assert record["given"]["note"] == "a trial" and "note       a trial" in said  # a flag
+    assert record["given"]["note"] == "a trial" and "note       a trial" in printed  # a flag
     rows = (folder / "sheet.csv").read_text().splitlines()
     assert rows == [f"{line['step']},{line['loss']}" for line in lines]  # a tracker
     near = 0.1 * math.log(1536) ** 2  # of weights that know nothing, of as many tokens

@@ -153,10 +153,10 @@ STAND_INS = {
 
 
 @pytest.mark.parametrize(
-    "act, exit_code, goes_on",
+    "act, exit_code, continues",
     [("done", 0, False), ("fails", 1, False), ("save", 1, True), ("save-exit-0", 0, False), ("save-exit-3", 3, False)],
 )
-def test_the_script_goes_on_if_it_got_further_and_is_not_done(project, act, exit_code, goes_on):
+def test_the_script_continues_if_it_got_further_and_is_not_done(project, act, exit_code, continues):
     (project / "bin").mkdir()
     for name, script in STAND_INS.items():
         (project / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
@@ -166,5 +166,5 @@ def test_the_script_goes_on_if_it_got_further_and_is_not_done(project, act, exit
     job = subprocess.run(["bash", SCRIPT, "--model", act], cwd=project, env=environment)
     assert job.returncode == exit_code
     asked = project / "asked"
-    assert (asked.read_text() if asked.exists() else "") == "requeue 7\n" * goes_on
+    assert (asked.read_text() if asked.exists() else "") == "requeue 7\n" * continues
     assert [call["--nproc_per_node"] for call in calls_of(project)] == ["3"]

@@ -42,15 +42,15 @@ def run(device, tmp_path):
     return go
 
 
-def test_the_same_command_after_the_end_changes_nothing_and_another_one_goes_on(run, capsys):
+def test_the_same_command_after_the_end_changes_nothing_and_another_one_continues(run, capsys):
     flags = words("--perf-warmup-steps 1 --log-interval 1 --resume auto --num-steps")
     folder = run(*flags, 3)
-    lines, said = metrics_of(folder), capsys.readouterr().out
-    assert re.search(r"done +3 steps, 192 tokens, \d\d:\d\d of training, \d\d:\d\d since the start, loss", said)
+    lines, printed = metrics_of(folder), capsys.readouterr().out
+    assert re.search(r"done +3 steps, 192 tokens, \d\d:\d\d of training, \d\d:\d\d since the start, loss", printed)
     run(*flags, 3)
     assert metrics_of(folder) == lines
-    said = capsys.readouterr().out
-    assert "done       nothing to train: step 3 of 3" in said and "report  " in said
+    printed = capsys.readouterr().out
+    assert "done       nothing to train: step 3 of 3" in printed and "report  " in printed
 
     run(*flags, 6, "--lr", "0.01")
     first, second, third = json.loads((folder / "config.json").read_text())["starts"]
@@ -165,8 +165,8 @@ def test_a_profile_counts_steps_only(run, capsys, monkeypatch, evaluation):
 
     monkeypatch.setattr(train_fsdp, "train_step", timed_step)
     run(*PROFILED, "--eval-interval", 4)
-    said = capsys.readouterr().out
-    milliseconds, shares = re.search(r"^profile +3 steps of ([\d.,]+) ms: (.*)$", said, re.MULTILINE).groups()
+    printed = capsys.readouterr().out
+    milliseconds, shares = re.search(r"^profile +3 steps of ([\d.,]+) ms: (.*)$", printed, re.MULTILINE).groups()
     seconds = 3 * float(milliseconds.replace(",", "")) / 1000
     assert sum(taken[2:5]) == pytest.approx(seconds, abs=1)
     shares = {name: float(share) for name, share in re.findall(r"([a-z]+) ([\d.]+) %", shares)}
@@ -268,12 +268,12 @@ def test_a_gate_is_judged_by_the_metrics_of_the_last_line():
 
 
 def test_what_cannot_be_measured_here_is_refused_before_anything_begins(run):
-    for flags, said in {
+    for flags, printed in {
         "--min-mfu 40": "--min-mfu: the peak of this device is unknown; give --peak-tflops",
         "--max-memory-gib 4": "--max-memory-gib: memory is measured on GPUs only",
         "--memory-snapshot": "--memory-snapshot: memory is measured on GPUs only",
     }.items():
-        with pytest.raises(UserError, match=re.escape(said)) as refused:
+        with pytest.raises(UserError, match=re.escape(printed)) as refused:
             run(*flags.split())
         assert refused.value.exit_code == 2
 
@@ -327,8 +327,8 @@ def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room_again(dis
     fill = lambda: limit_files(disturbed.metrics.stat().st_size + 100)  # noqa: E731 - in the middle of a line
     assert disturbed({2: fill, 5: lambda: limit_files(resource.RLIM_INFINITY)}) == 0
     assert steps_in(disturbed.folder) == [*range(1, 9), 8]
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed")]
-    assert told == [
+    reported = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed")]
+    assert reported == [
         "failed     metrics.jsonl, from step 3 on: File too large; its lines wait in memory, the run continues"
     ]
 

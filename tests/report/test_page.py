@@ -124,7 +124,7 @@ def drawing_of(page: str, title: str) -> str:
         (-0.01, 0.03, ["-0.01", "0", "0.01", "0.02", "0.03"]),
     ],
 )
-def test_an_axis_tells_its_numbers_apart_also_where_they_lie_close(tmp_path, low, high, words):
+def test_an_axis_tells_its_numbers_distinct_also_where_they_lie_close(tmp_path, low, high, words):
     page = page_of(write_run(tmp_path / "r", [{"step": 1, "loss": low}, {"step": 2, "loss": high}]))
     assert re.findall("class=y [^>]*>([^<]+)<", drawing_of(page, "Loss")) == words
 
@@ -216,10 +216,10 @@ def test_runs_are_compared_on_one_page(sweep, capfd):
         page, "Eval loss"
     )
     assert "<script" not in page and "<img" not in page
-    said = capfd.readouterr()
+    printed = capfd.readouterr()
     for name in ("began", "export"):
-        assert f"--compare {sweep / name}: no run with a logged step is there; left out" in said.err
-    assert f"report     {sweep / 'out' / 'compare.html'}" in said.out
+        assert f"--compare {sweep / name}: no run with a logged step is there; left out" in printed.err
+    assert f"report     {sweep / 'out' / 'compare.html'}" in printed.out
 
 
 def test_a_run_that_cannot_be_read_is_left_out_with_a_line(sweep, capfd):
@@ -229,7 +229,7 @@ def test_a_run_that_cannot_be_read_is_left_out_with_a_line(sweep, capfd):
     assert line in capfd.readouterr().err
 
 
-def test_one_run_is_compared_too_and_runs_of_one_name_are_told_apart_by_their_paths(sweep):
+def test_one_run_is_compared_too_and_runs_of_one_name_are_distinguished_by_their_paths(sweep):
     assert "1 run compared" in text_of(compare(sweep, sweep / "slow", sweep / "slow" / ".." / "slow"))
     other = write_run(sweep / "others" / "slow", [line(1)], lr=1e-4)
     page = text_of(compare(sweep, sweep / "slow", other))

@@ -96,7 +96,7 @@ def test_a_run_through_bad_batches_is_one_without_their_updates(device, argument
     assert "step 6: 2 samples, from sample 10 on" in capfd.readouterr().out
 
 
-def test_a_streak_goes_on_over_a_restart(device, arguments, mistake, tmp_path, monkeypatch):
+def test_a_streak_continues_over_a_restart(device, arguments, mistake, tmp_path, monkeypatch):
     plant(monkeypatch, dict.fromkeys(range(4, 9), math.nan))
     flags = ["--checkpoint-interval", 6, "--num-steps", 12, "--log-interval", 1, "--max-skipped", 4]
     train([*arguments, *flags], device, Stop(steps=6))
@@ -127,6 +127,6 @@ def test_an_update_that_overflows_ends_the_run_and_is_not_saved(device, argument
 
     monkeypatch.setattr(models, "step_or_skip", overflow)
     found = "the update made weights or optimizer states infinite or NaN at step"
-    said = mistake("--num-steps", 20, "--checkpoint-interval", 2, "--log-interval", 20, exit_code=1)
-    assert said.startswith(f"{found} 1; nothing was saved")  # step 2 was skipped
+    printed = mistake("--num-steps", 20, "--checkpoint-interval", 2, "--log-interval", 20, exit_code=1)
+    assert printed.startswith(f"{found} 1; nothing was saved")  # step 2 was skipped
     assert not list((tmp_path / "out").rglob("step-*"))

@@ -102,7 +102,7 @@ def test_steps_that_are_taken_again_after_a_resume_replace_the_first_ones(opened
     assert by_tokens == [(64, 5), (128, 2.5), (192, pytest.approx(50 / 3)), (256, 12.5), (320, 10)]
 
 
-def test_wandb_drops_no_line_of_a_start_that_goes_on_from_before_the_last_one(opened, tmp_path):
+def test_wandb_drops_no_line_of_a_start_that_resumes_from_before_the_last_one(opened, tmp_path):
     (first,) = opened("wandb")
     for step in (1, 2, 3):
         first.log(line(step))
@@ -146,8 +146,10 @@ def test_a_tracker_that_fails_does_not_end_a_run_and_one_that_does_not_start_doe
     if how == "raises":
         monkeypatch.setattr(wandb.sdk.wandb_run.Run, "log", fail)
         assert train(flags, device) == 0
-        said = capsys.readouterr().out
-        assert said.count("failed     wandb, from step 1 on: timed out after 90.0 sec.; the run continues without") == 1
+        printed = capsys.readouterr().out
+        assert (
+            printed.count("failed     wandb, from step 1 on: timed out after 90.0 sec.; the run continues without") == 1
+        )
         assert [line["step"] for line in metrics_of(tmp_path / "out" / "r")] == [1, 2, 3, 3]
     else:
         monkeypatch.setattr(wandb, "init", fail)
@@ -166,9 +168,9 @@ def test_a_server_that_is_not_reached_is_one_line_before_anything_begins(mistake
 
     monkeypatch.setattr(wandb, "setup", lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode="online")))
     monkeypatch.setattr(wandb, "login", no_network)
-    said = mistake("--log-with", "wandb", exit_code=1)
-    assert said.startswith("--log-with wandb: no login to wandb (Failed to authenticate with http://127.0.0.1:9: no")
-    assert "WANDB_MODE=offline" in said
+    printed = mistake("--log-with", "wandb", exit_code=1)
+    assert printed.startswith("--log-with wandb: no login to wandb (Failed to authenticate with http://127.0.0.1:9: no")
+    assert "WANDB_MODE=offline" in printed
 
 
 def test_a_package_that_is_missing_is_named(mistake, monkeypatch):

@@ -27,7 +27,7 @@ def flags(tmp_path):
     small += ["--model", model, "--tokenizer", str(ROOT / "assets" / "demo"), "--cache-dir", str(tmp_path / "cache")]
     small += ["--output-dir", str(tmp_path), "--run-name", "r", "--dataset", str(tmp_path / "text.npy"), "--keep-best"]
     small += [*words("--lr 1e-2 --lr-scheduler constant --eval-interval 2 --keep-checkpoints 1"), "--eval-split"]
-    return lambda more, held_out="random": [*small, str(tmp_path / f"{held_out}.npy"), "--num-steps", *words(more)]
+    return lambda more, eval_part="random": [*small, str(tmp_path / f"{eval_part}.npy"), "--num-steps", *words(more)]
 
 
 @pytest.fixture
@@ -52,31 +52,33 @@ def check_best(run, steps: int) -> None:
     assert (final["best_step"], final["best_eval_loss"]) == (best, losses(run)[best])
 
 
-def test_the_best_is_kept_beside_the_newest_and_what_exports_it_is_said(flags, run, device, capfd):
+def test_the_best_is_kept_beside_the_newest_and_what_exports_it_is_reported(flags, run, device, capfd):
     assert train(flags("8"), device) == 0
     check_best(run, 8)
     best = min(losses(run), key=losses(run).get)
-    said = capfd.readouterr().out
-    line = re.search(r"^best +step-0*(\d+), eval loss ([\d.]+), exported by: (.*)$", said, re.MULTILINE)
+    printed = capfd.readouterr().out
+    line = re.search(r"^best +step-0*(\d+), eval loss ([\d.]+), exported by: (.*)$", printed, re.MULTILINE)
     assert (int(line[1]), line[2]) == (best, f"{losses(run)[best]:.4f}")
     command = shlex.split(line[3])
     command = command[next(i for i, word in enumerate(command) if word.startswith("--")) :]
     assert train(command, device) == 0
     assert f"exported   {run}-best, step {best}" in capfd.readouterr().out
-    goes_on = words(re.search(r"^from best +a new run starts with (.*)$", said, re.MULTILINE)[1].replace("NAME", "q"))
-    assert train([*flags("8"), *goes_on], device) == 0
+    continues = words(
+        re.search(r"^from best +a new run starts with (.*)$", printed, re.MULTILINE)[1].replace("NAME", "q")
+    )
+    assert train([*flags("8"), *continues], device) == 0
     assert losses(run.with_name("q")).keys() == {step for step in (4, 6, 8) if step > best}
 
 
 @pytest.mark.parametrize("more, remain", [("", [2, 6, 8, 10]), ("--keep-checkpoints 1", [2, 10])])
-def test_a_resume_by_its_path_keeps_what_the_run_keeps_unless_told_otherwise(flags, run, device, capfd, more, remain):
+def test_a_resume_by_its_path_keeps_what_the_run_keeps_unless_a_flag_differs(flags, run, device, capfd, more, remain):
     assert train([*flags("8 --no-async-checkpoint"), "--keep-checkpoints", 3], device) == 0
     assert kept(run) == [2, 4, 6, 8] and min(losses(run), key=losses(run).get) == 2
     assert train(["--resume", run, *words(f"--num-steps 10 --num-workers 0 --no-compile {more}")], device) == 0
     assert kept(run) == remain
-    said = capfd.readouterr().out
-    assert re.search(r"^its flags .*--keep-best", said, re.MULTILINE)
-    assert ("keep checkpoints 3 -> 1" in said) == bool(more)
+    printed = capfd.readouterr().out
+    assert re.search(r"^its flags .*--keep-best", printed, re.MULTILINE)
+    assert ("keep checkpoints 3 -> 1" in printed) == bool(more)
 
 
 def test_a_resume_that_keeps_less_says_so_before_it_removes_anything(flags, run, device, capfd):
@@ -91,7 +93,7 @@ def test_a_loss_on_other_eval_data_is_not_recorded_in_an_earlier_checkpoint(flag
     """That has none: the run's evaluation was interrupted."""
     assert train(flags("4 --log-interval 1"), device, Stop(3)) == 143
     path = run / "checkpoints" / "step-00000003"
-    assert train(flags("3 --resume auto --log-interval 1", held_out="other"), device) == 0
+    assert train(flags("3 --resume auto --log-interval 1", eval_part="other"), device) == 0
     assert losses(run)[3] > 0 and saved.read_manifest(path)["eval_loss"] is None
     assert train(flags("3 --resume auto --log-interval 1"), device) == 0
     assert saved.read_manifest(path)["eval_loss"] == metrics_of(run)[-1]["eval_loss"]
@@ -172,7 +174,7 @@ def kill():
     raise Killed
 
 
-def test_losses_of_other_held_out_data_do_not_compare(flags, run, device):
+def test_losses_of_other_eval_data_do_not_compare(flags, run, device):
     assert train(flags("4"), device) == 0
     assert train(flags("8 --resume auto", "other"), device) == 0
     assert metrics_of(run)[-1]["best_step"] in (6, 8) and set(kept(run)) <= {6, 8}

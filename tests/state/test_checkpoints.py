@@ -122,7 +122,7 @@ def last_of(folder):
     return folder / "checkpoints" / saved.checkpoint_name(STEPS)
 
 
-def told(output: str, name: str) -> str:
+def reported(output: str, name: str) -> str:
     """Return the text of the output's line that begins with a name."""
     return next((line[11:] for line in output.splitlines() if line.startswith(f"{name:10} ")), "")
 
@@ -145,7 +145,7 @@ STOPPED = [
 
 
 @pytest.mark.parametrize("technique", STOPPED)
-def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, technique):
+def test_a_stopped_run_continues_bit_for_bit(run, tmp_path, technique):
     """With the losses, weights, optimizer states and random numbers of a run that was not stopped."""
     model_type, sizes = MODELS["gpt2"]
     square = SIZES | {"intermediate_size": 64, "num_key_value_heads": 4, "tie_word_embeddings": False}
@@ -175,7 +175,7 @@ WITHIN = {  # a step of four microbatches, or an evaluation after step 3 of two 
 
 
 @pytest.mark.parametrize("within", [slow_case(name) if "stream" in name else name for name in WITHIN])
-def test_a_stop_within_a_step_or_an_evaluation_saves_the_last_complete_step_and_goes_on_bit_for_bit(
+def test_a_stop_within_a_step_or_an_evaluation_saves_the_last_complete_step_and_continues_bit_for_bit(
     run, tmp_path, within
 ):
     """The unfinished step or evaluation is repeated."""
@@ -201,7 +201,7 @@ def test_a_stop_within_a_step_or_an_evaluation_saves_the_last_complete_step_and_
 
 
 @pytest.mark.smoke
-def test_a_stopped_run_goes_on_by_its_own_config_alone(run, device, tmp_path):
+def test_a_stopped_run_continues_by_its_own_config_alone(run, device, tmp_path):
     technique = words("--gradient-accumulation-steps 2 --precision bf16 --seed 3 --betas 0.8 0.9")
     assert run("whole", *technique) == 0
     assert run("r", *technique, stop_after=3) == StopRequest.EXIT_CODE
@@ -223,7 +223,7 @@ def test_a_kill_after_the_last_checkpoint_repeats_its_steps_and_logs_them_once(r
     assert names(copied) == checkpoint_names(4, 6)
 
 
-def test_a_finished_run_keeps_its_last_state_unless_told_not_to(run, finished, tmp_path, capsys):
+def test_a_finished_run_keeps_its_last_state_unless_a_flag_says_not_to(run, finished, tmp_path, capsys):
     assert run("r", stop_after=STEPS) == 0  # a stop after the last step is the end of the run
     assert "\nstopped " not in capsys.readouterr().out
     assert names(tmp_path / "r") == checkpoint_names(STEPS)
@@ -289,21 +289,21 @@ def test_another_run_is_refused_by_what_changed(copied, refused, tmp_path):
     assert names(copied) == checkpoint_names(2, 4, 6)
 
 
-def test_what_was_held_out_is_not_trained_on_by_a_resume_without_evaluations(run, refused):
+def test_eval_documents_are_not_trained_on_by_a_resume_without_evaluations(run, refused):
     assert run("r", "--eval-interval", 2, "--dataset", STORIES / "train.jsonl", "--num-steps", 2) == 0
-    said = refused("r", "--resume", "auto", "--dataset", STORIES / "train.jsonl")
-    held_out = "without the flag the run would train on its eval split"
-    assert said == f"--eval-interval was 2 in the checkpoint: {held_out}; give it again"
+    printed = refused("r", "--resume", "auto", "--dataset", STORIES / "train.jsonl")
+    eval_part = "without the flag the run would train on its eval split"
+    assert printed == f"--eval-interval was 2 in the checkpoint: {eval_part}; give it again"
 
 
-def test_changes_that_are_no_other_run_are_told(run, copied, capsys):
+def test_changes_that_are_no_other_run_are_reported(run, copied, capsys):
     changes = "--num-steps 8 --lr 5e-4 --batch-size 2 --weight-decay 0 --zero-stage 2 --precision bf16"
     assert run("r", "--resume", "auto", *words(changes)) == 0
     output = capsys.readouterr().out
-    (told,) = (line for line in output.splitlines() if line.startswith("changed"))
+    (reported,) = (line for line in output.splitlines() if line.startswith("changed"))
     for change in ("num steps 6 -> 8", "lr 0.001 -> 0.0005", "batch size 4 -> 2", "weight decay 0.1 -> 0.0"):
-        assert change in told
-    assert "zero stage 3 -> 2" in told and "precision fp32 -> bf16" in told
+        assert change in reported
+    assert "zero stage 3 -> 2" in reported and "precision fp32 -> bf16" in reported
     assert re.search(r"learning rate 0 -> \d", " ".join(output.split()))  # a finished cosine goes on
     assert [line["step"] for line in metrics_of(copied)] == [*range(1, 9), 8]
     lines = {line["step"]: line for line in metrics_of(copied)}
@@ -311,7 +311,7 @@ def test_changes_that_are_no_other_run_are_told(run, copied, capsys):
     assert lines[7]["learning_rate"] < 5e-4
 
 
-def test_a_start_that_waited_for_the_lock_goes_on_from_what_the_other_saved(run, copied, tmp_path, monkeypatch, capsys):
+def test_a_start_that_waited_for_the_lock_resumes_from_what_the_other_saved(run, copied, tmp_path, monkeypatch, capsys):
     first = copied.rename(tmp_path / "first")
     lock = folders.lock_folder
     train_meanwhile = lambda folder: [shutil.copytree(first, folder, dirs_exist_ok=True), lock(folder)]  # noqa: E731
@@ -332,7 +332,9 @@ def test_starts_of_the_same_second_have_folders_of_their_own(flags, tmp_path, mo
 # Another folder, another run
 
 
-def test_a_run_that_goes_on_in_another_folder_than_its_checkpoints_is_a_new_one(run, refused, copied, tmp_path, capsys):
+def test_a_run_that_continues_in_another_folder_than_its_checkpoints_is_a_new_one(
+    run, refused, copied, tmp_path, capsys
+):
     for path in saved.complete_checkpoints(copied):  # as if it had trained a while ago
         reseal(path, started=1e9, elapsed_before=5000.0, productive_before=4000.0)
     before, new = (copied / "config.json").read_bytes(), tmp_path / "new"
@@ -340,7 +342,9 @@ def test_a_run_that_goes_on_in_another_folder_than_its_checkpoints_is_a_new_one(
     assert "--run-name" in refused("r", "--resume", path)  # in its own folder newer ones would be written over
     assert run("new", "--resume", path, "--checkpoint-interval", 2) == 0
     output = capsys.readouterr().out
-    assert told(output, "resumed") == f"{path} at step 2" and told(output, "done").startswith("6 steps, 768 tokens, ")
+    assert reported(output, "resumed") == f"{path} at step 2" and reported(output, "done").startswith(
+        "6 steps, 768 tokens, "
+    )
     assert steps_of(new) == steps_of(copied)[2:]
     config, other = config_of(new), config_of(copied)
     assert config["run_id"] != other["run_id"] and len(config["starts"]) == 1
@@ -353,7 +357,7 @@ def test_a_run_that_goes_on_in_another_folder_than_its_checkpoints_is_a_new_one(
     assert config_of(new)["run_id"] == config["run_id"] and len(config_of(new)["starts"]) == 2
 
 
-def test_a_moved_run_folder_goes_on_as_itself(run, copied, tmp_path, capsys):
+def test_a_moved_run_folder_continues_as_itself(run, copied, tmp_path, capsys):
     old, place = config_of(copied)["run_id"], tmp_path / "outputs" / "other"
     place.parent.mkdir()
     copied.rename(place)
@@ -361,7 +365,7 @@ def test_a_moved_run_folder_goes_on_as_itself(run, copied, tmp_path, capsys):
     assert run("other", "--output-dir", tmp_path / "link", "--resume", "auto", "--num-steps", 7) == 0
     output, config = capsys.readouterr().out, config_of(place)
     assert config["run_id"] == old and len(config["starts"]) == 2
-    assert told(output, "done").startswith("7 steps, ")
+    assert reported(output, "done").startswith("7 steps, ")
     assert [line["step"] for line in metrics_of(place)] == [*range(1, 8), 7]
 
 
@@ -369,15 +373,15 @@ def test_a_new_run_that_saved_nothing_does_not_start_over_in_silence(run, refuse
     path = copied / "checkpoints" / "step-00000004"
     run("new", "--resume", path)
     shutil.rmtree(tmp_path / "new" / "checkpoints")  # as a kill before its first checkpoint leaves it
-    said = refused("new", "--resume", "auto")
-    assert f"{tmp_path / 'new'} began with --resume {path} and has saved nothing; remove that folder" in said
+    printed = refused("new", "--resume", "auto")
+    assert f"{tmp_path / 'new'} began with --resume {path} and has saved nothing; remove that folder" in printed
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Saving
 
 
-def test_a_save_is_in_no_figure_of_speed(run, tmp_path, monkeypatch):
+def test_a_save_is_in_no_metric_of_speed(run, tmp_path, monkeypatch):
     """Each takes half a second more."""
     tensors = TrainState.tensors
     monkeypatch.setattr(TrainState, "tensors", lambda state: time.sleep(0.5) or tensors(state))
@@ -432,7 +436,7 @@ def test_without_memory_for_copies_each_save_is_waited_for(run, finished, tmp_pa
     assert capsys.readouterr().out.count("waits      for each checkpoint: no host memory for copies of it (") == 1
 
 
-def test_a_full_disk_is_said_and_the_run_goes_on_and_exits_with_1(run, refused, finished, tmp_path, capsys):
+def test_a_full_disk_is_reported_and_the_run_continues_and_exits_with_1(run, refused, finished, tmp_path, capsys):
     run("r", "--checkpoint-interval", 2, stop_after=2)
     with files_of_at_most(100_000):
         message = refused("r", "--resume", "auto", "--checkpoint-interval", 2, exit_code=1)
@@ -547,7 +551,7 @@ def test_a_run_is_saved_where_a_damaged_checkpoint_was_skipped(run, copied, caps
     assert output.count("skipped    step-00000006 is damaged") == 2
     assert "saved      step-00000006" in output and names(copied) == checkpoint_names(6)
     assert run("r", *more) == 0
-    assert "at step 6" in told(capsys.readouterr().out, "resumed")
+    assert "at step 6" in reported(capsys.readouterr().out, "resumed")
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_line_and_no_failed_save(run, copied, monkeypatch, capsys):
@@ -558,14 +562,14 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_line_and_no_failed_save(r
     assert run("r", *words("--resume auto --num-steps 8")) == 0
     output = capsys.readouterr().out
     problem = "after step-00000008 was saved (step-00000002: Input/output error)"
-    assert told(output, "kept") == f"older checkpoints until the next save, {problem}"
-    assert told(output, "saved").startswith("step-00000008") and "step-00000008" in names(copied)
+    assert reported(output, "kept") == f"older checkpoints until the next save, {problem}"
+    assert reported(output, "saved").startswith("step-00000008") and "step-00000008" in names(copied)
 
 
 def test_a_run_that_trained_nothing_names_a_command_that_trains(run, copied, capsys):
     assert run("r", *words("--resume auto --num-steps 2")) == 0
     output = capsys.readouterr().out
-    assert "nothing to train: step 6 of 2" in output and "--num-steps 12 " in told(output, "resume")
+    assert "nothing to train: step 6 of 2" in output and "--num-steps 12 " in reported(output, "resume")
 
 
 NOT_MINE = ("step-best", "step-00000002.bak", "step-2", "step-000000002", "step-0000000x", ".step-notes")

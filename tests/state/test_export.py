@@ -180,8 +180,8 @@ def test_an_export_never_overlaps_the_folder_of_the_run(run, mistake, tmp_path):
     for name in starts:
         (link := tmp_path / f"link-to-{name}").symlink_to(out / name / "export")
         for export in (out / name / "export", out / name / "checkpoints" / "e", out, link):
-            said = mistake(*starts[name], "--export", export)
-            assert said.startswith(f"--export: {export} ") and said.endswith("; choose another folder"), said
+            printed = mistake(*starts[name], "--export", export)
+            assert printed.startswith(f"--export: {export} ") and printed.endswith("; choose another folder"), printed
     for export in (out / "done", out / "done" / "checkpoints"):  # these exist
         assert "exists and is no export" in mistake(*starts["done"], "--export", export)
     assert [path.name for path in (out / "done" / "checkpoints").iterdir()] == ["step-00000001"]
@@ -211,9 +211,9 @@ def test_an_export_that_cannot_be_renamed_to_its_folder_has_another_name(mistake
 
     (tmp_path / "export").mkdir()
     monkeypatch.setattr(pathlib.Path, "rename", rename_unless_mounted)
-    said = mistake("--export", tmp_path / "export", exit_code=1)
+    printed = mistake("--export", tmp_path / "export", exit_code=1)
     problem = f"{tmp_path / 'export'} cannot be replaced (Device or resource busy)"
-    assert said == f"--export: {problem}; this export is in {tmp_path / 'export-2'}"
+    assert printed == f"--export: {problem}; this export is in {tmp_path / 'export-2'}"
     assert (tmp_path / "export-2" / "config.json").exists()
 
 
@@ -233,9 +233,9 @@ def test_an_export_that_another_run_wrote_meanwhile_stays_and_this_one_has_anoth
         assert run("r", "--export", export) == 0
         shutil.rmtree(tmp_path / "out" / "r")
     monkeypatch.setattr(exports, "write_configs", write_late)
-    said = mistake("--export", export, exit_code=1)
+    printed = mistake("--export", export, exit_code=1)
     kept = tmp_path / "export-2"
-    assert said == f"--export: {export} was written meanwhile; this export is in {kept}"
+    assert printed == f"--export: {export} was written meanwhile; this export is in {kept}"
     assert exports.read_export_header(export)["run_id"] == "other"
     assert AutoModelForCausalLM.from_pretrained(kept).dtype == torch.float32
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
@@ -264,8 +264,8 @@ def test_an_export_is_written_over_by_its_run_and_its_command_alone(device, argu
     of_run = {file.name: file.read_bytes() for file in (tmp_path / "export").iterdir()}
     branch = ("--resume", tmp_path / "out" / "one", "--run-name", "branch", "--num-steps", 4)
     for other in (("--run-name", "two"), branch):
-        said = mistake(*other, *export)
-        assert said.startswith(f"--export: {tmp_path / 'export'} holds the export of another run; choose another")
+        printed = mistake(*other, *export)
+        assert printed.startswith(f"--export: {tmp_path / 'export'} holds the export of another run; choose another")
     assert not (tmp_path / "out" / "two" / "metrics.jsonl").exists()
     assert {file.name: file.read_bytes() for file in (tmp_path / "export").iterdir()} == of_run
     shutil.rmtree(tmp_path / "export")

@@ -44,7 +44,7 @@ ONE, TWO = Start("--batch-size 4 --keep-checkpoints 1"), Start("--batch-size 2 -
     [(ONE, True, of_a_resumed_run, 40), (ONE, False, of_a_fresh_run, 5), (TWO, False, of_2_ranks, 2)],
     ids=["a resumed run", "a fresh run", "2 ranks"],
 )
-def test_after_a_fault_at_any_point_the_next_start_goes_on(tmp_path, start, resumed, choose, least):
+def test_after_a_fault_at_any_point_the_next_start_continues(tmp_path, start, resumed, choose, least):
     """In a process without threads, which can fork."""
     forked(1, answer, tmp_path / "answer.json", faults.disturb_at_points, start, resumed, tmp_path / "runs", choose)
     injected, wrong = json.loads((tmp_path / "answer.json").read_text())

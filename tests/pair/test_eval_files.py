@@ -63,7 +63,7 @@ def loaded(given: list):
     return data.load(run.settings, run.corpora, run.tokenizer, run.config)
 
 
-def held_out_loss(folder) -> float:
+def eval_loss(folder) -> float:
     return [line["eval_loss"] for line in metrics_of(folder) if "eval_loss" in line][-1]
 
 
@@ -81,13 +81,13 @@ PLACES = {  # --eval-split and what is beside it: its documents, None where they
 
 
 @pytest.mark.parametrize("more, documents", PLACES.items())
-def test_a_place_of_its_own_is_held_out_whole_and_nothing_else_is(flags, device, more, documents):
+def test_an_eval_dataset_of_its_own_is_taken_whole_and_nothing_else_is(flags, device, more, documents):
     found = loaded(flags(f"--eval-split {more}"))
     trains_on_all = loaded(flags(more.partition(" ")[2] + " --eval-interval 0"))
-    (windows,) = found.eval_data.values()
+    (sequences,) = found.eval_data.values()
     assert found.record.to_json() == trains_on_all.record.to_json()
     if documents:
-        assert len(windows.tokens.doc_ends) == documents
+        assert len(sequences.tokens.doc_ends) == documents
     place = more.split()[0].removeprefix("{}/")
     assert found.header["eval data"].partition(":")[0].rpartition("/")[2].startswith(place)
     assert "all of it" in found.header["eval data"]
@@ -96,7 +96,7 @@ def test_a_place_of_its_own_is_held_out_whole_and_nothing_else_is(flags, device,
 @pytest.mark.parametrize("more", ["", "--streaming", "--dataset {}/a.jsonl:0.7 {}/b.jsonl:0.3"])
 def test_a_checkpoint_and_its_export_have_the_loss_that_the_run_had_of_it(flags, folder, device, tmp_path, capfd, more):
     assert train(flags(f"--eval-split {{}}/held.jsonl --export {tmp_path}/export {more}"), device) == 0
-    wanted = held_out_loss(tmp_path / "r")
+    wanted = eval_loss(tmp_path / "r")
     assert not any(name.startswith("eval_loss/") for line in metrics_of(tmp_path / "r") for name in line)
     alone = ["--num-steps", "0", "--eval-interval", "1", "--json", "--cache-dir", str(folder / "cache")]
     of_run = ["--resume", str(tmp_path / "r")]
@@ -110,12 +110,12 @@ def test_a_checkpoint_and_its_export_have_the_loss_that_the_run_had_of_it(flags,
         assert found["dataset"] == f"{folder}/held.jsonl"
 
 
-def test_held_out_chats_need_no_choice_of_a_document_mask_with_a_document_per_sequence(flags):
+def test_eval_chats_need_no_choice_of_a_document_mask_with_a_document_per_sequence(flags):
     found = loaded(flags("--eval-split {}/chats.jsonl --packing none --chat-template {}/template.jinja"))
     assert len(found.eval_data["chats"].tokens.doc_ends) == 10
 
 
-def test_held_out_chats_may_have_another_layout_which_is_said(flags, folder, device, capfd):
+def test_eval_chats_may_have_another_layout_which_is_reported(flags, folder, device, capfd):
     lines = (json.loads(line)["messages"] for line in (folder / "chats.jsonl").read_text().splitlines())
     alpaca = [{"instruction": user["content"], "output": answer["content"]} for user, answer in lines]
     (folder / "alpaca.jsonl").write_text("\n".join(map(json.dumps, alpaca)))
@@ -137,7 +137,7 @@ def test_a_run_on_random_tokens_is_evaluated_on_a_text(folder, flags, device, tm
     assert train(run, device) == 0  # on random tokens
 
 
-def test_other_held_out_data_at_a_resume_are_said(flags, folder, device, tmp_path, capfd):
+def test_other_eval_data_at_a_resume_are_reported(flags, folder, device, tmp_path, capfd):
     assert train(flags("--eval-split {}/held.jsonl"), device) == 0
     resume = "--resume auto --num-steps 4 --eval-split"
     assert train(flags(f"{resume} {{}}/held.txt"), device) == 0  # the same texts
@@ -161,8 +161,8 @@ REFUSED = {  # --eval-split and what is beside it: the line
 }
 
 
-@pytest.mark.parametrize("more, said", REFUSED.items())
-def test_what_cannot_be_held_out_is_one_line(flags, folder, device, tmp_path, monkeypatch, more, said):
+@pytest.mark.parametrize("more, printed", REFUSED.items())
+def test_what_cannot_be_an_eval_split_is_one_line(flags, folder, device, tmp_path, monkeypatch, more, printed):
     (folder / "template.txt").write_text("The fox.")
     shutil.copy(folder / "a.jsonl", folder / "a-copy.jsonl")
     stories = map(json.loads, (folder / "a.jsonl").read_text().splitlines())
@@ -171,7 +171,7 @@ def test_what_cannot_be_held_out_is_one_line(flags, folder, device, tmp_path, mo
     monkeypatch.chdir(folder)
     with pytest.raises(UserError) as raised:
         train(flags(f"--eval-split {more}"), device)
-    assert str(raised.value).startswith(said.replace("{}", str(folder))), str(raised.value)
+    assert str(raised.value).startswith(printed.replace("{}", str(folder))), str(raised.value)
     assert "\n" not in str(raised.value) and raised.value.exit_code in (1, 2)
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
