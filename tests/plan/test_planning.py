@@ -194,6 +194,7 @@ def test_a_model_to_be_tuned_that_does_not_fit_learns_that_adapters_do(tmp_path)
     [
         ("--plan --json --plan-gpu Voodoo", "--plan-gpu 'Voodoo'"),
         ("--plan --json --plan-gpus 12", "--plan-gpus 12: that is 1.5 nodes of 8 GPUs; plan whole nodes"),
+        ("--plan --json --gpus-per-node 2000000", "--gpus-per-node: 2000000 is not a whole number above 0"),
         ("--batch-size auto --demo", "--batch-size auto: a CPU's capacity is not known"),
     ],
 )
