@@ -89,7 +89,7 @@ class Reference:
     def __init__(self, settings, model, name: str):
         self.param_groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
         self.views = []  # (parameter, how to view it, the view as a parameter of its own)
-        matrices, others = [], []
+        matrices, decayed, rest = [], [], []
         for full_name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -98,10 +98,9 @@ class Reference:
                 self.views.append((parameter, view, plain))
                 is_matrix = ".layers." in full_name or ".h." in full_name
                 of_matrices = is_matrix and plain.dim() == 2 and "bias" not in full_name and "norm" not in full_name
-                (matrices if of_matrices else others).append(plain)
+                is_decayed = plain.dim() >= 2 and "bias" not in full_name
+                (matrices if of_matrices else decayed if is_decayed else rest).append(plain)
         options = {"lr": settings.lr, "weight_decay": settings.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-        decayed = [other for other in others if other.dim() >= 2]
-        rest = [other for other in others if other.dim() < 2]
         self.parts = [torch.optim.Muon(matrices, **options)] if matrices else []
         self.parts += [
             torch.optim.AdamW(group, lr=settings.adamw_lr or settings.lr, betas=settings.betas, weight_decay=decay)
