@@ -186,8 +186,8 @@ def train_step(
     same router loss on any number of ranks.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
-    # At stage 0 too, where the shard group is one rank and nothing is sent: FSDP2 adds each gradient to `.grad` instead
-    # of keeping it unreduced beside that. The switch below reduces the replicas.
+    # At stage 0 too, where the shard group is one rank and nothing is sent: FSDP2 adds each gradient to `.grad`, where
+    # it would otherwise keep unreduced ones too. The switch below reduces the replicas.
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
     step_loss = models.StepLoss(model, settings.gradient_accumulation_steps)
     document_lengths = []

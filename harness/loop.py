@@ -168,7 +168,7 @@ class OpenedTraining(Opened):
     folder: pathlib.Path
     trackers: list
     peak_tflops: float | None  # of one device; None if it is not known
-    identity: dict  # what its starts share beside flags, such as the data; a part of its manifests
+    identity: dict  # what its starts share in addition to flags, such as the data; a part of its manifests
     changed: str  # changes since the checkpoint that it resumes from, in words
 
 

@@ -224,11 +224,9 @@ def replace_flags(lower: dict[str, typing.Any], higher: dict[str, typing.Any]) -
         kept = {name: value for name, value in kept.items() if name not in LENGTHS}
     if "dataset" in kept and lacks_sources(higher.get("dataset", kept["dataset"]), kept["dataset"]):
         kept.pop("mixture_stage", None)  # it names them
-    while idle := flags_without_effect(with_defaults(kept | higher)) & kept.keys() - higher.keys():
-        idle -= flags_without_effect(with_defaults(lower))
-        if not idle:
-            break
-        kept = {name: value for name, value in kept.items() if name not in idle}
+    mistakes = flags_without_effect(with_defaults(lower))
+    while lost := (flags_without_effect(with_defaults(kept | higher)) & kept.keys()) - higher.keys() - mistakes:
+        kept = {name: value for name, value in kept.items() if name not in lost}
     return kept | higher
 
 

@@ -124,7 +124,7 @@ def contradictions(args: Flags) -> Iterator[str]:
 
 
 def flags_without_effect(args: Flags) -> set[str]:
-    """The flags without effect on training beside the others."""
+    """The flags without effect on training, given the others."""
     found = (*left_out_by_others(args), *lacking_conditions(args), *without_effect(args))
     return {name for names, _ in found for name in names}
 

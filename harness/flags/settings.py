@@ -99,7 +99,7 @@ class Flags:
     config: str | None = flag(
         None,
         "TOML, or a run's config.json without its --run-name, --resume, --export; the command line overrides it, and "
-        "what has no effect beside it is left out",
+        "removes flags that it leaves without effect",
         metavar="FILE", type=path,
     )
     import_: tuple[str, ...] | None = flag(

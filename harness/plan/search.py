@@ -389,9 +389,9 @@ def command(settings: flags.Settings, world: int, changes: dict) -> str:
 
 
 def with_effect(given: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags of `given` that have an effect beside each other and `changes`."""
-    idle = flags.flags_without_effect(flags.complete(given | changes))
-    kept = {name: value for name, value in given.items() if name not in idle}
+    """Return the flags of `given` that have an effect together with `changes`."""
+    without_effect = flags.flags_without_effect(flags.complete(given | changes))
+    kept = {name: value for name, value in given.items() if name not in without_effect}
     return kept if kept == given else with_effect(kept, changes)  # a flag may depend on a dropped one
 
 

@@ -39,7 +39,7 @@ def read_metrics(path: pathlib.Path) -> list[dict]:
 
 
 class MetricsFile:
-    """metrics.jsonl, and the config.json beside it. Both change on disk with this start's first line or sync, so a
+    """metrics.jsonl and config.json of a run. Both change on disk with this start's first line or sync, so a
     start that fails earlier leaves them as they were. Lines that a full disk refuses are kept in memory, about 0.5 KB
     each."""
 

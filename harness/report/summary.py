@@ -176,10 +176,9 @@ def next_commands(settings: flags.Settings, folder: pathlib.Path, step: int, met
         explicit = flags.run_flags(settings, *flags.LENGTHS, "output_dir", "export", "export_weights")
         length = next(name for name in ("num_tokens", "num_epochs", "num_steps") if getattr(settings, name))
         done = {"num_steps": step, "num_tokens": metrics.get("tokens_seen", 0)}.get(length, 0)
-        twice = 2 * getattr(settings, length)
-        explicit[length] = (
-            twice if twice > done else 2 * done
-        )  # a start that had nothing to train may be asked for less
+        explicit[length] = 2 * getattr(settings, length)
+        if explicit[length] <= done:  # this start had nothing to train
+            explicit[length] = 2 * done
         lines["resume"] = flags.shell_command(launcher, explicit, resume=folder)
     return "\n" + job.columns(lines | {"report": str(folder / "report.html")})
 
