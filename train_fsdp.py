@@ -46,20 +46,20 @@ from harness import model as models
 # Replicas reduce among each other once a step. With --defer-grad-sync all stages reduce once a step.
 
 
-def build_mesh(settings: flags.Flags, device: torch.device) -> DeviceMesh:
+def build_mesh(args: flags.Flags, device: torch.device) -> DeviceMesh:
     """(shard,) or, for HSDP and stage 0, (replicate, shard)."""
     world = dist.get_world_size()
-    replicas = world if settings.zero_stage == 0 else settings.dp_replicate_size
-    # The ranks that share a sequence are neighbours, not a dimension of the mesh: FSDP shards over them too.
-    if world % settings.context_parallel:
+    replicas = world if args.zero_stage == 0 else args.dp_replicate_size
+    # Context parallelism adds no dimension: its ranks are consecutive ones, and FSDP shards over them too.
+    if world % args.context_parallel:
         problem = f"does not divide the world of {world} ranks"
-        raise base.UserError(f"--context-parallel {settings.context_parallel}: {problem}")
+        raise base.UserError(f"--context-parallel {args.context_parallel}: {problem}")
     if world % replicas:
         raise base.UserError(f"--dp-replicate-size {replicas}: does not divide the world of {world} ranks")
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    # a day, as the world's group has: heartbeats find a stalled rank, not the timeout of a collective
+    # Collectives time out after a day, as in the default group: heartbeats find a stalled rank earlier.
     job.lift_group_timeouts(*mesh.get_all_groups())
     return mesh
 
@@ -87,16 +87,18 @@ def build_model(
     dtype = models.loaded_dtype(settings)
     model = models.on_meta(config, settings.attention, dtype)
     models.adapt_forward(model, settings)  # the loss, document masks, the part of a sequence (--context-parallel)
-    layers, weights, convert_to_fp8 = models.decoder_layers(model), None, None
+    layers = models.decoder_layers(model)
     adapters = models.Adapters(settings, model) if settings.lora_rank else None  # all else is frozen
     models.check_dtypes(model, settings.precision)
     host_inputs = models.HostInputs() if settings.activation_checkpointing == "offload" else None
     if not settings.cpu_offload:
-        models.check_room(model, device, mesh["shard"].size())
+        models.check_gpu_memory(model, device, mesh["shard"].size())
+    weights = None
     if settings.init == "pretrained" and (read_weights or models.has_frozen(model)):
         weights = base.call_on_all_ranks(  # raises on all ranks if a file is missing on one node
             lambda: models.PretrainedWeights(model, layers, models.find_source(settings.model), dtype)
         )
+    convert_to_fp8 = None
     if settings.precision == "fp8":
         convert_to_fp8 = models.fp8_converter(layers, settings.fp8_recipe, settings.fp8_emulate, settings.compile)
 
@@ -120,8 +122,9 @@ def build_model(
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
-    models.gather_frozen_in_own_dtype(model)
-    # In a shard group of one rank FSDP2 would copy each parameter and gradient.
+    models.gather_frozen_in_own_dtype(model)  # FSDP2 would round to bf16 what a family keeps in fp32
+    # In a shard group of one rank FSDP2 would copy each parameter and gradient. If it accumulates gradients, it reads
+    # them on a stream of its own, which their memory has to wait for.
     models.alias_unsharded_params(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
     models.make_replicas_equal(model, mesh)  # different kinds of GPU draw different numbers from one seed
     base.trim_host_memory()  # host memory of the full layers, which glibc would keep
@@ -142,7 +145,7 @@ def transform_layer(
     2. Activation checkpointing comes before compile: the compiler sees what is recomputed and can fuse it. Around a
        compiled function selective checkpointing would recompute the whole forward.
     3. compile comes before fully_shard: the all-gathers are issued around the compiled region and do not break it.
-    4. What moves a layer's input to the host wraps the compiled forward, whose graph then has no copies to the host.
+    4. Offloading of the layer's input wraps the compiled forward: its graph then has no copies to the host.
     5. fully_shard comes last. It replaces the parameters by shards, which the optimizer gets.
     """
     if convert_to_fp8:
@@ -186,8 +189,8 @@ def train_step(
     same router loss on any number of ranks.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
-    # At stage 0 too, where the shard group is one rank and nothing is sent: FSDP2 adds each gradient to `.grad`, where
-    # it would otherwise keep unreduced ones too. The switch below reduces the replicas.
+    # At stage 0 too: its shard group is one rank, so nothing is sent, and FSDP2 adds each gradient to `.grad` instead
+    # of keeping an unreduced copy beside it. set_requires_all_reduce, below, reduces among replicas.
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
     step_loss = models.StepLoss(model, settings.gradient_accumulation_steps)
     document_lengths = []
@@ -207,7 +210,7 @@ def train_step(
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
         document_lengths.append(batch.pop("document_lengths", None))  # a plan's batches have none
         cross_entropy = model(**batch, use_cache=False).loss
-        objective = step_loss.add_microbatch(cross_entropy, divisor)  # its gradient has the terms
+        objective = step_loss.add_microbatch(cross_entropy, divisor)  # with router loss and terms
         job.enter_phase("backward")
         objective.backward()
     job.enter_phase("optimizer")
@@ -248,7 +251,7 @@ def evaluate(
                 # a batch without labels has loss 0, not NaN
                 source_totals += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
-    # the ranks that share a sequence count all its tokens, by which the loss of a rank's part is weighted
+    # with context parallelism each rank of a sequence counts all its tokens: both sums are that many times too large
     return data.mean_losses(eval_data, totals / settings.context_parallel)
 
 
@@ -265,6 +268,7 @@ def prepare(args: flags.Args, device: torch.device) -> loop.Run:
     optimizer = models.build_optimizer(settings, model)
     scheduler = models.build_scheduler(settings, optimizer)
     possible_lengths = np.arange(settings.sequence_length + 1)  # of a document
+    # utils is handed over, as harness cannot import it
     flops_by_length, flops_text = models.flops_or_zeros(model, possible_lengths, utils.get_flops_by_length)
     # a peak of 0 is unknown and gives no MFU; None would be looked up again
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak_tflops or 0)
@@ -290,7 +294,7 @@ def train(run: loop.Run, stop: job.StopRequest) -> None:
         if due.save:
             run.checkpoints.save(run.state, wait=due.last)
             if not due.last:
-                stop.raise_if_stopping()  # a forward would answer one pass later, perhaps after another step to save
+                stop.raise_if_stopping()  # now: after the next forward there may be another step to save
     run.checkpoints.finish()
 
 
@@ -302,7 +306,7 @@ def train_or_evaluate(args: flags.Args, device: torch.device, stop: job.StopRequ
         return loop.evaluate_only(args, device, RECIPE)
     run = prepare(args, device)
     stop.resumed_step = run.state.step  # the message after Ctrl-C counts the steps that are lost from here
-    # with a GPU to plan for, another process plans this same run: the last line compares planned and measured
+    # On a GPU a process in the background plans this run: the last line says how far the plan can be trusted.
     planning = plan.planning_in_background(run.settings, device, run.settings.num_steps - run.state.step)
     with run.log, run.checkpoints, planning as plan_process:
         try:

@@ -68,9 +68,9 @@ def get_dataset(
         split: with an optional slice; by default `train`, of hub data its first 5 %.
         vocab_size: embeddings of the model; by default the tokenizer's own size. Required without a tokenizer.
         cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.
-        text_field: column of the text, of messages, or of token ids where it is `input_ids`. One name is read if it is
-            there, conversations otherwise; of several the first that is there, if there are no conversations. With ids,
-            `labels`, `attention_mask` and masks of the loss are read.
+        text_field: column of the text, of messages, or, if it is `input_ids`, of token ids. A single name wins over
+            conversations in other columns; of several names the first that a record has is read, unless it has a
+            conversation. With ids, `labels`, `attention_mask` and masks of the loss are read.
         skip_bad_records: leave out, and count, records that have no text; otherwise the first is a UserError.
         packing: "concatenate" cuts documents where sequences end, "best-fit" fills sequences with whole ones, "none"
             pads each to a sequence of its own; by default conversations and rows with labels are packed best-fit and
@@ -142,8 +142,8 @@ def get_model_flops_per_token(
 def get_flops_by_length(
     model: "transformers.PreTrainedModel | transformers.PretrainedConfig", lengths: np.ndarray, causal: bool = False
 ) -> np.ndarray:
-    """FLOPs per token, as `get_model_flops_per_token` counts them, in documents of each length, inside of which
-    attention stays. `lengths` ascend; returns float64, one for each."""
+    """FLOPs per token, as `get_model_flops_per_token` counts them, of documents of these lengths, which ascend;
+    attention stays inside a document. Returns float64 of the same shape."""
     import transformers
 
     from harness import model as models  # it loads the models of transformers, which takes seconds
@@ -152,25 +152,27 @@ def get_flops_by_length(
     on_meta = models.eager_on_meta(config)
     text = on_meta.config.get_text_config()
     matmuls = 6 * matmul_parameters(on_meta, text)
-    masked = not models.computes_every_score(config)
+    skips_masked = not models.computes_every_score(config)
     is_confirmed = models.count_flops(on_meta, 4) == 4 * (matmuls + attention_flops(text, np.array([4]))[0])
     has_frozen = isinstance(model, torch.nn.Module) and models.has_frozen(model)
     if is_confirmed and not has_frozen:
-        return matmuls + attention_flops(text, lengths, masked, causal)
+        return matmuls + attention_flops(text, lengths, skips_masked, causal)
     if causal and not is_confirmed:
-        raise ValueError(f"no causal figure: torch counts {text.model_type}, and its count has no causal masks")
+        problem = f"the FLOPs of {text.model_type} come from torch's counter, which knows no causal masks"
+        raise ValueError(f"causal=True: {problem}")
     if has_frozen:
         models.freeze_as_in(model, on_meta)
     # Torch counts whole score matrices: what masks leave out is subtracted. The count per token is linear in the
     # length, so that of two lengths gives it for all.
     longest = int(lengths[-1])
     counted = models.count_flops(on_meta, longest) / longest
-    masked_out = attention_flops(text, lengths) - attention_flops(text, lengths, masked, causal)
+    masked_out = attention_flops(text, lengths) - attention_flops(text, lengths, skips_masked, causal)
     if len(lengths) == 1:
         return counted - masked_out
     half = max(longest // 2, 1)
-    slope = (counted - models.count_flops(on_meta, half) / half) / max(longest - half, 1)
-    return counted - slope * (longest - lengths) - masked_out
+    counted_at_half = models.count_flops(on_meta, half) / half
+    per_position = (counted - counted_at_half) / max(longest - half, 1)
+    return counted - per_position * (longest - lengths) - masked_out
 
 
 def matmul_parameters(model: torch.nn.Module, config: "transformers.PretrainedConfig") -> int:
@@ -194,17 +196,17 @@ def matmul_parameters(model: torch.nn.Module, config: "transformers.PretrainedCo
 
 
 def attention_flops(
-    config: "transformers.PretrainedConfig", lengths: np.ndarray, masked: bool = False, causal: bool = False
+    config: "transformers.PretrainedConfig", lengths: np.ndarray, skips_masked: bool = False, causal: bool = False
 ) -> np.ndarray:
     """FLOPs per token of softmax attention in sequences of each of `lengths`, float64: in each layer
     6 x heads x (head_dim of keys + that of values) x keys.
 
-    A query meets all keys of its sequence, or if attention is `masked` those of its layer's window or chunk. If it is
-    `causal`, it meets, on average over the sequence, those of them that come before it.
+    A query meets all keys of its sequence, or with `skips_masked` those of its layer's window or chunk. If `causal`, it
+    meets, on average over the sequence, those of them that come before it.
     """
     windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     layer_types = getattr(config, "layer_types", None)
-    if not layer_types:  # all alike: "sliding_attention" has a window only if the config has one, which Moshi ignores
+    if not layer_types:  # all alike, with a window if the config has one; Moshi's layers ignore it
         layer_types = ["full_attention" if config.model_type == "moshi" else "sliding_attention"]
         layer_types *= config.num_hidden_layers
     total = np.zeros(len(lengths))
@@ -216,7 +218,7 @@ def attention_flops(
         head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
         qk_dim, v_dim = (getattr(layer, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
         keys = lengths
-        if masked and layer_type in windows:
+        if skips_masked and layer_type in windows:
             keys = np.minimum(getattr(layer, windows[layer_type], None) or lengths, lengths)
         if causal and layer_type == "chunked_attention":
             keys = keys / 2
@@ -274,7 +276,7 @@ class PerformanceTracker:
         self.steps_seen, self.warmup_seconds = 0, 0.0
         self.total = dict.fromkeys(("steps", "tokens", "flops", "seconds", "data_wait"), 0.0)
         self.intervals: list[tuple[float, float]] = []  # (steps, seconds)
-        self._start: float | None = None  # when the clock of this interval started; None while it is stopped
+        self._start: float | None = None  # when the clock was started; None while it is stopped
         self.start_interval()
 
     def step(self, batch_tokens: int, model_flops_per_token: float, synchronize: bool = True) -> dict[str, Any]:

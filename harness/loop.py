@@ -28,12 +28,12 @@ class Opened:
 
     settings: flags.Settings
     corpora: list[data.Corpus]
-    sources: dict[str, Any] | None  # opened ones, if their sequences had to be counted for --num-epochs
+    opened_sources: dict[str, Any] | None  # None unless --num-epochs had to count their sequences
     config: transformers.PretrainedConfig
     tokenizer: Any
     prompts: list[str | data.Conversation]  # to generate samples from
     source_checkpoint: state.Checkpoint | None  # to resume from or to read
-    replaced_run: str = ""  # whose export is in DIR of --export
+    replaced_run: str = ""  # id of the run whose earlier export in --export DIR may be replaced
     dataset: Any = None  # a data.TrainingData; None if no data are read, or before they are
 
     @property
@@ -50,10 +50,10 @@ class Opened:
 
     @property
     def is_chat_model(self) -> bool:
-        """True if the model is trained on conversations; for weights of unknown data, if conversations are read."""
-        if self.record is None or self.settings.num_steps:
-            return data.are_chats(self.corpora)
-        return data.is_record_of_chats(self.record)
+        """True if the weights are trained on conversations, as far as is known, or if conversations are read."""
+        if self.record is not None and not self.settings.num_steps:
+            return data.is_record_of_chats(self.record)
+        return data.are_chats(self.corpora)
 
 
 def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
@@ -85,16 +85,16 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
         settings = dataclasses.replace(settings, batch_size=size)
     if resumed_manifest:
         settings = state.keep_global_batch(settings, resumed_manifest)
-    sources, samples_per_epoch = None, 0
+    opened_sources, samples_per_epoch = None, 0
     if settings.num_epochs:
-        sources = data.open_sources(settings, corpora, tokenizer, config, resumed_manifest)
-        samples_per_epoch = sum(len(source.train) for source in sources.values())
+        opened_sources = data.open_sources(settings, corpora, tokenizer, config, resumed_manifest)
+        samples_per_epoch = sum(len(source.train) for source in opened_sources.values())
     settings = resolving.resolve_steps(settings, resumed_manifest, samples_per_epoch)
     resolving.refuse_contradictions(settings, args)
     opened = Opened(
         settings=settings,
         corpora=corpora,
-        sources=sources,
+        opened_sources=opened_sources,
         config=config,
         tokenizer=tokenizer,
         prompts=prompts,
@@ -119,11 +119,11 @@ def print_imports() -> None:
 
 
 def check_prompts(opened: Opened) -> None:
-    """Raise a UserError if the model cannot generate, or if a prompt, as the model gets it, and its continuation exceed
-    the model's positions."""
+    """Raise a UserError if the model cannot generate, or if a rendered prompt and --sample-tokens together exceed its
+    positions."""
     if opened.prompts or opened.settings.demo:  # --demo generates a sample without a prompt too
         models.check_generates(opened.config)
-    settings, positions = opened.settings, models.most_positions(opened.config)
+    settings, positions = opened.settings, models.max_positions(opened.config)
     for text in render_prompts(opened, opened.prompts):
         tokens = len(opened.tokenizer(text, add_special_tokens=False)["input_ids"])
         if positions and tokens + settings.sample_tokens > positions:
@@ -150,7 +150,7 @@ def load_eval_data(opened: Opened) -> None:
     settings, manifest = opened.settings, opened.manifest
     inputs = (opened.corpora, opened.tokenizer, opened.config)
     reads_own = manifest is not None and base.broadcast_from_rank_0(lambda: data.evaluates_own_data(settings, manifest))
-    if reads_own:
+    if reads_own:  # the checkpoint says which of their documents are eval documents
         opened.dataset = data.load(settings, *inputs, manifest)
     else:
         opened.dataset = data.load(settings, *inputs, trained_on=state.trained_on(settings, opened.record))
@@ -168,7 +168,7 @@ class OpenedTraining(Opened):
     folder: pathlib.Path
     trackers: list
     peak_tflops: float | None  # of one device; None if it is not known
-    identity: dict  # what its starts share in addition to flags, such as the data; a part of its manifests
+    identity: dict  # of config, tokenizer, frozen weights and data: a resume must have the same; in the manifest
     changed: str  # changes since the checkpoint that it resumes from, in words
 
 
@@ -200,7 +200,8 @@ def open_training(
     settings, config, tokenizer = opened.settings, opened.config, opened.tokenizer
     job.check_machine(settings, mesh, device)
     job.check_host_memory(models.offloaded_bytes(settings, config))
-    opened.dataset = data.load(settings, opened.corpora, tokenizer, config, opened.manifest, sources=opened.sources)
+    inputs = (opened.corpora, tokenizer, config, opened.manifest)
+    opened.dataset = data.load(settings, *inputs, sources=opened.opened_sources)
     identity = state.describe_identity(settings, config, tokenizer, opened.dataset)
     return OpenedTraining(
         **vars(opened),
@@ -235,11 +236,10 @@ def start_or_resume(
         train_state.load(checkpoint, from_other_run=not state.resumes_same_run(checkpoint, folder))
         opened.changed = ", ".join(filter(None, [opened.changed, train_state.describe_lr_change()]))
     state.check_finite(settings, train_state, checkpoint)
-    # False: no room for the final checkpoint, which is left out. An error if checkpoints were requested. Without a step
-    # left nothing is saved, so nothing is checked.
-    has_room = train_state.step >= settings.num_steps or job.check_disk(
-        settings, train_state.saved_bytes(), state.export_bytes(settings, train_state.model), folder
-    )
+    has_room = True  # for the final checkpoint, which is left out otherwise
+    if train_state.step < settings.num_steps:
+        export_bytes = state.export_bytes(settings, train_state.model)
+        has_room = job.check_disk(settings, train_state.saved_bytes(), export_bytes, folder)
     dataset, changed = opened.dataset, opened.changed
     job.print0(
         report.describe_setup(
@@ -306,7 +306,7 @@ def evaluate_and_log(
             run.log.write(metrics)
             raise
         metrics |= losses
-        problem = report.first_not_finite(metrics, steps=[])
+        problem = report.first_not_finite(metrics)
         run.checkpoints.record_eval_loss(run.state, metrics["eval_loss"])
     run.log.write(metrics, samples)
     if problem:
@@ -317,7 +317,7 @@ def evaluate_and_log(
 def find_non_finite(run: Run, metrics: dict) -> str:
     """What is NaN or infinite after the last step, in words; "" if nothing is. Checks weights and optimizer states,
     then loss and gradient norm of one more pass: the loss in `metrics` is from before the update."""
-    # no loss: the step was skipped, perhaps for its batch, so another one is taken
+    # a skipped step has no loss; its batch may be the cause, so an earlier one is checked
     batch = run.batches.batch_to_check(was_skipped="loss" not in metrics)
     with run.state.tracker.paused():
         if problem := run.state.describe_update_fault():
@@ -369,18 +369,18 @@ def save_and_stop(run: Run, stop: job.StopRequest) -> int:
     checkpoints.finish()
     saved = is_saved()
     if not saved:
-        # no results since the last log line: that has the metrics of this step
+        # without a step since the last log line, that line has the metrics
         metrics, problem = log.metrics() if log.results else (log.last, "")
         problem = problem or find_non_finite(run, metrics)
         if problem:
             raise report.divergence_error(problem, run.folder, run.source_checkpoint)
         if log.skipped:
-            log.write(metrics)  # with the reasons, which the checkpoint does not have
+            log.write(metrics)  # says why steps were skipped, which no checkpoint does
         checkpoints.save(run.state, wait=True)
         saved = is_saved()
     saved_in = checkpoints.folder if saved else None
     job.print0(report.describe_stop(run.settings, run.folder, run.state.step, stop.name, saved_in))
-    return stop.exit_code if saved and not log.lacks_lines() else 1
+    return stop.exit_code if saved and not log.has_unwritten_lines() else 1
 
 
 # ---- Without training ------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from harness.model.lora import (
     write_adapter_config,
 )
 from harness.model.loss import TERMS, StepLoss, adapt_forward, choose_loss, full_loss
-from harness.model.masks import choose_sequence_length, most_positions
+from harness.model.masks import choose_sequence_length, max_positions
 from harness.model.optimization import (
     OptimizerKind,
     build_optimizer,
@@ -45,7 +45,7 @@ from harness.model.verify import verify_sharding
 from harness.model.weights import (
     as_in_checkpoint,
     check_dtypes,
-    check_room,
+    check_gpu_memory,
     decoder_layers,
     layer_period,
     materialize,
@@ -69,7 +69,7 @@ __all__ = [
     "check_dtypes",
     "check_float8",
     "check_generates",
-    "check_room",
+    "check_gpu_memory",
     "checkpoint_activations",
     "choose_attention",
     "choose_loss",
@@ -105,9 +105,9 @@ __all__ = [
     "loss_without_data",
     "make_replicas_equal",
     "materialize",
+    "max_positions",
     "memory_saving_optimizers",
     "merged",
-    "most_positions",
     "most_ranks_per_sequence",
     "offloaded_bytes",
     "on_meta",

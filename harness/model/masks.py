@@ -114,7 +114,7 @@ def first_position(model: nn.Module) -> int:
     return 0
 
 
-def most_positions(config: PretrainedConfig) -> int | None:
+def max_positions(config: PretrainedConfig) -> int | None:
     """The number of tokens that a model has positions for; None if it has them for any number."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions and positions - first_position(on_meta(config))
@@ -126,7 +126,7 @@ def choose_sequence_length(settings: flags.Args, config: PretrainedConfig) -> in
     Raises:
         UserError: the model has fewer positions and something is trained.
     """
-    positions = most_positions(config)
+    positions = max_positions(config)
     length = settings.sequence_length or min(8192, positions or 8192)
     if positions and length > positions and settings.num_steps:
         advice = f"give --sequence-length {positions} or less, or --rope-scaling yarn"

@@ -86,7 +86,7 @@ def check_dtypes(model: Any, precision: str) -> None:
         raise base.UserError(f"--precision {precision}: {problem}; use --precision bf16, or --lora-rank 16")
 
 
-def check_room(model: nn.Module, device: torch.device, shards: int) -> None:
+def check_gpu_memory(model: nn.Module, device: torch.device, shards: int) -> None:
     """Check that a GPU has room for a rank's shard of the weights and of the gradients of trained ones; `model` has no
     storage yet.
 

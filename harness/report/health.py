@@ -93,7 +93,7 @@ def count_skipped(state: states.TrainState, steps: list[StepNumbers], max_skippe
 # ---- NaN and infinity ------------------------------------------------------------------------------------------------
 
 
-def first_not_finite(metrics: dict, steps: list[StepNumbers]) -> str:
+def first_not_finite(metrics: dict, steps: Sequence[StepNumbers] = ()) -> str:
     """Name the first NaN or infinity: a loss of `steps`, the latest ones, or the gradient norm or eval loss in
     `metrics`, those of the last step. Skipped steps do not count."""
     last = metrics["step"]

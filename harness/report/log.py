@@ -309,7 +309,7 @@ class Log(contextlib.AbstractContextManager):
         print_samples(samples)
         return metrics
 
-    def lacks_lines(self) -> bool:
+    def has_unwritten_lines(self) -> bool:
         """True on rank 0 if lines that the disk refused wait in memory."""
         return self.file is not None and bool(self.file.waiting)
 

@@ -133,7 +133,7 @@ def test_a_window_bounds_the_keys_of_the_layers_that_have_it(name):
 @pytest.mark.parametrize(
     "family, causal, reason",
     [
-        ("llama4_text", True, "no causal figure: torch counts llama4_text"),
+        ("llama4_text", True, "the FLOPs of llama4_text come from torch's counter"),
         ("jetmoe", False, "torch cannot count it"),  # its routing depends on the data
         ("mamba", False, "torch cannot count it: it takes more than 3,000 operators"),
     ],

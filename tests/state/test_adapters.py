@@ -445,11 +445,11 @@ def test_a_model_that_no_gpu_has_room_for_is_refused_before_it_is_read(monkeypat
     with torch.device("meta"):
         model = torch.nn.Linear(2**14, 2**15, bias=False, dtype=torch.float32)  # 2 GiB
     gpu = torch.device("cuda", 0)
-    models.check_room(model, gpu, 2)
+    models.check_gpu_memory(model, gpu, 2)
     model.weight.data = model.weight.data.double()
     with pytest.raises(
         base.UserError, match=r"8 GiB of weights and gradients for each rank, and its GPU has 4 GiB; .*--lora"
     ):
-        models.check_room(model, gpu, 1)
+        models.check_gpu_memory(model, gpu, 1)
     model.requires_grad_(False)
-    models.check_room(model, gpu, 1)
+    models.check_gpu_memory(model, gpu, 1)
