@@ -33,8 +33,9 @@ TRACKERS = {
     "wandb": "Weights & Biases, by its own client: `wandb login`, or WANDB_MODE=offline",
     "tensorboard": "TensorBoard event files in the run's folder",
 }
-SUFFIXES = (".arrow", ".bin", ".ds", ".json", ".jsonl", ".npy", ".parquet", ".txt", ".md")  # of data files
-FIELD_SUFFIXES = (".arrow", ".json", ".jsonl", ".parquet")  # of files with fields for --text-field
+# Suffixes of data files; of those with fields for --text-field; of those with token ids that are read in place
+SUFFIXES: tuple[str, ...] = (".arrow", ".bin", ".ds", ".json", ".jsonl", ".npy", ".parquet", ".txt", ".md")
+FIELD_SUFFIXES: tuple[str, ...] = (".arrow", ".json", ".jsonl", ".parquet")
 PLAIN_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix not in FIELD_SUFFIXES)
-TOKEN_SUFFIXES = (".bin", ".ds", ".npy")  # of files with token ids that are read in place
+TOKEN_SUFFIXES = (".bin", ".ds", ".npy")
 COMPRESSIONS = (".gz", ".bz2", ".zst")

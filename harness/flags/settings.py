@@ -98,8 +98,8 @@ class Flags:
     )
     config: str | None = flag(
         None,
-        "TOML, or a run's config.json without its --run-name, --resume, --export; the command line overrides it, and "
-        "removes flags that it leaves without effect",
+        "TOML, or a run's config.json without its --run-name, --resume, --export; the command line overrides it; flags "
+        "of the file that then have no effect are left out",
         metavar="FILE", type=path,
     )
     import_: tuple[str, ...] | None = flag(
@@ -120,7 +120,7 @@ class Flags:
     lora_rank: int = flag(
         0,
         "LoRA with peft: adapters of this rank are trained; the weights of the model are frozen, in bf16 unless with "
-        "--precision fp32; 0 trains the full model [0; with a folder of adapters as --model theirs]",
+        "--precision fp32; 0 trains the full model [0; that of the adapters if --model is a folder of them]",
         min=0, on_resume="same", from_checkpoint="model",
     )
     lora_alpha: int | None = flag(
@@ -239,9 +239,9 @@ class Flags:
     dp_replicate_size: int = flag(1, "HSDP: this many replicas of the shard group [1]", on_resume="reported")
     context_parallel: int = flag(
         1,
-        "this many ranks share each sequence, each with a part of its tokens and in attention a share of the heads "
-        "(Ulysses) [1]",
-        on_resume="reported",
+        "this many ranks share each sequence: each has a part of the tokens and, in attention, of the heads (Ulysses) "
+        "[1]",
+        on_resume="reported", metavar="RANKS",
     )
     defer_grad_sync: bool = flag(False, "reduce-scatter only on the last microbatch (stages 0 and 1 imply it)")
     cpu_offload: bool = flag(False, "parameters, gradients and optimizer on the host")
@@ -393,8 +393,8 @@ class Flags:
     )
     resume: str = flag(
         "none",
-        "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint, with the run's flags of "
-        "model, data, optimization and which checkpoints are kept where none are given [none]",
+        "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint, and where not given "
+        "its run's flags of model, data and optimization, --keep-best and --keep-checkpoints [none]",
         metavar="{none,auto,PATH}", type=path, not_inherited=True,
     )
     export: str | None = flag(
@@ -415,7 +415,7 @@ class Flags:
 
     max_skipped: int = flag(
         5, "steps with a NaN or infinite gradient norm are skipped; more than this in a row end the run [5]",
-        min=0,
+        min=0, metavar="STEPS",
     )
 
     output_dir: str = flag("outputs", "a run writes into OUTPUT_DIR/RUN_NAME/ [outputs]", group="output", type=path)
@@ -453,7 +453,7 @@ class Flags:
     )
     memory_snapshot: bool = flag(
         False,
-        "history of GPU allocations for pytorch.org/memory_viz, also when memory runs out [off]",
+        "record GPU allocations for pytorch.org/memory_viz; written when memory runs out too [off]",
     )
 
     plan: bool = flag(
@@ -462,17 +462,17 @@ class Flags:
     )
     plan_gpus: tuple[int, ...] | None = flag(
         None,
-        "number of GPUs to plan for, full nodes if more than one; of several numbers the first in full, all in a table "
-        "[--gpus-per-node]",
+        "number of GPUs to plan for; several nodes are full ones. Of several numbers the first is planned in detail, "
+        "all are in a table [--gpus-per-node]",
         type=gpu_counts, metavar="N[,N...]", only_with="plan",
     )
     plan_gpu: str | None = flag(
         None,
-        "GPU to plan for, such as 'H100 SXM' or B200; training prints that plan with its own metrics [this machine's, "
+        "GPU to plan for, such as 'H100 SXM' or B200; training prints that plan with what it measured [this machine's, "
         "else H100 SXM]",
         metavar="NAME",
     )
-    gpus_per_node: int = flag(8, "GPUs of a node in a plan [8]", max_exclusive=MAX_WORLD + 1)
+    gpus_per_node: int = flag(8, "GPUs of a node in a plan [8]", max_exclusive=MAX_WORLD + 1, metavar="GPUS")
     plan_seconds: float = flag(
         30.0, "time limit for planning, in seconds; 0 plans only the given configuration [30]",
         min=0, only_with="plan",

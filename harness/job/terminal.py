@@ -119,9 +119,11 @@ def describe_interrupt(
     saved_step = max(resumed_step, base.step_in_name(newest) or 0 if newest else 0)
     done = step - 1 if phase in IN_A_STEP else step
     if done > saved_step:
-        lines["lost"] = f"{base.counted(done - saved_step, 'step')}, since step {saved_step:,}"
-        if not saved_step:
-            lines["lost"] = f"{base.counted(done, 'step')}; --checkpoint-interval N saves every N steps"
+        lines["lost"] = base.counted(done - saved_step, "step")
+        if saved_step:
+            lines["lost"] += f", since step {saved_step:,}"
+        elif not settings.checkpoint_interval:
+            lines["lost"] += "; --checkpoint-interval N saves every N steps"
     elif step and saved_step:
         lines["lost"] = f"nothing, step {saved_step:,} is saved"
     if folder and newest:

@@ -235,8 +235,9 @@ def draw_chart(
 
 
 def widened(low: float, high: float, margin: float = 0.0) -> Axis:
-    """An axis from `low` to `high`, with a margin at the upper end and, unless it is zero, at the lower one."""
-    if low == high:
+    """An axis from `low` to `high`, with a margin at the upper end and, unless it is zero, at the lower one. If they
+    differ only by rounding, so that labels between them would need more digits than fit, it includes 0."""
+    if high - low <= 1e-6 * abs(high):
         low, high = low - abs(low), high + (abs(high) or 1.0)
     return Axis(low - margin * (high - low) if low else low, high + margin * (high - low))
 

@@ -161,7 +161,9 @@ def next_commands(settings: flags.Settings, folder: pathlib.Path, step: int, met
     launcher, newest = job.launcher(), base.newest_checkpoint(folder)
     lines = {}
     if not (newest or settings.export):
-        lines["kept"] = "no weights: --final-checkpoint or --export DIR keeps them"
+        was_due = settings.saves_final_checkpoint()
+        reason = "no checkpoint could be saved" if was_due else "--final-checkpoint or --export DIR keeps them"
+        lines["kept"] = f"no weights: {reason}"
     if "best_step" in metrics:
         best = folder / "checkpoints" / base.checkpoint_name(metrics["best_step"])
         merged = {"export_weights": settings.export_weights} if settings.export_weights else None

@@ -266,6 +266,7 @@ NAMED = {  # (template, record): what is left out; nothing of the others
     ("mistral", "function"): "error: the role function is none of",
     **{(name, "another field"): "leaves out mood" for name in base.chat_templates()},
 }
+ENDS = {"chatml": "<|im_end|>\n", "llama3": "<|eot_id|>", "mistral": "EOS"}  # of an answer; EOS is the tokenizer's
 PARTS = [says("user", [{"type": "text", "text": "Hi"}, {"type": "text", "text": " you"}]), HELLO]
 
 
@@ -289,9 +290,9 @@ def test_a_template_with_a_name_writes_all_of_a_conversation_and_marks_what_the_
         assert plain.render(Conversation(messages, tools)) == (text, spans)
     answers = [message for message in messages if message["role"] == "assistant"]
     assert len(spans) == len(answers)
-    ends = {"chatml": "<|im_end|>\n", "llama3": "<|eot_id|>", "mistral": tokenizer.eos_token}
     for (first, last), answer in zip(spans, answers, strict=True):
-        assert answer["content"].strip() in text[first:last] and text[first:last].endswith(ends[name])
+        assert answer["content"].strip() in text[first:last]
+        assert text[first:last].endswith(ENDS[name].replace("EOS", tokenizer.eos_token))
 
 
 def test_chatml_is_the_usual_one(tokenizer):

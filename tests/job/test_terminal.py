@@ -77,25 +77,26 @@ def test_a_terminal_has_log_lines_and_a_bar_that_fits_and_after_ctrl_c_the_comma
     assert (settings.num_steps, settings.checkpoint_interval) == (4000, 6)
 
 
-LOST = {  # (phase, step, newest checkpoint, step that the run went on from): what is lost
-    ("forward", 7, 0, 0): "6 steps; --checkpoint-interval N saves every N steps",
-    ("forward", 2, 0, 0): "1 step; --checkpoint-interval N saves every N steps",
-    ("forward", 8, 2, 0): "5 steps, since step 2",
-    ("evaluation", 7, 2, 0): "5 steps, since step 2",
-    ("data", 3, 2, 0): "nothing, step 2 is saved",
-    ("forward", 15, 0, 10): "4 steps, since step 10",  # a run from another one's checkpoint that has saved nothing
-    ("forward", 1, 0, 0): "",
-    ("preparation", 0, 2, 0): "",
+LOST = {  # (phase, step, newest checkpoint, step of the resumed checkpoint, --checkpoint-interval): what is lost
+    ("forward", 7, 0, 0, 0): "6 steps; --checkpoint-interval N saves every N steps",
+    ("forward", 7, 0, 0, 20): "6 steps",
+    ("forward", 2, 0, 0, 0): "1 step; --checkpoint-interval N saves every N steps",
+    ("forward", 8, 2, 0, 0): "5 steps, since step 2",
+    ("evaluation", 7, 2, 0, 0): "5 steps, since step 2",
+    ("data", 3, 2, 0, 0): "nothing, step 2 is saved",
+    ("forward", 15, 0, 10, 0): "4 steps, since step 10",  # a run from another one's checkpoint that has saved nothing
+    ("forward", 1, 0, 0, 0): "",
+    ("preparation", 0, 2, 0, 0): "",
 }
 
 
-@pytest.mark.parametrize("phase, step, newest, resumed_step", LOST)
-def test_ctrl_c_says_how_many_steps_are_lost(tmp_path, phase, step, newest, resumed_step):
-    settings = parse(["--demo", "--num-steps", 100, "--output-dir", tmp_path])
+@pytest.mark.parametrize("phase, step, newest, resumed_step, interval", LOST)
+def test_ctrl_c_says_how_many_steps_are_lost(tmp_path, phase, step, newest, resumed_step, interval):
+    settings = parse(["--demo", "--num-steps", 100, "--checkpoint-interval", interval, "--output-dir", tmp_path])
     if newest:
         write_checkpoint(tmp_path / "r", step=newest)
     printed = terminal.describe_interrupt(settings, step, phase, tmp_path / "r", resumed_step).splitlines()
-    lost = LOST[phase, step, newest, resumed_step]
+    lost = LOST[phase, step, newest, resumed_step, interval]
     assert [line for line in printed if line.startswith("lost")] == ([f"lost       {lost}"] if lost else [])
     assert any(line.startswith("resume") for line in printed) == bool(newest)
     assert not any(line.startswith("saved") for line in printed)

@@ -74,6 +74,9 @@ def test_the_recipes_of_contributing_work_as_they_stand(tmp_path):
     (root / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
     asked = f"{SMALL} --dataset answers.jsonl --chat-template chatml --run-name answers --num-steps 1"
     assert "question and answer" in run("train_fsdp.py", *asked.split())  # a layout of conversations
+    (root / "answers.jsonl").write_text(json.dumps({"question": 1, "answer": "one"}))
+    refused = start([sys.executable, "train_fsdp.py", *asked.split()], cwd=root)
+    assert refused.returncode == 2 and "answers.jsonl, line 1: question+answer[0] is " in refused.stderr
 
     help_of_all = run("train_fsdp.py", "--help")
     for word in ("momentum-sgd", "cubic", ".nodata", "sheet", "--note", "--z-loss"):

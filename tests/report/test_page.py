@@ -122,6 +122,7 @@ def drawing_of(page: str, title: str) -> str:
         (1_000_001, 1_000_006, ["1.000002 M", "1.000004 M", "1.000006 M"]),
         (3e-6, 3.1e-6, ["3e-6", "3.05e-6", "3.1e-6"]),
         (-0.01, 0.03, ["-0.01", "0", "0.01", "0.02", "0.03"]),
+        (3.828176785, 3.82817679, ["0", "2", "4", "6", "8"]),
     ],
 )
 def test_an_axis_tells_its_numbers_distinct_also_where_they_lie_close(tmp_path, low, high, words):
