@@ -1,5 +1,5 @@
-"""What ranks of the tests run: a whole program, one that stalls, and for tests/pair/test_parallel.py `main`: many
-configurations in one process group, into WORKSPACE/observed-RANKS.json."""
+"""Functions that ranks of tests run: the program, one that stalls, and for tests/pair/test_parallel.py `main`, which
+trains many configurations in one process group and writes WORKSPACE/observed-RANKS.json."""
 
 import ctypes
 import hashlib
@@ -78,8 +78,7 @@ FAMILIES = ("llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gpt2
 QUICK_TRIPS = ("llama", "qwen3_moe", "gpt2")
 ROUND_TRIPS = (*QUICK_TRIPS, "smollm3", "mixtral")
 
-# What is trained, as {name: (model, flags)}. Each model, by its name and without flags, on one rank; all else has to
-# give the losses of that.
+# {name: (model, flags)}: each has the losses that its model has on one rank without flags
 COMPILED = {
     "compiled with selective checkpointing": ("smollm3", "--compile --activation-checkpointing selective"),
     "compiled with full checkpointing": ("smollm3", "--compile --activation-checkpointing full"),
@@ -99,14 +98,12 @@ QUICK = {
         "--context-parallel 2 --dp-replicate-size 2 --gradient-accumulation-steps 2"
         " --activation-checkpointing selective",
     ),
-    "4 ranks a sequence": ("smollm3", "--context-parallel 4"),  # with 2 heads of keys
 }
 SLOW = {
     "stage 2 in 4 microbatches": ("smollm3", "--zero-stage 2 --gradient-accumulation-steps 4"),
     "offload": ("smollm3", "--cpu-offload --gradient-accumulation-steps 2"),
     "2 replicas": ("smollm3", "--dp-replicate-size 2"),
     "stage 3": ("smollm3", ""),
-    "stage 2": ("smollm3", "--zero-stage 2"),
     "stage 1": ("smollm3", "--zero-stage 1"),
     "stage 0 in 4 microbatches": ("smollm3", "--zero-stage 0 --gradient-accumulation-steps 4"),
     "stage 3 deferred": ("smollm3", "--gradient-accumulation-steps 4 --defer-grad-sync"),
@@ -114,8 +111,6 @@ SLOW = {
     "2 replicas in 4 microbatches": ("smollm3", "--dp-replicate-size 2 --gradient-accumulation-steps 4"),
     "2 replicas deferred": ("smollm3", "--dp-replicate-size 2 --gradient-accumulation-steps 4 --defer-grad-sync"),
     "2 replicas at stage 1": ("smollm3", "--dp-replicate-size 2 --zero-stage 1 --gradient-accumulation-steps 4"),
-    "2 replicas offloaded": ("smollm3", "--dp-replicate-size 2 --cpu-offload"),
-    "2 ranks a sequence at stage 0": ("smollm3", "--context-parallel 2 --zero-stage 0"),
     "2 ranks a sequence at stage 1": (
         "smollm3",
         "--context-parallel 2 --zero-stage 1 --gradient-accumulation-steps 2 --no-fused-loss",
@@ -126,12 +121,16 @@ SLOW = {
         "--context-parallel 2 --activation-checkpointing full --cpu-offload",
     ),
     "4 ranks a sequence of Mixtral": ("mixtral", "--context-parallel 4"),
-    "2 ranks a sequence of Mistral": ("mistral", "--context-parallel 2"),
     "2 ranks a sequence of Gemma 2": ("gemma2", "--context-parallel 2"),
     "uneven at stage 0": ("uneven", "--zero-stage 0"),
     "uneven at stage 2 in 4 microbatches": ("uneven", "--zero-stage 2 --gradient-accumulation-steps 4"),
 } | {name: (name, "") for name in FAMILIES if name not in QUICK}
-# These only come near the fp32 losses.
+# {name: flags}: these only come near the fp32 losses
+ALONE = {  # on one rank, whose parameters and gradients are not copied
+    "one rank, bf16 in 2 microbatches": "--precision bf16 --zero-stage 1 --gradient-accumulation-steps 2",
+    "one rank, bf16-pure checkpointed": "--precision bf16-pure --activation-checkpointing full",
+    "one rank, fp8": "--precision fp8 --fp8-emulate",
+}
 QUICK_NEAR = {
     "bf16 in 4 microbatches": "--precision bf16 --zero-stage 2 --gradient-accumulation-steps 4",
     "fp8 tensorwise in 2 replicas": "--precision fp8 --fp8-emulate --dp-replicate-size 2",
@@ -146,16 +145,15 @@ SLOW_NEAR = {
     "fp8 tensorwise checkpointed and offloaded": "--precision fp8 --fp8-emulate --zero-stage 2 --cpu-offload"
     " --activation-checkpointing selective",
 }
-REPLICATED = {  # all that is kept in more than one place: each way to keep a parameter
+REPLICATED = {  # every kind of parameter that is replicated
     "stage 0": "--zero-stage 0",
     "2 replicas": "--dp-replicate-size 2",
-    "2 replicas, offloaded": "--dp-replicate-size 2 --cpu-offload",
     "2 replicas, fp8 tensorwise": "--dp-replicate-size 2 --precision fp8 --fp8-emulate",
 }
 
 
 def as_rank(rank: int, world: int, port: int, output: str, function, arguments: tuple) -> None:
-    """Calls `function` with what torchrun tells a rank in its environment; what it prints goes into a file."""
+    """Call `function` in torchrun's environment of a rank; its output goes into a file."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()}
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
@@ -167,7 +165,7 @@ def as_rank(rank: int, world: int, port: int, output: str, function, arguments: 
 
 
 def as_program(stdout: str, stderr: str, environment: dict, folder: pathlib.Path, arguments: list[str]) -> None:
-    """Runs train_fsdp.py as a shell does in this folder and environment; what it prints goes into two files."""
+    """Run train_fsdp.py as a shell does in this folder and environment; its output goes into two files."""
     os.environ.clear()
     os.environ |= environment
     os.chdir(folder)
@@ -183,7 +181,7 @@ def program(*argv: str) -> None:
 
 
 def impatient(environment: dict, *argv: str) -> None:
-    """The program as a rank of another world, which says at once that it waits for the store of its job."""
+    """The program as a rank of another world, which reports at once that it waits for the store of its job."""
     os.environ |= environment
     world.STORE_TIMEOUT = 0.1
     program(*argv)
@@ -196,34 +194,28 @@ def stalled(how: str, *argv: str) -> None:
     def forever(*_, **__):
         time.sleep(1000)
 
-    if how == "elsewhere" and os.environ["RANK"] == "1":
-        move = heartbeats.enter_phase
-
-        def wait_elsewhere(phase: str, step: int | None = None):
-            if (phase, step) == ("data", 8):
-                dist.recv(torch.zeros(1), src=0)
-            move(phase, step)
-
-        job.enter_phase = wait_elsewhere
-
-    if how == "lock":  # rank 0 waits as a launch into a full queue does: no thread of it runs
+    def hang_at(wanted: tuple[str, int], hang) -> None:
         enter_phase = heartbeats.enter_phase
-        hang = forever if os.environ["RANK"] == "1" else lambda: ctypes.PyDLL(None).sleep(1000)
-        where = "data" if os.environ["RANK"] == "1" else "forward"
 
         def hang_there(phase: str, step: int | None = None):
             enter_phase(phase, step)
-            if (phase, heartbeats.PROGRESS.step) == (where, 8):
+            if (phase, heartbeats.PROGRESS.step) == wanted:
                 hang()
 
         job.enter_phase = hang_there
+
+    if how == "lock" and os.environ["RANK"] == "0":  # as a launch into a full queue does: no thread of it runs
+        hang_at(("forward", 8), lambda: ctypes.PyDLL(None).sleep(1000))
     if os.environ["RANK"] == "1":
+        if how == "lock":
+            hang_at(("data", 8), forever)
+        if how == "elsewhere":
+            hang_at(("log", 7), lambda: dist.recv(torch.zeros(1), src=0))
         if how == "never":
             os.kill(os.getpid(), signal.SIGSTOP)
         if how == "data":
-            packed = data.PackedDataset
-            read, calls = packed.__getitem__, itertools.count()
-            packed.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
+            read, calls = data.PackedDataset.__getitem__, itertools.count()
+            data.PackedDataset.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
         if how == "save":
             store.sha256 = forever
     program(*argv)
@@ -271,10 +263,9 @@ def slowed(phase: str, there: str, *argv: str) -> None:
             wait_here(3 if phase == "end" else 1)
 
     if phase == "sampling":  # every token of a sample
-        heartbeats.enter_phase = job.enter_phase = enter_slowly
         multinomial = torch.multinomial
         torch.multinomial = lambda *args, **options: (time.sleep(1), multinomial(*args, **options))[1]
-    elif phase == "save":
+    if phase == "save":
         sha256 = store.sha256
         store.sha256 = lambda path: (wait_here(3), sha256(path))[1]
     else:
@@ -298,7 +289,7 @@ def interrupted(*argv: str) -> None:
 
 
 def asking_on_two_nodes() -> None:
-    """Three ranks, the first two the main ones of their nodes: prints of which rank each has the answer."""
+    """Print whose answer each of three ranks has, of which the first two are the main ranks of their nodes."""
     start_processes(timeout_minutes=1)
     rank = dist.get_rank()
     answers = all_gather_objects(broadcast_from_node_main(lambda: rank, is_main=rank < 2))
@@ -323,7 +314,7 @@ def stopping_for_one() -> None:
 
 
 def resolved(argv: list):
-    """(the settings of a command line as a run resolves them, the model's config)."""
+    """Return the settings of a command line as a run resolves them, and the model's config."""
     settings = parse_args([*map(str, argv)])
     config = load_config(settings.model)
     return resolving.resolve_steps(resolving.resolve(settings, config)), config
@@ -334,28 +325,17 @@ def round_trip_inputs():
 
 
 def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
-    """Trains the `same` and the `near` of the tables, and looks at the `replicas` and `round trips`."""
+    """Train the `same` and the `near` of the tables, and inspect the `replicas` and `round trips`."""
     device, stop = start_processes(), StopRequest()
     rank, world = dist.get_rank(), dist.get_world_size()
     built: dict = {}
 
-    def keep(function):  # what `run` builds, to look at
+    def keep(function):  # what a run builds, to inspect
         def wrapper(*args, **options):
             built[function.__name__] = function(*args, **options)
-            if function.__name__ == "build_model" and args[0].precision == "fp32":
-                built["weights"] = fingerprint(built["build_model"])
             return built[function.__name__]
 
         return wrapper
-
-    def whole(tensor):
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def fingerprint(model) -> str:
-        digest = hashlib.sha256()
-        for name, parameter in model.named_parameters():
-            digest.update(name.encode() + whole(parameter.detach()).contiguous().cpu().numpy().tobytes())
-        return digest.hexdigest()
 
     train_fsdp.build_model = keep(train_fsdp.build_model)
     utils.get_flops_by_length = keep(utils.get_flops_by_length)
@@ -384,7 +364,7 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
         return [*flags, "--no-final-checkpoint", *given]
 
     def share(tensors: list) -> float:
-        """Of the elements, what the rank holds that holds most."""
+        """The largest share of the elements that a rank holds."""
         mine = sum(local(tensor).numel() for tensor in tensors) / sum(tensor.numel() for tensor in tensors)
         return max(all_gather_objects(mine))
 
@@ -404,7 +384,6 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
         return {
             "losses": [line["loss"] for line in logged],
             "grad_norms": [line["grad_norm"] for line in logged],
-            "initial_weights": built.get("weights"),
             "shares": [share([*built["build_model"].parameters()]), share([s for s in states if s.dim()])],
             "flops_per_token": float(built["get_flops_by_length"][-1]),
             "kinds_of_linears": sorted({type(linear).__name__ for linear in linears}),
@@ -415,7 +394,7 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
         return train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
 
     def replicas_of_ranks_that_draw_others(flags: str) -> list[str]:
-        """What each rank holds of a model for which it drew random numbers of its own, as on GPUs of two kinds."""
+        """Digests of each rank's part of a model for which ranks draw different numbers, as on GPUs of two kinds."""
         seed = torch.manual_seed
         with mock.patch.object(torch, "manual_seed", lambda number: seed(number + 1000 * rank)):
             model = build("smollm3", flags)
@@ -426,12 +405,13 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
         return all_gather_objects(digest.hexdigest())
 
     def round_trip(name: str) -> float:
-        """Largest difference of logits to those that transformers computed with the same weights."""
+        """The largest difference to the logits of transformers with the same weights."""
         folder = workspace / "checkpoints" / name
         model = build(name, "--init pretrained --seed 11", model=folder)
         with torch.no_grad():
             logits = model.eval()(input_ids=round_trip_inputs(), use_cache=False).logits
-        return (whole(logits) - torch.load(folder / "logits.pt")).abs().max().item()
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return (logits - torch.load(folder / "logits.pt")).abs().max().item()
 
     observed: dict = {"same": {}, "near": {}}
     for name, (model, flags) in tables["same"].items():
