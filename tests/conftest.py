@@ -1,11 +1,12 @@
-"""What the tests share: a small corpus, tiny models, and ways to start the program as a user does.
+"""Fixtures and helpers of all tests: a small corpus, tiny models, and ways to start the program as a user does.
 
-Everything runs on the CPU, whatever the machine has, with one thread a process; `pytest -m gpu` alone sees GPUs.
+Everything runs on the CPU with one thread a process; only `pytest -m gpu` sees GPUs.
 """
 
 import contextlib
 import gc
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -33,7 +34,7 @@ gc.disable()  # until the tests are collected: looking for garbage takes a fifth
 import pytest
 from filelock import FileLock
 
-# What loads torch is imported where it is used: with -n one process has this file and runs no test.
+# Modules that load torch are imported in functions: with -n one process has this file and runs no test.
 from harness.base import UserError
 from harness.flags import Args, parse_args
 from harness.job import set_allocator, start_processes
@@ -48,25 +49,25 @@ multiprocessing.set_forkserver_preload(
 
 
 def pytest_configure(config) -> None:
-    """A test that is named as FILE::TEST runs in whatever tier it is; why tests were skipped is said at the end."""
+    """Run a test that is named as FILE::TEST whatever its tier; print why tests were skipped."""
     config.option.reportchars += "s"
     if config.option.markexpr == "not slow" and any("::" in argument for argument in config.args):
         config.option.markexpr = ""
 
 
 def pytest_collection_finish() -> None:
-    """What imports and collection made stays, and need not be looked at again."""
+    """Keep the objects of imports and collection out of garbage collections."""
     gc.freeze()
     gc.enable()
 
 
 def slow_case(*values, id: str | None = None):
-    """A case of a parametrized test that only the slow tier has."""
+    """A case of a parametrized test in the slow tier."""
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
 def copy_program(folder: pathlib.Path) -> pathlib.Path:
-    """Copies what a run needs into a folder, for a test that changes it; returns the folder."""
+    """Copy the program into a folder, for a test that changes it; return the folder."""
     for name in ("harness", "tools", "assets"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train_fsdp.py", "utils.py", "pyproject.toml"):
@@ -75,7 +76,7 @@ def copy_program(folder: pathlib.Path) -> pathlib.Path:
 
 
 def copy_with_gpu(folder: pathlib.Path, name: str, memory_gib: float) -> pathlib.Path:
-    """The script of a copy of the program whose table of GPUs has one more, of 1,000 dense TFLOPS."""
+    """The script of a copy of the program whose table of GPUs has one more with 1,000 dense TFLOPS."""
     table = copy_program(folder) / "assets" / "gpus.csv"
     row = f"{name},{name},1000,{memory_gib},4000,450,50,2,0,0.9,0,the vendor's datasheet"
     table.write_text(f"{table.read_text()}{row}\n")
@@ -85,7 +86,7 @@ def copy_with_gpu(folder: pathlib.Path, name: str, memory_gib: float) -> pathlib
 def start(
     command: list, timeout: float = 900, cwd: pathlib.Path = ROOT, **env: str | None
 ) -> subprocess.CompletedProcess:
-    """Runs a command to its end, from the repository's root, its output as text; None takes a variable away."""
+    """Run a command from the repository's root, with text output; a variable that is None is removed."""
     return subprocess.run(
         [*map(str, command)],
         env={key: value for key, value in (os.environ | env).items() if value is not None},
@@ -106,7 +107,7 @@ def cold_python(*arguments, **options) -> subprocess.CompletedProcess:
 
 
 def python(*arguments, timeout: float = 900) -> subprocess.CompletedProcess:
-    """The program as a shell runs it, but in a process that is forked from one that has its imports."""
+    """The program as a shell runs it, in a process forked from one that has its imports."""
     import multirank
 
     words = [*map(str, arguments)]
@@ -126,13 +127,9 @@ def torchrun_command(ranks: int, *launcher: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *launcher]
 
 
-def torchrun(ranks: int, *arguments, program: str = PROGRAM, **options) -> subprocess.CompletedProcess:
-    return start([*torchrun_command(ranks), program, *arguments], **options)
-
-
 @contextlib.contextmanager
 def forking(ranks: int, function, *arguments):
-    """(the processes of a world whose every rank calls a function, the file that they print into); they end with it."""
+    """Ranks of a world that call a function: (their processes, the file of their output); ended on exit."""
     import multirank
     import torch.multiprocessing
 
@@ -152,12 +149,10 @@ def forking(ranks: int, function, *arguments):
 
 
 def forked(ranks: int, function, *arguments, timeout: float = 900) -> str:
-    """Calls a function in every rank of a world, without a launcher; returns what the ranks printed.
-
-    Lines of torch's own may be among them: on a busy machine a rank says that it connects a second time.
+    """Call a function in every rank of a world, without a launcher; return their output, torch's lines included.
 
     Raises:
-        RuntimeError: a rank failed, or they did not end in time; all are ended, the message has what they printed.
+        RuntimeError: a rank failed, or they did not end in time; all are ended, the message has their output.
     """
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
@@ -182,6 +177,17 @@ def losses_of(folder: pathlib.Path) -> list[float]:
     return [line["loss"] for line in metrics_of(folder) if not line.get("final")]
 
 
+def eval_loss_of(folder: pathlib.Path) -> float:
+    """The last eval loss of a run."""
+    return [line["eval_loss"] for line in metrics_of(folder) if "eval_loss" in line][-1]
+
+
+def chat(*contents: str) -> dict:
+    """A conversation of these turns, of which the first is the user's."""
+    roles = itertools.cycle(("user", "assistant"))
+    return {"messages": [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]}
+
+
 def write_model(folder: pathlib.Path, model_type: str, **sizes) -> str:
     from transformers import AutoConfig
 
@@ -198,16 +204,14 @@ def shared_folder(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def token_cache(shared_folder) -> pathlib.Path:
-    """Where the demo's stories are tokenized once, for runs whose tests claim nothing of a cache."""
+    """A token cache for runs on the demo's data whose tests are not about caches."""
     return shared_folder / "tokens"
 
 
 @pytest.fixture(scope="session")
 def workspace(shared_folder) -> pathlib.Path:
-    """What the multi-rank workers read: text, a tokenizer, models, and checkpoints with the logits they should give.
-
-    Made once for all processes of this test run.
-    """
+    """The inputs of tests/multirank.py, made once for all processes of this test run: text, a tokenizer, models, and
+    checkpoints with their logits."""
     folder = shared_folder / "workspace"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -261,7 +265,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
-    """The clock of utils, which moves only when the test says so."""
+    """The clock of utils, which only the test moves."""
     import utils
 
     clock = Clock()
@@ -270,7 +274,7 @@ def clock(monkeypatch) -> Clock:
 
 
 class Stop(StopRequest):
-    """A request that comes after `steps` steps, by default never, and so many forward `passes` more."""
+    """A request to stop after `steps` steps, by default never, and `passes` more forward passes."""
 
     def __init__(self, steps: int = -1, passes: int = 0):
         self.steps, self.passes, self.done = steps, passes, 0
@@ -292,7 +296,7 @@ class Stop(StopRequest):
 
 
 def parse(arguments: list) -> Args:
-    """The settings of a command line; a wrong one is a UserError, as other mistakes in this process are."""
+    """The settings of a command line; a mistake is a UserError."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -304,34 +308,50 @@ def parse(arguments: list) -> Args:
 
 
 def train(arguments: list, device, stop: Stop | None = None) -> int:
-    """Trains in this process, a world of one; the exit code."""
+    """Train in this process, a world of one; return the exit code."""
     import train_fsdp
 
     return train_fsdp.train_or_evaluate(parse(arguments), device, stop or Stop())
 
 
 def unlock(folder: pathlib.Path) -> pathlib.Path:
-    """Lets other processes start in the folder of a run of this process, which would hold its lock to its own end."""
+    """Let other processes start in the folder of a run of this process, which holds its lock until it ends."""
     (folder / ".lock").unlink()
     return folder
 
 
-def one_source(sequences, seed: int):
-    """The training data of a run of these windows alone."""
-    from harness import data
+def build_step(device, argv: list) -> tuple:
+    """(settings, model, optimizer, a function that takes one step), as a run builds them, on random tokens."""
+    import multirank
+    import numpy as np
 
-    return data.mix({"data": sequences}, {"data": None}, sequences.seq_len, seed)
+    import train_fsdp
+    import utils
+    from harness import data
+    from harness import model as models
+    from harness.state.train_state import TrainState
+
+    settings, config = multirank.resolved(argv)
+    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+    optimizer, tracker = models.build_optimizer(settings, model), utils.PerformanceTracker(0, 1, 0)
+    sequences = data.SyntheticDataset(config.vocab_size, settings.sequence_length)
+    if settings.document_mask:
+        tokens = np.concatenate([sequences[index] for index in range(64)])
+        sequences = data.PackedDataset(tokens, settings.sequence_length, document_mask=True, end_of_text=0)
+    mixture = data.mix({"data": sequences}, {"data": None}, sequences.seq_len, settings.seed)
+    batches = data.training_batches(settings, mixture, TrainState(model, optimizer, tracker=tracker), device)
+    return settings, model, optimizer, lambda: train_fsdp.train_step(settings, model, optimizer, batches, tracker)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What ends with a mistake of the user
+# Mistakes of users
 
 SMALL = words("--num-steps 2 --sequence-length 16 --batch-size 2 --num-workers 0 --precision fp32")
 
 
 @pytest.fixture
 def arguments(tmp_path, token_cache):
-    """The smallest run that works; what a test gives beside it wins."""
+    """The flags of the smallest run that works; flags after them win."""
     import multirank
 
     folders = ["--output-dir", str(tmp_path / "out"), "--cache-dir", str(token_cache), "--run-name", "r"]
@@ -341,7 +361,7 @@ def arguments(tmp_path, token_cache):
 
 @pytest.fixture
 def mistake(device, arguments):
-    """Runs the program in this process, up to the error that it ends with."""
+    """`mistake(*flags)`: the one line of a run in this process that is refused."""
 
     def run(*flags, exit_code: int = 2) -> str:
         with pytest.raises(UserError) as raised:
@@ -355,7 +375,7 @@ def mistake(device, arguments):
 
 @pytest.fixture
 def tables():
-    """The tables that a file may add to, which are afterwards what they were."""
+    """Restore the tables that a file of --import may add to."""
     from harness import flags, report
     from harness import model as models
 

@@ -7,12 +7,10 @@ import re
 import multirank
 import pytest
 import torch
-from conftest import ROOT, Stop, losses_of, metrics_of, python, torchrun, train, words, write_model
+from conftest import ROOT, Stop, forked, losses_of, metrics_of, python, train, words
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import train_fsdp
 from harness.base import UserError
-from harness.state.train_state import TrainState
 
 # After its first update the gradients are NaN; the loss stays finite, as RMSNorm turns what overflows into zeros.
 DIVERGES = words("--lr 1e20 --max-grad-norm 0 --warmup-steps 0 --num-steps 6")
@@ -20,7 +18,7 @@ DIVERGES = words("--lr 1e20 --max-grad-norm 0 --warmup-steps 0 --num-steps 6")
 
 @pytest.fixture
 def arguments(arguments, tmp_path) -> list:
-    """Those of the smallest run, on a text that is tokenized at once."""
+    """Flags of the smallest run, on a short text."""
     (tmp_path / "data.txt").write_text("The fox had a red ball, and the dog wanted it.\n\n" * 300)
     return [*arguments, "--dataset", str(tmp_path / "data.txt")]
 
@@ -29,21 +27,26 @@ def steps_saved(tmp_path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "out" / "r" / "checkpoints").glob("step-*"))
 
 
-def only_error(process) -> str:
-    """The one line of a run that failed."""
-    assert process.returncode == 1, process.stdout + process.stderr
-    assert "Traceback" not in process.stderr and "done  " not in process.stdout
-    (line,) = [line for line in process.stderr.splitlines() if "error: " in line]
-    return line.removeprefix("train_fsdp.py: error: ")
-
-
-@pytest.mark.parametrize("flags", ["--max-skipped 100 --checkpoint-interval 2", "--no-final-checkpoint --num-steps 1"])
-def test_a_run_that_diverged_is_an_error_and_leaves_nothing(arguments, tmp_path, flags):
-    message = only_error(python(*arguments, *DIVERGES, *words(flags), "--export", tmp_path / "export"))
-    assert "at step 1; nothing was saved; a lower --lr" in message
-    assert not steps_saved(tmp_path) and not (tmp_path / "export").exists()
+def left_nothing(tmp_path) -> bool:
+    """True if a run that diverged saved, exported and reported nothing."""
     assert not any(line.get("final") for line in metrics_of(tmp_path / "out" / "r"))
     assert "NaN" not in (tmp_path / "out" / "r" / "metrics.jsonl").read_text()
+    return not steps_saved(tmp_path) and not (tmp_path / "export").exists()
+
+
+def test_a_run_that_diverged_is_one_line_and_leaves_nothing(arguments, tmp_path):
+    flags = words("--max-skipped 100 --checkpoint-interval 2")
+    process = python(*arguments, *DIVERGES, *flags, "--export", tmp_path / "export")
+    assert process.returncode == 1 and "done  " not in process.stdout
+    (line,) = process.stderr.splitlines()
+    assert line.startswith("train_fsdp.py: error: ") and "at step 1; nothing was saved; a lower --lr" in line
+    assert left_nothing(tmp_path)
+
+
+def test_a_last_step_that_diverged_is_an_error_too_and_leaves_nothing(arguments, mistake, tmp_path):
+    flags = words("--no-final-checkpoint --num-steps 1")
+    message = mistake(*DIVERGES, *flags, "--export", tmp_path / "export", exit_code=1)
+    assert "at step 1; nothing was saved; a lower --lr" in message and left_nothing(tmp_path)
 
 
 def test_the_last_good_checkpoint_is_named_and_stays_and_the_run_resumes_from_it(device, arguments, mistake, tmp_path):
@@ -64,24 +67,17 @@ def test_a_signal_does_not_save_a_diverged_state(arguments, device, tmp_path):
 
 @pytest.mark.slow
 def test_all_ranks_agree_that_a_run_diverged(arguments, tmp_path):
-    flags = words("--dp-replicate-size 2 --gradient-accumulation-steps 2 --document-mask")
-    assert torchrun(4, *arguments, *flags, "--checkpoint-interval", 1).returncode == 0
-    onward = [*arguments, *flags, "--resume", "auto", "--num-steps", 8, "--checkpoint-interval", 2]
-    process = torchrun(4, *onward, "--lr", "1e20", "--max-grad-norm", 0)
-    assert process.returncode == 1 and process.stderr.count("train_fsdp.py: error: ") == 2  # ours, and torchrun's copy
-    assert "at step 3; the last good checkpoint is step-00000002" in process.stderr
+    flags = words("--dp-replicate-size 2 --gradient-accumulation-steps 2 --document-mask --checkpoint-interval 1")
+    forked(4, multirank.program, *arguments, *flags)
+    onward = [*arguments, *flags, *words("--resume auto --num-steps 8 --checkpoint-interval 2")]
+    with pytest.raises(RuntimeError, match="exit code 1") as ended:
+        forked(4, multirank.program, *onward, *words("--lr 1e20 --max-grad-norm 0"))
+    assert str(ended.value).count("train_fsdp.py: error: ") == 1
+    assert "at step 3; the last good checkpoint is step-00000002" in str(ended.value)
     assert steps_saved(tmp_path)[-1] == "step-00000002"
 
 
-def test_checks_before_saves_change_no_loss_with_dropout(device, arguments, tmp_path):
-    dropout = write_model(tmp_path / "dropout", "llama", **multirank.SIZES, attention_dropout=0.3)
-    flags = [*arguments, "--model", dropout, *words("--num-steps 6 --log-interval 1 --eval-interval 3")]
-    train([*flags, "--run-name", "saves", "--checkpoint-interval", 1], device)
-    train(flags, device)
-    assert losses_of(tmp_path / "out" / "saves") == losses_of(tmp_path / "out" / "r")
-
-
-# ---- Weights that are good for nothing -------------------------------------------------------------------------------
+# ---- Weights -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("harm", ["a loss of NaN", "NaN in it"])
@@ -112,28 +108,8 @@ def test_weights_that_give_no_finite_loss_are_refused_before_anything_is_made_of
     assert not (tmp_path / "export").exists() and not steps_saved(tmp_path)
 
 
-# ---- Losses that are finite ------------------------------------------------------------------------------------------
-
-
-def test_only_weights_that_were_loaded_are_judged_before_the_first_step(device, arguments, monkeypatch):
-    events, build_model, finite = [], train_fsdp.build_model, TrainState.finite
-
-    def build_watched(*given, **options):
-        model = build_model(*given, **options)
-        model.register_forward_pre_hook(lambda *_: events.append("step" if model.training else "check"))
-        return model
-
-    monkeypatch.setattr(train_fsdp, "build_model", build_watched)
-    monkeypatch.setattr(TrainState, "finite", lambda state: events.append("scan") or finite(state))
-    train(arguments, device)
-    assert events[0] == "step"
-    events.clear()
-    train([*arguments, "--resume", "auto", "--num-steps", 3], device)
-    assert events[:3] == ["scan", "check", "step"]
-
-
 def test_a_loss_that_ends_above_its_first_one_is_in_the_last_lines(device, arguments, tmp_path, token_cache, capfd):
-    """And the perplexity of one that no float holds is null."""
+    """Also, a perplexity beyond the largest float is null."""
     high = words("--lr 100 --max-grad-norm 0 --warmup-steps 0 --num-steps 2 --log-interval 1 --eval-interval 2")
     assert train([*arguments, *high], device) == 0
     losses, printed = losses_of(tmp_path / "out" / "r"), capfd.readouterr().out

@@ -1,9 +1,9 @@
-"""What only a GPU can show: `pytest -m gpu` on one that has nothing else to do, under two minutes on an H100.
+"""Tests of a GPU: `pytest -m gpu` on one that is idle otherwise, under two minutes on an H100.
 
     REHEARSE_GPU_TESTS=1 pytest tests/pair/test_gpu.py
 
-takes the same path on the CPU with a tiny model, without inductor, cuDNN and what depends on the device's speed or
-memory. Nothing here needs `datasets`; float8 is skipped where torchao is missing.
+runs them on the CPU with a tiny model, without inductor, cuDNN and checks of the device's speed or memory. Nothing here
+needs `datasets`; float8 is skipped if torchao is missing.
 """
 
 import contextlib
@@ -12,29 +12,22 @@ import gc
 import json
 import os
 import pathlib
-import statistics
 import sys
-import time
 from importlib.util import find_spec
 
 import pytest
 import torch
 import torch._dynamo
-from conftest import ROOT, metrics_of, one_source, start, train, write_model
-from multirank import resolved
+from conftest import ROOT, build_step, metrics_of, start, train, write_model
 from tiny import END, MODELS, NoReadBack
 from torch._dynamo.utils import counters
 
-import train_fsdp
-import utils
 from harness import data
 from harness import model as models
 from harness.base import GIB, wait_for_device
 from harness.flags import PRESETS
 from harness.model.attention import describe_attention
 from harness.model.optimizers import adamw
-from harness.state.store import Checkpoints
-from harness.state.train_state import TrainState
 
 CUDA = torch.cuda.is_available()
 pytestmark = [
@@ -63,22 +56,15 @@ def on_cpu_without_inductor():
 
 @pytest.fixture(scope="module")
 def build(device, tmp_path_factory, on_cpu_without_inductor):
-    """`build(*flags)`: settings, model, optimizer and a function that takes a step on random tokens."""
+    """`build(*flags)`: settings, model, optimizer and a function that takes one step on random tokens."""
 
     def make(*flags, sizes=SIZES, length=LENGTH):
-        gc.unfreeze()  # what a whole run in this process has frozen
+        gc.unfreeze()  # a run in this process freezes its objects
         gc.collect()
         torch.cuda.empty_cache()
         source = write_model(tmp_path_factory.mktemp("model"), "smollm3", **sizes)
         shape = ["--sequence-length", str(length), "--num-workers", "0", "--num-steps", "99", "--lr", "1e-3"]
-        settings, config = resolved(["--model", source, "--dataset", "demo", *shape, *flags])
-        model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
-        optimizer = models.build_optimizer(settings, model)
-        train_set = one_source(data.SyntheticDataset(config.vocab_size, length), settings.seed)
-        tracker = utils.PerformanceTracker(0, 1, 0)
-        state = TrainState(model, optimizer, tracker=tracker)
-        batches = data.training_batches(settings, train_set, state, device)
-        return settings, model, optimizer, lambda: train_fsdp.train_step(settings, model, optimizer, batches, tracker)
+        return build_step(device, ["--model", source, "--dataset", "demo", *shape, *flags])
 
     return make
 
@@ -91,7 +77,7 @@ def loss_and_gradients(build, device):
         torch._dynamo.reset()
         _, model, _, _ = build(*flags)
         tokens = data.SyntheticDataset(SIZES["vocab_size"], LENGTH)
-        packed = [tokens[index] % (LENGTH // 4) for index in range(2)]  # about four ends of text in each
+        packed = [tokens[index] % (LENGTH // 4) for index in range(2)]  # about four document ends in each
         if "--document-mask" in flags:
             sets = [data.PackedDataset(sequence, LENGTH, document_mask=True, end_of_text=END) for sequence in packed]
             packed = [sequences[0] for sequences in sets]
@@ -105,7 +91,7 @@ def loss_and_gradients(build, device):
 
 
 def assert_close(one, other, gradients: float, loss: float = 2e-3):
-    """Losses within a share, gradients in their relative distance: bf16 rounds each product to three digits."""
+    """Compare losses, and gradients by their relative distance: bf16 rounds each product to three digits."""
     assert one[0] == pytest.approx(other[0], rel=loss)
     assert ((one[1] - other[1]).norm() / other[1].norm()).item() < gradients
 
@@ -114,15 +100,24 @@ def assert_close(one, other, gradients: float, loss: float = 2e-3):
 # The numbers
 
 
-def test_the_compiled_fused_loss_is_that_of_full_logits(loss_and_gradients):
-    fused = loss_and_gradients("--compile", "--fused-loss")
-    assert_close(fused, loss_and_gradients("--no-compile", "--no-fused-loss"), gradients=0.03)
+PAIRS = {  # a claim: two ways that it compares
+    "the compiled fused loss is that of full logits": ("--compile --fused-loss", "--no-compile --no-fused-loss"),
+    "cuDNN's attention is torch's flash attention": (
+        "--no-compile --precision bf16 --attention flash",
+        f"--no-compile --precision bf16 --attention {'cudnn' if CUDA else 'eager'}",
+    ),
+    "keys repeated for fp32 give what shared keys give": (
+        "--no-compile --precision fp32",
+        "--no-compile --precision bf16",
+    ),
+}
 
 
-def test_cudnns_attention_is_torchs_flash_attention(loss_and_gradients):
-    plain = ("--no-compile", "--precision", "bf16", "--attention")
-    other = loss_and_gradients(*plain, "cudnn" if CUDA else "eager")
-    assert_close(loss_and_gradients(*plain, "flash"), other, gradients=0.03)
+@pytest.mark.parametrize("claim", PAIRS)
+def test_two_ways_have_the_same_loss_and_gradients(loss_and_gradients, claim):
+    one, other = (loss_and_gradients(*flags.split()) for flags in PAIRS[claim])
+    is_fp32 = "fp32" in claim
+    assert_close(one, other, gradients=0.05 if is_fp32 else 0.03, loss=5e-3 if is_fp32 else 2e-3)
 
 
 def test_flex_attention_is_sdpa_inside_documents(loss_and_gradients, monkeypatch):
@@ -135,11 +130,6 @@ def test_flex_attention_is_sdpa_inside_documents(loss_and_gradients, monkeypatch
     flex = loss_and_gradients(compiled, "--document-mask", "--attention", "flex_attention")
     assert_close(flex, masked, gradients=0.03)
     assert (across[1] - masked[1]).norm() > 0.1 * masked[1].norm()  # the mask does matter
-
-
-def test_keys_repeated_for_fp32_give_what_shared_keys_give(loss_and_gradients):
-    fp32 = loss_and_gradients("--no-compile", "--precision", "fp32")
-    assert_close(fp32, loss_and_gradients("--no-compile", "--precision", "bf16"), gradients=0.05, loss=5e-3)
 
 
 def test_float8_learns_what_bf16_learns(build):
@@ -209,7 +199,7 @@ def test_a_resumed_run_continues_bit_for_bit(device, tmp_path, on_cpu_without_in
     try:
         train(flags, device)
         before, newest = metrics_of(tmp_path / "r"), tmp_path / "r" / "checkpoints" / "step-00000004"
-        shards = contents(newest)
+        shards = shards_of(newest)
         assert shards and newest.rename(tmp_path / "aside")
         train([*flags, "--resume", "auto"], device)
     finally:
@@ -217,50 +207,13 @@ def test_a_resumed_run_continues_bit_for_bit(device, tmp_path, on_cpu_without_in
     after = metrics_of(tmp_path / "r")
     assert [line["step"] for line in after] == [line["step"] for line in before]
     assert [line["loss"] for line in after] == [line["loss"] for line in before]
-    assert contents(newest) == shards
+    assert shards_of(newest) == shards
 
 
-def contents(checkpoint: pathlib.Path) -> dict[str, list]:
+def shards_of(checkpoint: pathlib.Path) -> dict[str, list]:
     """Sizes and checksums of its tensors' files, as its manifest has them."""
     files = json.loads((checkpoint / "manifest.json").read_text())["files"]
     return {name: entry for name, entry in files.items() if name.endswith(".distcp")}
-
-
-def test_a_save_in_the_background_holds_no_step_up(build, device, tmp_path):
-    """A second save, as the first one gets its pinned memory. On a CPU, which writes with the cores that compute, it is
-    only seen to end."""
-    batch = "16" if CUDA else "2"  # a step takes longer than launching it
-    settings, model, optimizer, step = build("--no-compile", "--batch-size", batch, "--checkpoint-interval", "1")
-    state = TrainState(model, optimizer, tracker=utils.PerformanceTracker())
-    saver = Checkpoints(settings, tmp_path, {}, device, lambda: None)
-
-    def timed() -> float:
-        began = time.perf_counter()
-        step()
-        wait_for_device()
-        return time.perf_counter() - began
-
-    saver.save(state)
-    saver.finish()
-    usual = statistics.median(timed() for _ in range(20 if CUDA else 3))
-    state.step, began = 1, time.perf_counter()
-    saver.save(state)
-    stall, meanwhile = time.perf_counter() - began, []
-    in_background = saver.thread.is_alive()  # with torch 2.11 a save is over when it returns: its stager works once
-    while saver.thread.is_alive() and len(meanwhile) < 5000:
-        meanwhile.append(timed())
-    saver.finish()
-    assert not saver.failures and (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").exists()
-    if CUDA:
-        size = sum(size for size, _ in contents(tmp_path / "checkpoints" / "step-00000001").values())
-        reported = f"{size / 1e9:.2f} GB, paused {stall:.3f} s; a step {usual:.4f} s"
-        if in_background:
-            median, longest = statistics.median(meanwhile), max(meanwhile)
-            reported += f", of {len(meanwhile)} meanwhile {median:.4f} s, at most {longest:.4f} s"
-        print(f"{reported}; in the background: {in_background}")
-        # pinned copies over PCIe reach 20 GB/s and more; a save that is not in the background also writes the files
-        assert stall < size / (5e9 if in_background else 1e8) + 0.1, reported
-        assert not in_background or (median < 1.3 * usual and longest < 3 * usual + 0.05), reported
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -269,7 +222,7 @@ def test_a_save_in_the_background_holds_no_step_up(build, device, tmp_path):
 
 @pytest.fixture(scope="module")
 def smollm3(build):
-    """(flags, a function that takes a step, already compiled, bytes that others hold); on a CPU the tiny model."""
+    """(flags, a function that takes a compiled step, bytes that others hold); on a CPU the tiny model."""
     gc.unfreeze()
     gc.collect()
     others = torch.cuda.memory_allocated() if CUDA else 0
@@ -298,21 +251,19 @@ def test_a_step_reads_nothing_back(smollm3, device):
     check_reads_nothing(smollm3[1], device)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--precision fp8",
-        "--precision fp8 --fp8-recipe rowwise",
-        "--precision fp8 --fp8-recipe rowwise_with_gw_hp",
-        "--optimizer muon --gradient-accumulation-steps 2 --zero-stage 1",
-        "--optimizer adamw-bf16 --betas 0.9 0.95 --no-fused-loss",
-        "--document-mask",
-        "--activation-checkpointing selective",
-        "--activation-checkpointing offload",
-    ],
-)
+STEPS = [
+    "--precision fp8",
+    "--precision fp8 --fp8-recipe rowwise_with_gw_hp",
+    "--optimizer muon --gradient-accumulation-steps 2 --zero-stage 1",
+    "--optimizer adamw-bf16 --betas 0.9 0.95 --no-fused-loss --activation-checkpointing selective",
+    "--document-mask",
+    "--activation-checkpointing offload",
+]
+
+
+@pytest.mark.parametrize("flags", STEPS)
 def test_a_step_reads_nothing_back_whatever_the_flags(build, device, flags):
-    """Small and eager but for the compiled casts of float8, as no graph changes what waits."""
+    """Small and eager but for the compiled casts of float8, as a graph waits for the same."""
     if "fp8" in flags and not find_spec("torchao"):
         pytest.skip("torchao is not installed")
     if "fp8" in flags and not CUDA:
@@ -329,7 +280,7 @@ def check_reads_nothing(step, device):
         for _ in range(2):
             loss, norm, *_ = step()
         with pytest.raises((RuntimeError, AssertionError)):  # a read is seen
-            torch.ones(1, device=device).item()
+            loss.item()
     assert loss.item() > 0 and norm.item() > 0
 
 
@@ -358,8 +309,4 @@ def test_memory_is_as_planned(smollm3):
     wait_for_device()
     if CUDA:
         total = (torch.cuda.max_memory_allocated() - others) / GIB
-        reserved = torch.cuda.max_memory_reserved() / GIB
-        reported = f"allocated {total:.2f} GiB, planned {planned['total']:.2f}; "
-        reported += f"reserved {reserved:.2f} GiB and the context, planned {planned['reserved']:.2f}"
-        print(reported)
-        assert planned["total"] == pytest.approx(total, rel=0.05), reported
+        assert planned["total"] == pytest.approx(total, rel=0.05)

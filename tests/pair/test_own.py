@@ -1,4 +1,4 @@
-"""--import: what a file of one's own adds works as the program's own does; a wrong file is one line."""
+"""--import: what a file registers works like the program's own; a wrong file is one line."""
 
 import itertools
 import json
@@ -9,10 +9,8 @@ import sys
 
 import multirank
 import pytest
-import torch
 from checkpoints import write_checkpoint
 from conftest import ROOT, UserError, cold_python, forked, losses_of, metrics_of, parse, python, start, words
-from safetensors.torch import load_file
 
 from harness import flags
 from harness.data import own
@@ -65,7 +63,7 @@ print(json.dumps([losses, norm.item()]))
 def test_the_page_about_it_shows_the_whole_file():
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "OWN.md").read_text(), re.MULTILINE | re.DOTALL)
     shown, file = "".join(blocks).split(), OWN.read_text()
-    assert shown == file.partition('"""\n')[2].split() and len(file.splitlines()) <= 80
+    assert shown == file.partition('"""\n')[2].split()
 
 
 @pytest.mark.slow
@@ -87,42 +85,23 @@ def test_two_ranks_at_stages_2_and_3_equal_a_bare_loop_resume_and_export(tmp_pat
 
 
 @pytest.mark.slow
-def test_initial_weights_by_a_rule_of_the_file_do_not_replace_loaded_ones(tmp_path):
-    rule = """    def _init_weights(self, module):
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.LayerNorm):
-            nn.init.ones_(module.weight)
-        if getattr(module, "bias", None) is not None:
-            nn.init.zeros_(module.bias)
-
-    def forward(self, input_ids,"""
-    file = tmp_path / "mine.py"
-    file.write_text(OWN.read_text().replace("    def forward(self, input_ids,", rule))
-    weights = []
-    for name, model in {"first": "plain", "again": f"{tmp_path}/first --init pretrained"}.items():
-        flags = run_flags(tmp_path, name, f"--num-steps 0 --model {model} --export {tmp_path}/{name}")
-        succeeds(python(*(word.replace(str(OWN), str(file)) for word in flags)))
-        weights.append(load_file(tmp_path / name / "model.safetensors"))
-    assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
-
-
-@pytest.mark.slow
 def test_a_model_of_a_file_compiles_recomputes_and_takes_full_logits_and_adapters(tmp_path):
     """Also without GenerationMixin, whose config an export then lacks."""
     file = tmp_path / "mine.py"
     file.write_text(OWN.read_text().replace("Plain(PreTrainedModel, GenerationMixin)", "Plain(PreTrainedModel)"))
-    ways = {"eager": "", "compiled": "--compile --activation-checkpointing selective", "full": "--no-fused-loss"}
+    ways = {
+        "eager": f"--export {tmp_path}/export",
+        "compiled": "--compile --activation-checkpointing selective",
+        "full": "--no-fused-loss",
+    }
     for name, way in ways.items():
-        export = f"--export {tmp_path}/export" if name == "eager" else ""
-        succeeds(python(*(word.replace(str(OWN), str(file)) for word in run_flags(tmp_path, name, f"{way} {export}"))))
-        assert losses_of(tmp_path / name) == pytest.approx(losses_of(tmp_path / "eager"), abs=2e-5)
-        terms = [[line["z_loss"] for line in metrics_of(tmp_path / run)] for run in ("eager", name)]
-        assert terms[1] == pytest.approx(terms[0], abs=2e-5)
-    adapted = (
-        f"--model {tmp_path}/export --init pretrained --lora-rank 4 --optimizer adamw --export {tmp_path}/adapters"
-    )
-    succeeds(python(*run_flags(tmp_path, "adapted", adapted)))
+        succeeds(python(*(word.replace(str(OWN), str(file)) for word in run_flags(tmp_path, name, way))))
+        eager, found = (metrics_of(tmp_path / run) for run in ("eager", name))
+        for key in ("loss", "z_loss"):
+            assert [line[key] for line in found] == pytest.approx([line[key] for line in eager], abs=2e-5)
+    adapters = "--init pretrained --lora-rank 4 --optimizer adamw"
+    flags = f"--model {tmp_path}/export {adapters} --export {tmp_path}/adapters"
+    succeeds(python(*run_flags(tmp_path, "adapted", flags)))
     files = {folder: {path.name for path in (tmp_path / folder).iterdir()} for folder in ("export", "adapters")}
     assert {"config.json", "model.safetensors"} < files["export"] and "adapter_model.safetensors" in files["adapters"]
     assert "generation_config.json" in files["adapters"] - files["export"]
@@ -168,12 +147,12 @@ FAULTS = {  # a file's content: its error, without the file's name
     REGISTER + "register.dataset('demo', list)\n": ", line 2: dataset demo: the name exists already",
     **{
         f"{REGISTER}register.metric({name!r}, None)\n": f", line 2: metric {name}: the name exists already"
-        for name in ("loss", "final", "samples", "skipped", "steps", "state", "share", "eval_loss", "best_step")
+        for name in ("loss", "final", "samples", "state", "share", "best_step")
     },
     REGISTER + "register.loss_term('skipped', None)\n": ", line 2: loss term skipped: the name exists already",
     **{
         f"{REGISTER}register.dataset({name!r}, list)\n": f", line 2: dataset {name}: the name is that of a split"
-        for name in ("train", "validation", "test", "none", "a.txt", "a.jsonl", "a.jsonl.gz", "A.JSON")
+        for name in ("train", "none", "a.txt", "a.jsonl.gz", "A.JSON")
     },
     REGISTER + "register.schedule('a b', None)\n": ", line 2: schedule 'a b': give a name of letters",
     REGISTER + "register.metric('a.b', None)\n": ", line 2: metric a.b: give a name of letters",
@@ -223,7 +202,7 @@ def test_a_checkpoint_names_no_file_to_run(tmp_path, tables):
 # ----------------------------------------------------------------------------------------------------------------------
 # Data sets
 
-UNUSABLE = {  # a function: the error about its data set
+UNUSABLE = {  # the function of a data set, and its error
     "none": (lambda: [], "its function gives no records"),
     "object": (lambda: ["a text", object()], "record 2 is object; give a text, a list of token ids, or a dict"),
     "random": (lambda: [str(random.random())], "its function gives other records when it is called again"),
@@ -275,7 +254,6 @@ CHANGES = {  # a change of the file: the error about its model
     ("num_hidden_layers", "depth"): "its config.json cannot be used (it has no num_hidden_layers)",
     ("register.schedule", "(lambda *_: 0)"): "--lr-scheduler: invalid choice: 'triangle'",
     ("1 - abs(2 * step / steps - 1)", "float('nan')"): "its factor after 0 steps is nan, not a finite number",
-    ("1 - abs(2 * step / steps - 1)", "None"): "schedule triangle: it gave no number (",
     ("1 - abs(2 * step / steps - 1)", "'fast'"): "schedule triangle: it gave no number (",
     ('optimizer.state[parameter]["momentum_buffer"] = ', "_ = "): "--optimizer sgd: it made no state for ",
     ("]).norm()", "])[99]"): ", line 76: IndexError: index 99 is out of bounds",

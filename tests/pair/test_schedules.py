@@ -1,4 +1,4 @@
-"""warmup_stable_decay: the shapes of its decay, and a stable run that is decayed from any checkpoint by one command."""
+"""Schedules: warmup_stable_decay's shapes, a stable run decayed from a checkpoint by one command, and all others."""
 
 import math
 
@@ -20,7 +20,7 @@ SHAPES = {
 
 
 def rate(step: int, num_steps: int, decay_steps: int, shape: str = "cosine") -> float:
-    """The learning rate of a step, which count from 1."""
+    """The learning rate of a step; steps count from 1."""
     if step <= WARMUP:
         return PEAK * (step - 1) / WARMUP
     progress = max(0, step - 1 - (num_steps - decay_steps)) / max(1, decay_steps)
@@ -40,22 +40,31 @@ def rates_of(folder) -> dict[int, float]:
     return {line["step"]: line["learning_rate"] for line in metrics_of(folder) if not line.get("final")}
 
 
-@pytest.mark.parametrize(
-    "shape, decay_steps", [("cosine", None), ("cosine", 1), ("linear", 5), ("1-sqrt", STEPS - WARMUP), ("linear", 0)]
-)
-def test_the_learning_rate_falls_by_its_shape_in_the_last_steps(flags, shape, decay_steps):
-    given = ["--lr-scheduler", "warmup_stable_decay"]
-    given += [] if decay_steps is None else ["--decay-steps", decay_steps]
-    given += [] if shape == "cosine" else ["--decay-shape", shape]
+def scheduled(flags: list) -> list[float]:
+    """The learning rate of each step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], PEAK)
-    scheduler = models.build_scheduler(parse([*flags, *given]), optimizer)
-    rates = {}
-    for step in range(1, STEPS + 1):
-        rates[step] = scheduler.get_last_lr()[0]
+    scheduler, rates = models.build_scheduler(parse(flags), optimizer), []
+    for _ in range(STEPS):
+        rates += scheduler.get_last_lr()
         optimizer.step()
         scheduler.step()
-    of_decay = STEPS // 5 if decay_steps is None else decay_steps
-    assert rates == pytest.approx({step: rate(step, STEPS, of_decay, shape) for step in rates}, rel=1e-12)
+    return rates
+
+
+DECAYS = {  # flags: the shape, and the steps of decay
+    "": ("cosine", STEPS // 5),
+    "--decay-steps 1": ("cosine", 1),
+    "--decay-steps 5 --decay-shape linear": ("linear", 5),
+    f"--decay-steps {STEPS - WARMUP} --decay-shape 1-sqrt": ("1-sqrt", STEPS - WARMUP),
+    "--decay-steps 0 --decay-shape linear": ("linear", 0),
+}
+
+
+@pytest.mark.parametrize("more", DECAYS)
+def test_the_learning_rate_falls_by_its_shape_in_the_last_steps(flags, more):
+    shape, decay_steps = DECAYS[more]
+    wanted = [rate(step, STEPS, decay_steps, shape) for step in range(1, STEPS + 1)]
+    assert scheduled([*flags, *words(f"--lr-scheduler warmup_stable_decay {more}")]) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_a_stable_run_is_decayed_from_a_checkpoint_by_one_command_and_can_continue(device, flags, tmp_path, capsys):
@@ -72,8 +81,8 @@ def test_a_stable_run_is_decayed_from_a_checkpoint_by_one_command_and_can_contin
     assert f"resumed {path} at step {step}" in printed
     wanted = {now: rate(now, step + decay, decay) for now in range(step + 1, step + decay + 1)}
     assert rates_of(tmp_path / "decayed") == pytest.approx(wanted, rel=1e-12)
-    of_both = [{line["step"]: line["loss"] for line in metrics_of(folder)} for folder in (source, tmp_path / "decayed")]
-    assert of_both[1][step + 1] == of_both[0][step + 1]  # the first step of a decay has the whole learning rate
+    losses = [{line["step"]: line["loss"] for line in metrics_of(folder)} for folder in (source, tmp_path / "decayed")]
+    assert losses[1][step + 1] == losses[0][step + 1]  # the first step of a decay has the whole learning rate
     assert (source / "metrics.jsonl").read_bytes() == before
     going_on = f"--config {source / 'config.json'} --resume {source} --output-dir {tmp_path} --num-steps {STEPS + 2}"
     assert train(words(going_on), device) == 0
@@ -81,14 +90,8 @@ def test_a_stable_run_is_decayed_from_a_checkpoint_by_one_command_and_can_contin
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_row_of_the_table_is_a_schedule_of_transformers(flags, name):
-    """It rises to the peak in the warmup, and never goes above it."""
-    settings = parse([*flags, "--lr-scheduler", name, "--warmup-steps", 0 if name == "constant" else WARMUP])
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], PEAK)
-    scheduler, rates = models.build_scheduler(settings, optimizer), []
-    for _ in range(STEPS):
-        rates += scheduler.get_last_lr()
-        optimizer.step()
-        scheduler.step()
-    assert max(rates) == pytest.approx(PEAK) == pytest.approx(rates[0 if name == "constant" else WARMUP])
+def test_every_schedule_rises_to_the_peak_in_the_warmup_and_never_above_it(flags, name):
+    warmup = 0 if name == "constant" else WARMUP
+    rates = scheduled([*flags, "--lr-scheduler", name, "--warmup-steps", warmup])
+    assert max(rates) == pytest.approx(PEAK) == pytest.approx(rates[warmup])
     assert min(rates) >= 0

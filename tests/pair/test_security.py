@@ -1,6 +1,6 @@
-"""Nothing foreign is run, whatever a folder asks for, and nothing is written through a link.
+"""Foreign code is never run, whatever a folder asks for, and nothing is written through a link.
 
-Code of an attacker leaves a mark where it runs; each such test also shows that it does run with the bare library.
+An attacker's code leaves a mark if it runs; each such test also shows that it does run with the bare library.
 """
 
 import collections
@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import forge
-from conftest import ROOT, parse, train
+from conftest import ROOT, chat, parse, train
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
@@ -50,7 +50,7 @@ class Attack:
 
 
 def change(file: pathlib.Path, **keys) -> None:
-    """Sets keys of a JSON object in a file."""
+    """Set keys of a JSON object in a file."""
     old = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(old | keys))
 
@@ -60,7 +60,7 @@ def change(file: pathlib.Path, **keys) -> None:
 
 
 def write_code(folder: pathlib.Path, mark: pathlib.Path, *maps: str) -> None:
-    """Puts a module with a config and a tokenizer into a folder, and points the auto_map of JSON files at it."""
+    """Write a module with a config and a tokenizer into a folder; the auto_map of JSON files points at it."""
     folder.mkdir(exist_ok=True)
     lines = [
         f"import pathlib; pathlib.Path({str(mark)!r}).touch()",
@@ -85,7 +85,7 @@ def tokenizer(tmp_path) -> pathlib.Path:
 
 @pytest.fixture
 def says_yes(monkeypatch, tmp_path):
-    """Whoever asks on stdin is told yes; what transformers copies before it runs it goes into a folder of the test."""
+    """Answer yes to questions on stdin; copies that transformers makes of code go into a folder of the test."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -93,7 +93,7 @@ def says_yes(monkeypatch, tmp_path):
 
 @pytest.fixture
 def bare(monkeypatch, says_yes):
-    """`bare(call)`: what a call does where transformers is as it comes."""
+    """`bare(call)`: the call in an unpatched transformers."""
 
     def run(call, *arguments, **options):
         with monkeypatch.context() as unprotected:
@@ -176,8 +176,7 @@ def test_a_chat_template_that_calls_the_operating_system_is_refused_in_the_sandb
     with pytest.raises(jinja2.exceptions.SecurityError):
         loaded.apply_chat_template([{"role": "user", "content": "x"}])
     assert not mark.exists()
-    printed = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": printed}) + "\n")
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat("Hello?", "Hello.")))
     flags = ["--tokenizer", tokenizer, "--dataset", tmp_path / "chat.jsonl", "--chat-loss", "all"]
     assert "the chat template fails, " in mistake(*flags, "--run-name", "chat")
     assert not mark.exists()
@@ -229,9 +228,8 @@ def test_a_script_and_a_card_in_a_data_folder_change_nothing(mark, tmp_path):
     (tmp_path / "secret.jsonl").write_text('{"text": "secret"}\n')
     (data / "data.py").write_text(f"import pathlib; pathlib.Path({str(mark)!r}).touch()")
     (data / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: ../secret.jsonl\n---\n")
-    records = (
-        record for file in find_files(str(data)).files_in_split("train") for record in read_records(file, "text")
-    )
+    files = find_files(str(data)).files_in_split("train")
+    records = (record for file in files for record in read_records(file, "text"))
     assert [*read_documents(records, 2**32, True, collections.Counter())] == ["Once"]
     assert not mark.exists()
     exec((data / "data.py").read_text())
@@ -239,12 +237,13 @@ def test_a_script_and_a_card_in_a_data_folder_change_nothing(mark, tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A folder that somebody else has prepared
+# A folder that an attacker has prepared
 
 
-@pytest.mark.parametrize(
-    "name", ["", "config.json", ".metrics.jsonl.writing", ".lock", "checkpoints", "profile/rank-0.json"]
-)
+LINKS = ["", "config.json", ".metrics.jsonl.writing", ".lock", "checkpoints", "profile/rank-0.json"]
+
+
+@pytest.mark.parametrize("name", LINKS)
 def test_a_link_that_leads_out_of_the_runs_folder_is_refused_and_its_target_stays(mistake, tmp_path, name):
     link, target = tmp_path / "out" / "r" / name, tmp_path / "target"
     link.parent.mkdir(parents=True)
