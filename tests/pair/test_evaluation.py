@@ -1,5 +1,4 @@
-"""Evaluation in a run and without training: of a checkpoint, of an export and of other texts, and never on what the run
-trained on."""
+"""Evaluation in a run and without training: of a checkpoint, an export and other texts, never of training data."""
 
 import json
 import math
@@ -10,7 +9,7 @@ import multirank
 import pytest
 import torch
 import transformers
-from conftest import ROOT, STORIES, forked, metrics_of, python, slow_case, train, words, write_model
+from conftest import ROOT, STORIES, chat, eval_loss_of, forked, python, train, words, write_model
 from safetensors import safe_open
 
 from harness import data
@@ -25,8 +24,8 @@ def write_documents(path, first: int = 0, count: int = 200) -> None:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """`start(name, *flags)`: the flags of a run of two steps on my.jsonl in `start.folder`."""
-    folder = tmp_path_factory.mktemp("held-out")
+    """`start(name, *flags)`: flags of a run of two steps on my.jsonl in `start.folder`."""
+    folder = tmp_path_factory.mktemp("eval")
     write_documents(folder / "my.jsonl")
     write_documents(folder / "other.jsonl", 1000, 40)
     model = write_model(folder / "model", "llama", **multirank.SIZES)
@@ -42,18 +41,23 @@ def start(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(start, device):
-    """The folder of four runs: `all` and `streamed` trained on every document, `held` held some out and was exported,
-    `part` trained on a slice."""
+    """The folder of four runs: `all` and `streamed` trained on every document, `held` has eval documents and was
+    exported, `part` trained on a slice; beside copies of their data."""
     assert train(start("all"), device) == 0
     assert train(start("streamed", "--streaming"), device) == 0
     assert train(start("held", "--eval-interval", 2, "--export", start.folder / "export"), device) == 0
     assert train(start("part", "--dataset-split", "train[:90%]"), device) == 0
+    shutil.copy(start.folder / "my.jsonl", start.folder / "copy.jsonl")
+    (start.folder / "link.jsonl").symlink_to(start.folder / "my.jsonl")
+    (start.folder / "both").mkdir()
+    for name in ("my.jsonl", "other.jsonl"):
+        (start.folder / "both" / name).symlink_to(start.folder / name)
     return start.folder
 
 
 @pytest.fixture
 def evaluate(start, device, capfd):
-    """`evaluate(*flags, said=words)`: the object of an evaluation, whose line of what is held out begins so."""
+    """`evaluate(*flags, printed=words)`: the JSON object of an evaluation, whose line about the eval data begins so."""
 
     def evaluate(*flags, printed: str = "") -> dict:
         capfd.readouterr()
@@ -68,7 +72,7 @@ def evaluate(start, device, capfd):
 
 @pytest.fixture
 def refused(evaluate):
-    """`refused(*flags)`: the one line with which an evaluation is refused."""
+    """`refused(*flags)`: the one line of an evaluation that is refused."""
 
     def refused(*flags) -> str:
         with pytest.raises(UserError) as raised:
@@ -79,10 +83,6 @@ def refused(evaluate):
     return refused
 
 
-def eval_loss(run) -> float:
-    return [line["eval_loss"] for line in metrics_of(run) if "eval_loss" in line][-1]
-
-
 def test_a_checkpoint_and_its_export_have_the_eval_loss_of_the_run_and_of_transformers_trainer(
     runs, evaluate, monkeypatch
 ):
@@ -91,7 +91,7 @@ def test_a_checkpoint_and_its_export_have_the_eval_loss_of_the_run_and_of_transf
     monkeypatch.setattr(data, "load", lambda *args, **more: opened.append(load(*args, **more)) or opened[-1])
     found = evaluate("--resume", runs / "held")
     (sequences,) = opened[-1].eval_data.values()
-    assert found["eval_loss"] == pytest.approx(eval_loss(runs / "held"), rel=1e-6)
+    assert found["eval_loss"] == pytest.approx(eval_loss_of(runs / "held"), rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
     assert (found["step"], found["tokens"]) == (2, 32 * len(sequences))
 
@@ -100,7 +100,7 @@ def test_a_checkpoint_and_its_export_have_the_eval_loss_of_the_run_and_of_transf
     assert exported["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-6) and exported["step"] is None
 
     tokens = [torch.from_numpy(sequence.astype("int64")) for sequence in sequences]
-    rows = [{"input_ids": w[:-1], "labels": w[1:], "shift_labels": w[1:]} for w in tokens]
+    rows = [{"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]} for row in tokens]
     options = {"report_to": "none", "use_cpu": True, "remove_unused_columns": False, "per_device_eval_batch_size": 1}
     trainer = transformers.Trainer(
         transformers.AutoModelForCausalLM.from_pretrained(runs / "export"),
@@ -141,38 +141,33 @@ def test_an_error_of_an_evaluation_as_json_is_an_object_and_a_line(runs):
 # What the run trained on
 
 
-@pytest.mark.parametrize("run", ["all", "streamed"])
-def test_a_run_that_trained_on_every_document_has_no_eval_loss(runs, refused, run):
-    assert refused("--resume", runs / run).startswith("--eval-interval: the run held out nothing")
+TRAINED_ON = {  # a run and flags: what the refusal names
+    "all": "--eval-interval: the run held out nothing",
+    "streamed": "--eval-interval: the run held out nothing",
+    "streamed --dataset {}/copy.jsonl": "the run held out nothing",
+    "streamed --eval-split {}/copy.jsonl": "its tokens were trained on; give what was not",
+    "held --dataset {}/copy.jsonl --streaming": "leave out --streaming",
+    "held --dataset {}/both": "my.jsonl",
+    "held --eval-split train": "--eval-split train",
+    "all --dataset {}/link.jsonl --eval-split train": "--eval-split train",
+    "held --eval-split {}/link.jsonl": "{}/link.jsonl is in the training data too; ",
+    "part --eval-split train[50%:]": "--eval-split train[50%:]",
+    "part --eval-split train[-20:]": "--eval-split train[-20:]",  # not known without counting
+    "part --dataset-split train[50%:]": "train[:90%]",
+}
 
 
-def test_it_is_evaluated_on_another_text_and_gets_no_evaluation_when_it_continues(runs, start, evaluate, device):
-    assert evaluate("--resume", runs / "all", "--dataset", runs / "other.jsonl")["eval_loss"] > 0
-    with pytest.raises(UserError, match="--eval-interval"):
-        train(start("all", "--num-steps", 4, "--eval-interval", 2, "--resume", "auto"), device)
+@pytest.mark.parametrize("flags, named", TRAINED_ON.items())
+def test_what_was_trained_on_is_not_evaluated_by_any_name(runs, refused, flags, named):
+    assert named.replace("{}", str(runs)) in refused(*words(f"--resume {{}}/{flags}".replace("{}", str(runs))))
 
 
-def test_the_split_that_was_trained_on_is_not_evaluated_by_any_name_of_the_file(runs, refused):
-    assert "--eval-split train" in refused("--resume", runs / "held", "--eval-split", "train")
-    (runs / "link.jsonl").symlink_to(runs / "my.jsonl")
-    run = ["--resume", runs / "all", "--dataset", runs / "link.jsonl"]
-    assert "--eval-split train" in refused(*run, "--eval-split", "train")
+NOT_TRAINED_ON = ["all --dataset {}/other.jsonl", "part --eval-split train[90%:]", "part --eval-split train[-10%:]"]
 
 
-def test_slices_are_evaluated_where_they_do_not_overlap_what_was_trained_on(runs, refused, evaluate):
-    run = ["--resume", runs / "part"]
-    assert "--eval-split train[50%:]" in refused(*run, "--eval-split", "train[50%:]")
-    assert "--eval-split train[-20:]" in refused(*run, "--eval-split", "train[-20:]")  # not known without counting
-    assert "train[:90%]" in refused(*run, "--dataset-split", "train[50%:]")
-    assert evaluate(*run, "--eval-split", "train[90%:]")["tokens"] > 0
-    assert evaluate(*run, "--eval-split", "train[-10%:]")["tokens"] > 0
-
-
-def test_a_folder_with_the_file_that_was_trained_on_is_not_another_text(runs, refused):
-    (runs / "both").mkdir()
-    for name in ("my.jsonl", "other.jsonl"):
-        (runs / "both" / name).symlink_to(runs / name)
-    assert "my.jsonl" in refused("--resume", runs / "held", "--dataset", runs / "both")
+@pytest.mark.parametrize("flags", NOT_TRAINED_ON)
+def test_what_was_not_trained_on_is_evaluated(runs, evaluate, flags):
+    assert evaluate(*words(f"--resume {{}}/{flags}".replace("{}", str(runs))))["tokens"] > 0
 
 
 def test_a_run_does_not_evaluate_on_what_it_trains_on(start, device):
@@ -183,6 +178,11 @@ def test_a_run_does_not_evaluate_on_what_it_trains_on(start, device):
     assert not (start.folder / "no").exists()
 
 
+def test_a_run_that_trained_on_all_gets_no_evaluation_when_it_continues(runs, start, device):
+    with pytest.raises(UserError, match="--eval-interval"):
+        train(start("all", "--num-steps", 4, "--eval-interval", 2, "--resume", "auto"), device)
+
+
 def test_a_corpus_that_changed_is_refused_by_an_evaluation(start, device, refused, tmp_path):
     corpus = tmp_path / "grows.jsonl"
     write_documents(corpus)
@@ -191,43 +191,24 @@ def test_a_corpus_that_changed_is_refused_by_an_evaluation(start, device, refuse
     assert "is not what it was at the checkpoint" in refused("--resume", start.folder / "grown")
 
 
-@pytest.mark.parametrize("flags", ["", slow_case("--eval-steps 3"), "--streaming --eval-steps 3 --streams 4"])
-def test_an_evaluation_of_a_run_takes_the_eval_documents_of_the_run(start, device, capfd, evaluate, flags):
-    name = f"printed{'-'.join(flags.split())}"
-    assert train(start(name, "--eval-interval", 2, *words(flags)), device) == 0
-    command = ["--num-steps", 0, "--resume", start.folder / name, "--eval-interval", 1]
-    capfd.readouterr()
-    found = evaluate(*command)
-    assert found["eval_loss"] == pytest.approx(eval_loss(start.folder / name), rel=1e-6)
-    if "--eval-steps" in flags:
-        assert found["tokens"] == 3 * 2 * 32
-        on_two_ranks = [*command, "--cache-dir", start.folder / "cache"]
-        printed = forked(2, multirank.program, *map(str, on_two_ranks))  # the same windows
-        assert f"eval loss {found['eval_loss']:.4f} " in printed and f", {found['tokens']:,} tokens" in printed
+def test_an_evaluation_of_a_stream_takes_the_eval_documents_of_the_run(start, device, evaluate):
+    flags = words("--streaming --eval-steps 3 --streams 4")
+    assert train(start("four", "--eval-interval", 2, *flags), device) == 0
+    found = evaluate("--resume", start.folder / "four")
+    assert found["eval_loss"] == pytest.approx(eval_loss_of(start.folder / "four"), rel=1e-6)
+    assert found["tokens"] == 3 * 2 * 32
 
 
 @pytest.mark.parametrize("field", [[], ["--text-field", "text"]])
 def test_an_evaluation_reads_the_field_that_the_run_read(start, device, tmp_path, evaluate, field):
     stories = [json.loads(line)["text"] for line in (start.folder / "my.jsonl").read_text().splitlines()[:60]]
-    chats = [[{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": story}] for story in stories]
-    records = [{"messages": chat, "text": story} for chat, story in zip(chats, stories, strict=True)]
-    (tmp_path / "both.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    records = [json.dumps(chat("Tell me.", story) | {"text": story}) for story in stories]
+    (tmp_path / "both.jsonl").write_text("\n".join(records))
     flags = ["--dataset", tmp_path / "both.jsonl", "--output-dir", tmp_path, "--eval-interval", 2, *field]
     if not field:
         flags += ["--chat-template", "chatml"]
     assert train(start("r", *flags), device) == 0
-    assert evaluate("--resume", tmp_path / "r")["eval_loss"] == pytest.approx(eval_loss(tmp_path / "r"), rel=1e-6)
-
-
-@pytest.mark.parametrize("flags", ["", "--streaming"])
-def test_data_that_the_run_did_not_train_on_are_evaluated_whole_with_the_number_of_documents(
-    runs, evaluate, capfd, flags
-):
-    whole = evaluate("--resume", runs / "held", "--dataset", runs / "other.jsonl", "--eval-split", "train")
-    found = evaluate("--resume", runs / "held", "--dataset", runs / "other.jsonl", *words(flags))
-    assert found["tokens"] == pytest.approx(whole["tokens"], abs=32 * 4)
-    if not flags:
-        assert found == whole
+    assert evaluate("--resume", tmp_path / "r")["eval_loss"] == pytest.approx(eval_loss_of(tmp_path / "r"), rel=1e-6)
 
 
 WHOLE, A_PART = "all of it, 40 documents", "one of every 20 documents of it, 10 of 200"
@@ -235,23 +216,14 @@ WHOLE, A_PART = "all of it, 40 documents", "one of every 20 documents of it, 10 
 
 @pytest.mark.parametrize("of", ["checkpoint", "export"])
 @pytest.mark.parametrize("name, eval_part", {"other": WHOLE, "my": A_PART, "copy": A_PART}.items())
-def test_what_weights_were_trained_on_is_known_by_its_tokens_and_all_else_is_taken_whole(
-    runs, evaluate, capfd, of, name, eval_part
+def test_training_data_of_weights_are_known_by_their_tokens_and_other_data_are_taken_whole(
+    runs, evaluate, of, name, eval_part
 ):
-    shutil.copy(runs / "my.jsonl", runs / "copy.jsonl")
     exported = ["--init", "pretrained", "--model", runs / "export", "--sequence-length", 32, "--precision", "fp32"]
     weights = {"checkpoint": ["--resume", runs / "held"], "export": exported}[of]
     found = evaluate(*weights, "--dataset", runs / f"{name}.jsonl", printed=eval_part)
     if eval_part == A_PART:
-        assert found["eval_loss"] == pytest.approx(eval_loss(runs / "held"), rel=1e-6)
-
-
-def test_a_corpus_is_recognized_if_it_was_streamed_and_is_not_now_or_the_reverse(runs, refused):
-    shutil.copy(runs / "my.jsonl", runs / "copy.jsonl")
-    copy, streamed = runs / "copy.jsonl", ["--resume", runs / "streamed"]
-    assert "the run held out nothing" in refused(*streamed, "--dataset", copy)
-    assert refused(*streamed, "--eval-split", copy).endswith("its tokens were trained on; give what was not")
-    assert "leave out --streaming" in refused("--resume", runs / "held", "--dataset", copy, "--streaming")
+        assert found["eval_loss"] == pytest.approx(eval_loss_of(runs / "held"), rel=1e-6)
 
 
 def test_documents_that_one_of_two_runs_trained_on_are_no_eval_documents_of_their_weights():
@@ -268,9 +240,8 @@ def test_an_export_of_a_run_on_an_export_knows_what_both_were_trained_on(start, 
     evaluate(*weights, "--dataset", runs / "my.jsonl", printed=A_PART)
     assert "the run held out nothing" in refused(*weights, "--dataset", runs / "other.jsonl")
     for name in ("my", "other"):
-        assert refused(*weights, "--eval-split", runs / f"{name}.jsonl").endswith(
-            "its tokens were trained on; give what was not"
-        )
+        line = refused(*weights, "--eval-split", runs / f"{name}.jsonl")
+        assert line.endswith("its tokens were trained on; give what was not")
 
 
 def test_an_export_after_an_evaluation_of_other_data_names_the_data_that_were_trained_on(runs, evaluate, tmp_path):

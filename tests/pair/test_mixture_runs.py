@@ -1,6 +1,5 @@
-"""Runs of several sources by the program itself: their samples on any number of ranks, their resumes, their figures."""
+"""Runs on several sources: their samples on any number of ranks, their resumes and their metrics."""
 
-import contextlib
 import itertools
 import json
 import shutil
@@ -22,11 +21,11 @@ TOKENS = {"a": (10, 500), "b": (500, 900), "c": (900, 1400)}  # the ids in the t
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
-    """Three files of tokens, each with ids of its own, two of text, and a tiny model."""
+    """Three token files, each with ids of its own, two files of text, and a tiny model."""
     folder = tmp_path_factory.mktemp("corpora")
     generator = np.random.default_rng(3)
     for name, (least, below) in TOKENS.items():
-        np.save(folder / f"{name}.npy", generator.integers(least, below, 2001, dtype=np.uint16))  # 62 windows
+        np.save(folder / f"{name}.npy", generator.integers(least, below, 2001, dtype=np.uint16))  # 62 sequences
     stories = (STORIES / "train.jsonl").read_text().splitlines(keepends=True)
     (folder / "web.jsonl").write_text("".join(stories[:40]))
     (folder / "code.jsonl").write_text("".join(stories[40:70]))
@@ -36,53 +35,43 @@ def corpora(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def flags(corpora):
-    small = (
-        f"--num-steps 8 --sequence-length {SEQ_LEN} --batch-size {BATCH} --num-workers 0 --precision fp32 --no-compile"
-    )
+    small = f"--num-steps 8 --sequence-length {SEQ_LEN} --batch-size {BATCH} --num-workers 0 --precision fp32"
+    small += " --no-compile"
     places = f"--model {corpora / 'model'} --tokenizer {ROOT / 'assets' / 'demo'} --cache-dir {corpora / 'cache'}"
     return words(f"{small} {places} --log-interval 1 --lr 1e-3 --lr-scheduler constant --run-name r --resume auto")
 
 
 @pytest.fixture
 def run(device, flags, corpora, tmp_path, monkeypatch):
-    """Trains in this process in tmp_path/r, in the folder of the corpora; the windows that each step took, as lists of
-    tokens."""
+    """`run(*flags)` trains in this process in tmp_path/r; returns the sequences of each step, as lists of tokens."""
     monkeypatch.chdir(corpora)
 
     def start_run(*more, stop_after: int = -1, output=tmp_path) -> dict[int, list[list[int]]]:
         steps: dict[int, list[list[int]]] = {}
-        with recording(steps):
-            train([*flags, "--output-dir", output, *more], device, Stop(stop_after))
+
+        def recorded(settings, train_set, state, device):
+            for batch in training_batches(settings, train_set, state, device):
+                sequences = np.concatenate([batch["input_ids"].numpy(), batch["labels"].numpy()[:, -1:]], axis=1)
+                steps.setdefault(state.step + 1, []).extend(sequences.tolist())
+                yield batch
+
+        monkeypatch.setattr(data, "training_batches", recorded)
+        train([*flags, "--output-dir", output, *more], device, Stop(stop_after))
         done = metrics_of(output / "r")[-1]["step"]  # a stop may come when the next batch is there
         return {step: sequences for step, sequences in steps.items() if step <= done}
 
+    training_batches = data.training_batches
     return start_run
 
 
-@contextlib.contextmanager
-def recording(steps: dict[int, list]):
-    """Adds to `steps` the windows of each batch that a training step takes."""
-    training_batches = data.training_batches
-
-    def recorded(settings, train_set, state, device):
-        for batch in training_batches(settings, train_set, state, device):
-            sequences = np.concatenate([batch["input_ids"].numpy(), batch["labels"].numpy()[:, -1:]], axis=1)
-            steps.setdefault(state.step + 1, []).extend(sequences.tolist())
-            yield batch
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "training_batches", recorded)
-        yield
-
-
 def source_of(sequence: list[int]) -> str:
-    """The token file that a window is of."""
+    """The token file of a sequence."""
     (name,) = (name for name, (least, below) in TOKENS.items() if least <= min(sequence) and max(sequence) < below)
     return name
 
 
 def counts_of(steps: dict[int, list]) -> dict[int, dict[str, int]]:
-    """How many windows of each source each step took."""
+    """The number of each source's sequences in each step."""
     counts = {}
     for step, sequences in steps.items():
         names = [source_of(sequence) for sequence in sequences]
@@ -91,7 +80,7 @@ def counts_of(steps: dict[int, list]) -> dict[int, dict[str, int]]:
 
 
 def sequences_of(name: str, *runs: dict[int, list]) -> list:
-    """The windows of a source in the order in which runs took them."""
+    """The sequences of a source in the order of the runs."""
     found = [sequence for steps in runs for step in sorted(steps) for sequence in steps[step]]
     return [sequence for sequence in found if source_of(sequence) == name]
 
@@ -127,29 +116,15 @@ def test_a_stage_begins_at_its_step_also_when_the_run_becomes_longer(run, tmp_pa
 # Resumes
 
 
-def test_a_run_of_one_source_continues_in_its_order_as_a_mixture_and_back(run, tmp_path):
+def test_a_mixture_that_changes_at_a_resume_also_to_one_source_continues_each_source(run, tmp_path):
     alone = run(*words("--dataset a.npy --num-steps 16"), output=tmp_path / "alone")
-    first = run(*words("--dataset a.npy"), stop_after=3)
-    mixed = run(*words("--dataset a=a.npy:1 b=b.npy:1"), stop_after=3)
-    back = run(*words("--dataset a.npy"), stop_after=1)
-    again = run(*words("--dataset a.npy"))  # whose record has three segments
-    found = sequences_of("a", first, mixed, back, again)
-    assert len(found) == 12 + len(sequences_of("a", mixed)) + 8
-    assert found == sequences_of("a", alone)[: len(found)]
-
-
-def test_a_mixture_that_changes_at_a_resume_reads_each_source_on_from_where_it_was(run, tmp_path):
-    whole = run(*words("--dataset a=a.npy:1 b=b.npy:1 c=c.npy:1 --num-steps 24"), output=tmp_path / "whole")
-    runs = [
-        run(*words("--dataset a=a.npy:1 b=b.npy:1 --num-steps 12"), stop_after=3),
-        run(*words("--dataset a=a.npy:1 b=b.npy:3 --num-steps 12"), stop_after=2),
-        run(*words("--dataset b=b.npy:1 c=c.npy:1 --num-steps 12"), stop_after=2),
-        run(*words("--dataset a=a.npy:2 b=b.npy:1 c=c.npy:1 --num-steps 12")),
-    ]
-    assert [list(steps) for steps in runs] == [[1, 2, 3], [4, 5], [6, 7], [8, 9, 10, 11, 12]]
+    others = run(*words("--dataset b=b.npy:1 c=c.npy:1"), output=tmp_path / "others")
+    parts = ["a.npy", "a=a.npy:1 b=b.npy:3", "b=b.npy:1 c=c.npy:1", "a=a.npy:2 b=b.npy:1 c=c.npy:1", "a.npy"]
+    runs = [run("--dataset", *words(part), "--num-steps", 12, stop_after=2) for part in parts]
+    assert [list(steps) for steps in runs] == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
     for name in TOKENS:
         found = sequences_of(name, *runs)
-        assert len(found) > 3 and found == sequences_of(name, whole)[: len(found)]
+        assert len(found) > 3 and found == sequences_of(name, alone, others)[: len(found)]
 
 
 def test_a_streamed_mixture_that_changes_at_a_resume_reads_each_shard_on_from_where_it_was(run, tmp_path):
@@ -187,16 +162,8 @@ def test_a_source_whose_file_changed_is_refused_in_one_line(run, corpora, tmp_pa
     for output in (tmp_path, tmp_path / "single"):
         with pytest.raises(UserError) as refused:
             run("--dataset", *both, output=output)
-        stdout = "--dataset: the source x is not what it was at the checkpoint (dataset); give the same data"
-        assert str(refused.value).startswith(stdout) and "\n" not in str(refused.value)
-
-
-def test_too_many_epochs_are_refused_before_the_run_with_their_number(run, tmp_path):
-    steps = "--num-steps 256"  # 1,024 samples, of which b has 768
-    with pytest.raises(UserError, match=r"--max-epochs 12: b would be read 12\.39 times in 256 steps"):
-        run(*words(f"--dataset a=a.npy:1 b=b.npy:3 {steps} --max-epochs 12"))
-    assert not (tmp_path / "r" / "metrics.jsonl").exists()
-    assert run(*words(f"--dataset a=a.npy:1 b=b.npy:3 {steps} --max-epochs 12.4"), stop_after=1)
+        line = "--dataset: the source x is not what it was at the checkpoint (dataset); give the same data"
+        assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
 def test_a_streamed_mixture_continues_where_it_was_in_other_batches(run, tmp_path):
@@ -222,7 +189,7 @@ def test_an_epoch_of_a_stream_has_each_document_once(run, corpora):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Held-out loss
+# Eval loss
 
 
 def test_eval_losses_of_a_run_are_those_of_an_evaluation_after_it(run, tmp_path, capfd):
@@ -235,7 +202,7 @@ def test_eval_losses_of_a_run_are_those_of_an_evaluation_after_it(run, tmp_path,
         assert last[key] == pytest.approx(after[key], rel=1e-6), key
     lower, upper = sorted((last["eval_loss/web"], last["eval_loss/code"]))
     assert lower < last["eval_loss"] < upper
-    for name in ("web", "code"):  # what the run's record says was held out of that source
+    for name in ("web", "code"):  # the eval documents of that source
         run("--num-steps", 0, "--resume", tmp_path / "r", *words(f"--eval-interval 1 --json --dataset {name}.jsonl"))
         alone = json.loads(capfd.readouterr().out.splitlines()[-1])
         assert alone["eval_loss"] == pytest.approx(last[f"eval_loss/{name}"], rel=1e-6)
@@ -246,7 +213,7 @@ def test_eval_losses_of_a_run_are_those_of_an_evaluation_after_it(run, tmp_path,
 
 
 def shown(printed: str) -> dict[int, tuple[str, str]]:
-    """By sample its source and its text without white space, from what --show-samples printed."""
+    """{sample: (its source, its text without white space)} in the output of --show-samples."""
     samples: dict[int, tuple[str, str]] = {}
     for line in printed.splitlines():
         if line.startswith("sample "):
@@ -263,8 +230,8 @@ def test_show_samples_prints_what_a_step_trained_on(run, flags, corpora, device,
     steps = run(*mixed, stop_after=3)
     steps |= run(*mixed, "--batch-size", 2)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    of_a_run = ["--resume", str(saved.newest_checkpoint(tmp_path / "r"))]
-    for way in (of_a_run, [*flags, *mixed, "--output-dir", str(tmp_path), "--resume", "none"]):
+    resume = ["--resume", saved.newest_checkpoint(tmp_path / "r")]
+    for way in (resume, [*flags, *mixed, "--output-dir", tmp_path, "--resume", "none"]):
         for step, first in ((2, BATCH), (5, 3 * BATCH + 2)):
             capsys.readouterr()
             train([*way, "--cache-dir", corpora / "cache", "--show-samples", step], device)
