@@ -1,5 +1,4 @@
-"""The command line and files of flags: what is given, what is the default, and what wins. Mistakes are a table of
-their own, pair/test_mistakes.py."""
+"""The command line and files of flags: values, defaults, and which wins. Mistakes are in pair/test_mistakes.py."""
 
 import dataclasses
 import json
@@ -12,6 +11,8 @@ from checkpoints import write_checkpoint
 from conftest import ROOT, cold_python, parse, words
 
 from harness import flags
+from harness.data.formats import COMPRESSIONS, all_formats
+from harness.flags import choices
 from harness.flags.parser import EXAMPLES
 from harness.flags.settings import FLAGS, Args, as_flag
 from harness.flags.sources import Source, parse_sources
@@ -46,13 +47,13 @@ def test_help_comes_at_once_without_torch_and_names_every_flag_with_its_default(
             assert float(re.search(r"\[([^\]]+)\]", text)[1]) == field.default
 
 
-def test_the_version_is_printed_with_those_of_what_it_stands_on():
+def test_the_version_is_printed_with_those_of_its_libraries():
     first, second = cold_python("--version").stdout.splitlines()
     assert re.fullmatch(r"train_fsdp \d+\.\d+\.\d+, commit ([0-9a-f]{40}(-dirty)?|unknown)", first)
     assert re.match(r"python 3\.\d+\.\d+, torch 2\.", second) and "transformers 5." in second
 
 
-def test_every_example_of_the_help_is_a_command_that_is_taken(tmp_path, monkeypatch):
+def test_every_example_of_the_help_is_accepted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs" / "tales").mkdir(parents=True)
     (tmp_path / "outputs" / "tales" / "config.json").write_text('{"given": {}}')
@@ -62,8 +63,16 @@ def test_every_example_of_the_help_is_a_command_that_is_taken(tmp_path, monkeypa
             parse(shlex.split(line.partition("train_fsdp.py")[2], comments=True))
 
 
+def test_the_suffixes_of_data_files_are_the_readers():
+    readers = all_formats()
+    assert set(choices.SUFFIXES) == readers.keys()
+    assert set(choices.FIELD_SUFFIXES) < readers.keys()
+    assert set(choices.TOKEN_SUFFIXES) == {s for s, reader in readers.items() if hasattr(reader, "open_tokens")}
+    assert set(choices.COMPRESSIONS) == COMPRESSIONS.keys()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-# What is given wins
+# A typed flag wins
 
 
 def test_flags_beside_demo_win_wherever_they_stand():
@@ -85,7 +94,7 @@ def test_of_a_flag_given_twice_the_last_counts_and_every_prompt_is_kept(toml):
     assert parse([*file, *prompts]).sample_prompt == ("a", "b", "-- c")
 
 
-def test_the_demo_does_not_compile_its_four_layers_unless_it_is_asked_to():
+def test_the_demo_does_not_compile_unless_a_flag_says_so():
     compiles = {"--demo": False, "--demo --compile": True, "--demo --model llama3.2-1b": None, "--model demo": None}
     assert {flags: parse(words(flags)).compile for flags in compiles} == compiles  # None: on with CUDA
 
@@ -95,7 +104,7 @@ def test_tokens_are_counted_in_millions_billions_and_trillions():
     assert {text: parse(["--num-tokens", text]).num_tokens for text in counts} == counts
 
 
-def test_what_was_given_is_a_command_line_again():
+def test_typed_flags_become_a_command_line_again():
     every_kind = "--dataset a=x.jsonl:0.7 b=y.jsonl:0.3 --mixture-stage 0.5:a=1 --mixture-stage 0.8:b=1 --no-compile"
     every_kind += " --document-mask --betas 0.8 0.9 --lr 1e-3 --num-tokens 20e9 --sample-prompt=-a --sample-prompt b"
     settings = parse(words(every_kind + " --plan-gpus 8,64 --plan --run-name=-r"))
@@ -105,15 +114,17 @@ def test_what_was_given_is_a_command_line_again():
 
 
 def test_an_evaluation_has_the_flags_of_its_checkpoint_that_shape_the_loss(tmp_path):
-    """Those of the text too, unless another text is named."""
-    of_text = {"dataset_split": "train[:90%]", "text_field": "body", "skip_bad_records": True, "seed": 7}
-    of_model = {"sequence_length": 96, "document_mask": True, "precision": "fp32", "tokenizer": str(tmp_path)}
+    """Also those of the data, unless other data are named."""
+    data_flags = {"dataset_split": "train[:90%]", "text_field": "body", "skip_bad_records": True, "seed": 7}
+    model_flags = {"sequence_length": 96, "document_mask": True, "precision": "fp32", "tokenizer": str(tmp_path)}
     recorded = flags.record_flags(Args())["flags"] | {"dataset": str(tmp_path), "eval_split": "test"}
-    checkpoint = write_checkpoint(tmp_path / "run", 2, flags=recorded | of_text | of_model)
+    checkpoint = write_checkpoint(tmp_path / "run", 2, flags=recorded | data_flags | model_flags)
     run = ["--num-steps", "0", "--eval-interval", "1", "--resume", checkpoint]
     same, other = (vars(parse([*run, *text.split()])) for text in ("", f"--dataset {ROOT}/README.md"))
-    assert same.items() >= (of_text | of_model | {"eval_split": "test"}).items()
-    assert other.items() >= of_model.items()
+    assert same.items() >= (data_flags | model_flags | {"eval_split": "test"}).items()
+    assert other.items() >= model_flags.items()
+    write_checkpoint(tmp_path / "run", 3, flags=recorded | {"precision": "fp8", "fp8_recipe": "rowwise"})
+    assert parse([*run[:-1], tmp_path / "run", "--precision", "bf16"]).fp8_recipe is None  # it has no effect
     assert (other["text_field"], other["eval_split"], other["seed"]) == (Args().text_field, None, Args().seed)
 
 
@@ -134,7 +145,7 @@ def test_a_file_sets_flags_of_every_kind_and_the_command_line_wins(toml):
     assert (mixture.dataset, mixture.mixture_stage) == (("web=x:0.7", "y:0.3"), ("0.5:y=1", "0.8:web=1"))
 
 
-def test_a_runs_config_gives_its_flags_but_not_its_name_or_what_it_derived(tmp_path):
+def test_a_runs_config_gives_its_typed_flags_without_its_name(tmp_path):
     argv = "--demo --lr 1e-3 --gradient-accumulation-steps 2 --run-name r --resume auto --export e --seed 1"
     (tmp_path / "config.json").write_text(json.dumps(flags.record_flags(parse(argv.split()))))
     read = parse(["--config", tmp_path / "config.json", "--num-steps", 400])
@@ -145,24 +156,21 @@ def test_a_runs_config_gives_its_flags_but_not_its_name_or_what_it_derived(tmp_p
 # ----------------------------------------------------------------------------------------------------------------------
 # Sources: the words of --dataset
 
+SOURCES = {
+    "roneneldan/TinyStories": Source("TinyStories", "roneneldan/TinyStories", None),
+    "web=a.jsonl:0.7": Source("web", "a.jsonl", Fraction(7, 10)),
+    "s3://bucket/corpus/:3": Source("corpus", "s3://bucket/corpus/", Fraction(3)),
+    "s3://bucket/x.jsonl.gz:1e-3": Source("x", "s3://bucket/x.jsonl.gz", Fraction(1, 1000)),
+    "data/*.parquet:.5": Source("data", "data/*.parquet", Fraction(1, 2)),
+    "my corpus (v2).txt:1": Source("my-corpus-v2", "my corpus (v2).txt", Fraction(1)),
+    "date=2024:0.5": Source("date-2024-0", "date=2024:0.5", None),  # a file that exists
+}
 
-@pytest.mark.parametrize(
-    "word, source",
-    [
-        ("roneneldan/TinyStories", Source("TinyStories", "roneneldan/TinyStories", None)),
-        ("web=a.jsonl", Source("web", "a.jsonl", None)),
-        ("web=a.jsonl:0.7", Source("web", "a.jsonl", Fraction(7, 10))),
-        ("s3://bucket/corpus/:3", Source("corpus", "s3://bucket/corpus/", Fraction(3))),
-        ("s3://bucket/x.jsonl.gz:1e-3", Source("x", "s3://bucket/x.jsonl.gz", Fraction(1, 1000))),
-        ("data/*.parquet:.5", Source("data", "data/*.parquet", Fraction(1, 2))),
-        ("my corpus (v2).txt:1", Source("my-corpus-v2", "my corpus (v2).txt", Fraction(1))),
-        ("date=2024:0.5", Source("date-2024-0", "date=2024:0.5", None)),  # a file that is there
-    ],
-)
-def test_a_word_is_a_name_a_place_and_a_weight(word, source, tmp_path, monkeypatch):
+
+def test_a_word_is_a_name_a_path_and_a_weight(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "date=2024:0.5").write_text("text")
-    assert parse_sources((word,)) == [source]
+    assert {word: parse_sources((word,))[0] for word in SOURCES} == SOURCES
 
 
 def test_several_words_are_a_tuple_and_sources_of_one_name_get_the_numbers_of_their_words():

@@ -1,8 +1,6 @@
-"""What was given is kept apart from what it was resolved to: the precision, the steps, the batch of a run that goes
-on."""
+"""Typed flags are kept apart from what they were resolved to: precision, steps and batch of a run that continues."""
 
 import dataclasses
-import itertools
 import json
 import re
 import shlex
@@ -12,11 +10,13 @@ import multirank
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from conftest import PROGRAM, ROOT, forked, metrics_of, parse, python, slow_case, train, unlock, words, write_model
+from conftest import PROGRAM, ROOT, forked, metrics_of, parse, train, unlock, words, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import flags, state
 from harness.base import UserError
+from harness.model import load_config
+from harness.resolving import resolve, resolve_steps
 
 SMALL = "--dataset synthetic --sequence-length 16 --num-workers 0 --no-compile --log-interval 1"
 
@@ -30,7 +30,7 @@ def small(tmp_path) -> str:
 
 @pytest.fixture
 def printed(device, monkeypatch, capfd):
-    """`printed(command)`: the output of a run in this process, which ends well."""
+    """`printed(command)`: the output of a run in this process, which succeeds."""
     monkeypatch.setattr(sys, "argv", [PROGRAM])
 
     def start(command: list) -> str:
@@ -50,7 +50,7 @@ def run(small, printed):
 
 
 def paste(output: str) -> list[str]:
-    """The flags of the command with which a run says that it goes on, as a shell passes them on."""
+    """The flags of the command that resumes a run, from its output."""
     words_of_command = shlex.split(header(output, "resume"))
     return words_of_command[1 + next(i for i, word in enumerate(words_of_command) if word.endswith("train_fsdp.py")) :]
 
@@ -80,16 +80,14 @@ def test_a_resume_by_its_path_takes_model_data_and_optimization_of_the_run_unles
     last = [[line["loss"] for line in metrics_of(folder) if line["step"] == 3] for folder in (first, second)]
     assert last[0] == last[1]
 
-    assert (
-        parse(["--resume", first]).num_steps == 2
-    )  # of the checkpoint, as the last step of synthetic data is not saved
+    assert parse(["--resume", first]).num_steps == 2  # of the checkpoint: step 3 was not saved
     args = parse(words(f"--resume {first} --num-tokens 4096 --lr-scheduler cosine"))
     assert (args.num_tokens, args.lr_scheduler, args.weight_decay) == (4096, "cosine", 0)
     assert "num_steps" not in args.explicit
     assert parse(words("--resume auto --run-name first")).dataset != "synthetic"
 
 
-def test_a_resume_leaves_out_flags_of_the_run_that_those_given_make_void(tmp_path):
+def test_a_resume_leaves_out_flags_of_the_run_that_typed_ones_make_void(tmp_path):
     given = {"precision": "fp8", "fp8_recipe": "rowwise", "lr_scheduler": "warmup_stable_decay", "decay_steps": 3}
     write_checkpoint(tmp_path / "r", 1, given=given)
     args = parse(["--resume", tmp_path / "r"])
@@ -105,21 +103,8 @@ def test_a_resume_leaves_out_flags_of_the_run_that_those_given_make_void(tmp_pat
         parse(["--resume", tmp_path / "r", "--betas", "0.9", "0.9999"])
 
 
-def test_flags_of_a_checkpoint_in_float8_do_not_bind_an_evaluation_in_another_precision(tmp_path):
-    given = {"dataset": "synthetic", "precision": "fp8", "fp8_recipe": "rowwise", "fp8_emulate": True}
-    record = flags.record_flags(parse(flags.as_words(given)))
-    write_checkpoint(tmp_path / "r", 1, **record)
-    (tmp_path / "r" / "config.json").write_text(json.dumps(record))
-    run = ["--num-steps", 0, "--resume", tmp_path / "r", "--export", "e"]
-    for file in ([], ["--config", tmp_path / "r" / "config.json"]):
-        same, other = parse([*run, *file]), parse([*run, *file, "--precision", "bf16"])
-        assert (same.precision, same.fp8_recipe, same.fp8_emulate) == ("fp8", "rowwise", True)
-        assert (other.precision, other.fp8_recipe, other.fp8_emulate) == ("bf16", None, False)
-
-
 def test_flags_of_a_runs_sources_are_not_taken_for_others(tmp_path):
     given = {"dataset": ["a=x.jsonl:1", "b=y.jsonl:1"], "mixture_stage": ["0.5:a=1"], "text_field": "body"}
-    of_sources = {"mixture_stage", "text_field", "dataset_split"}
     record = flags.record_flags(parse(flags.as_words(given | {"dataset_split": "train[:9]", "seed": 3})))
     write_checkpoint(tmp_path / "r", 1, **record)
     for dataset in ("x=x.jsonl", "z.txt", "a=x.jsonl:1 c=z.jsonl:1", "synthetic"):
@@ -127,7 +112,7 @@ def test_flags_of_a_runs_sources_are_not_taken_for_others(tmp_path):
         assert args.inherited == ("seed",)
     for dataset in ("b=y.jsonl:3 a=x.jsonl:1", "a=moved.jsonl:1 b=y.jsonl:1", "a=x.jsonl:1 b=y.jsonl:1 c=z.jsonl:1"):
         args = parse(words(f"--resume {tmp_path}/r --dataset {dataset}"))
-        assert {*args.inherited} == {*of_sources, "seed"}
+        assert {*args.inherited} == {"mixture_stage", "text_field", "dataset_split", "seed"}
 
 
 def test_a_plan_of_a_resume_plans_what_the_resume_trains(tmp_path):
@@ -141,7 +126,16 @@ def test_a_plan_of_a_resume_plans_what_the_resume_trains(tmp_path):
     assert parse(words(f"--plan --resume {tmp_path}/r --model demo --precision bf16")).model == "demo"
 
 
-def test_going_on_keeps_what_was_given_and_what_it_was_resolved_to(run, printed, tmp_path):
+def test_a_plan_resolves_its_flags_as_the_run_does(device):
+    flags = "--model demo --precision fp32 --no-compile --sequence-length 64 --eval-interval 5 --plan-gpu B200"
+    config = load_config("demo")
+    for size in ("2", "auto"):
+        run = resolve_steps(resolve(parse(words(f"{flags} --batch-size {size}")), config))
+        plan = resolve(parse(words(f"{flags} --batch-size {size} --plan")), config)
+        assert dataclasses.replace(plan, plan=False, explicit=run.explicit) == run
+
+
+def test_a_resume_keeps_typed_flags_and_what_they_were_resolved_to(run, printed, tmp_path):
     output = run("first", "--num-steps 20 --batch-size 2")
     assert header(output, "precision") == "fp32 throughout; the default on a CPU"
     first = record_of(tmp_path / "first")
@@ -167,15 +161,6 @@ def test_a_resumed_run_has_its_checkpoints_precision(run, tmp_path):
     assert record_of(tmp_path / "bf16")["flags"]["precision"] == "bf16"
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
-def test_a_plan_for_a_gpu_is_in_bf16_and_says_how_many_steps_so_many_tokens_are():
-    plan = "--plan --plan-details --plan-gpus 4 --plan-gpu H200 --plan-seconds 0 --model demo --sequence-length 32"
-    words_printed = python(*words(plan), *words("--no-compile --num-tokens 1e6 --batch-size 2")).stdout
-    assert "--precision bf16 " in header(words_printed, "flags")
-    assert "3,907 steps" in words_printed  # of 256 tokens
-
-
 def test_tokens_become_steps_by_the_global_batch_and_a_resume_counts_those_that_were_trained_on(run, tmp_path):
     printed = run("r", "--num-tokens 0.25e3 --batch-size 2 --gradient-accumulation-steps 2")  # 64 a step
     assert [line["step"] for line in metrics_of(tmp_path / "r")][-2:] == [4, 4]
@@ -189,62 +174,38 @@ def test_tokens_become_steps_by_the_global_batch_and_a_resume_counts_those_that_
 # ----------------------------------------------------------------------------------------------------------------------
 # The global batch over other numbers of ranks
 
-CHAINS = [(1, 2, 2), (1, 2, 1), (2, 1, 2), (1, 2, 4), (4, 2, 1), (1, 4, 4), (4, 1, 2), (2, 4, 2)]
-STYLES = ("the same flags", "no batch flags", "a file", "what the start before printed")
+
+@pytest.mark.parametrize("again", [True, False], ids=["the same flags", "no batch flags"])
+@pytest.mark.parametrize("batch", [{"batch_size": 4}, {"batch_size": 2, "gradient_accumulation_steps": 4}], ids=str)
+def test_starts_on_other_ranks_keep_the_global_batch(batch, again, monkeypatch):
+    flags_of_run, manifest, global_batches = {"demo": True, "run_name": "r", "resume": "auto"}, None, set()
+    for world in (1, 2, 4, 1):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda world=world: world)
+        settings = parse(flags.as_words(flags_of_run | (batch if again or not manifest else {})))
+        if manifest:
+            settings = state.keep_global_batch(settings, manifest)
+        manifest = json.loads(json.dumps(flags.record_flags(settings) | {"world_size": world}))
+        global_batches.add(world * settings.batch_size * settings.gradient_accumulation_steps)
+    assert len(global_batches) == 1
 
 
-@pytest.mark.parametrize("batch", [{}, {"batch_size": 4}, {"batch_size": 2, "gradient_accumulation_steps": 4}], ids=str)
-def test_three_starts_on_any_ranks_keep_the_batch_that_was_given(batch, tmp_path, monkeypatch):
-    """However the second and the third are given their flags; on the same ranks they have the same microbatches."""
-    common = {"demo": True, "run_name": "r", "resume": "auto"}
-    (tmp_path / "run.toml").write_text("\n".join(f"{name} = {value}" for name, value in batch.items()))
-
-    def flags_of(style: str, before) -> dict:
-        if style == "a file":
-            return common | {"config": tmp_path / "run.toml"}
-        if style == "what the start before printed":
-            return common | flags.run_flags(before)
-        return common if style == "no batch flags" else common | batch
-
-    for worlds, second, third in itertools.product(CHAINS, STYLES, STYLES):
-        manifest, settings, seen, global_batches = None, None, {}, set()
-        for world, style in zip(worlds, (STYLES[0], second, third), strict=True):
-            monkeypatch.setattr(torch.distributed, "get_world_size", lambda world=world: world)
-            settings = parse(flags.as_words(flags_of(style, settings)))
-            if manifest:
-                settings = state.keep_global_batch(settings, manifest)
-            manifest = json.loads(json.dumps(flags.record_flags(settings) | {"world_size": world}))
-            microbatches = settings.batch_size, settings.gradient_accumulation_steps
-            assert seen.setdefault(world, microbatches) == microbatches
-            global_batches.add(world * microbatches[0] * microbatches[1])
-        assert len(global_batches) == 1, (worlds, second, third)
-
-
-@pytest.mark.parametrize("ranks, how", [((1, 2, 1), "a file"), slow_case((2, 1, 2), "printed")])
-def test_three_starts_on_other_ranks_are_one_run(small, token_cache, printed, tmp_path, ranks, how):
-    """With the losses of a run that was never stopped, also those of the windows that --eval-steps take."""
+def test_two_starts_on_other_ranks_are_one_run(small, token_cache, printed, tmp_path):
+    """Its losses are those of a run without a stop, eval losses of --eval-steps included."""
     (tmp_path / "run.toml").write_text('dataset = "demo"\nbatch-size = 2\ngradient-accumulation-steps = 2')
     more = f"--lr-scheduler constant --eval-interval 2 --eval-steps 3 --tokenizer {ROOT / 'assets' / 'demo'}"
     common = words(f"{small.replace('--dataset synthetic', '')} --cache-dir {token_cache} {more}")
     common += ["--config", str(tmp_path / "run.toml")]
-    printed([*common, "--run-name", "whole", "--num-steps", "6", "--batch-size", 2 * ranks[0]])
-    start = [*common, "--run-name", "r", "--resume", "auto"]
-    for steps, world in zip(("2", "4", "6"), ranks, strict=True):
-        command = [*start, "--num-steps", steps]
-        output = printed(command) if world == 1 else forked(world, multirank.program, *command)
-        assert "global batch" not in output
-        if world == 1:
-            unlock(tmp_path / "r")
-        if how == "printed":
-            start = shlex.split(header(output, "resume"))
-            start = start[next(i for i, word in enumerate(start) if word.startswith("--")) :]
+    printed([*common, "--run-name", "whole", "--num-steps", "4"])
+    output = printed([*common, "--run-name", "r", "--num-steps", "2"])
+    unlock(tmp_path / "r")
+    assert "global batch" not in forked(2, multirank.program, *paste(output))
     assert metrics_of(tmp_path / "r")[-1]["tokens_seen"] == metrics_of(tmp_path / "whole")[-1]["tokens_seen"]
     for name in ("loss", "eval_loss"):
         whole, moved = ([m[name] for m in metrics_of(tmp_path / run) if name in m] for run in ("whole", "r"))
         assert moved == pytest.approx(whole, rel=1e-5)
 
 
-def test_so_many_tokens_have_a_decay_and_a_resume_is_judged_by_the_warmup_that_it_keeps(run, small, device, tmp_path):
+def test_tokens_have_a_decay_and_a_resume_is_judged_by_the_warmup_that_it_keeps(run, small, device, tmp_path):
     decay = "--lr-scheduler warmup_stable_decay --decay-steps 4"
     run("r", f"--num-tokens 320 --batch-size 2 {decay}")  # 10 steps of 32, none of warmup
     assert metrics_of(tmp_path / "r")[-1]["step"] == 10
@@ -269,7 +230,7 @@ def test_other_batch_flags_are_another_batch_which_is_reported(run, tmp_path):
 
 
 def test_pretrained_weights_have_a_learning_rate_of_their_own_which_a_resume_keeps(tmp_path, device, capfd):
-    """And that a folder has weights, which are not read, is said."""
+    """Also, weights that a folder has and that are not read are a warning."""
     model = write_model(tmp_path / "model", "llama", **multirank.SIZES)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
     small = words("--dataset synthetic --sequence-length 16 --num-workers 0 --no-compile --final-checkpoint")
@@ -288,6 +249,7 @@ def test_pretrained_weights_have_a_learning_rate_of_their_own_which_a_resume_kee
     assert line == "2e-05 at its peak, cosine; the default of --init pretrained" and unread not in warned
     line, warned = words_printed("--num-steps 4 --run-name p --resume auto --lr-scheduler constant")
     assert line == "2e-05 at its peak, constant; as in the checkpoint" and unread not in warned
+    assert metrics_of(tmp_path / "p")[-1]["learning_rate"] == 2e-5
     line, _ = words_printed("--num-steps 6 --run-name p --resume auto --lr 1e-4")
     assert line == "0.0001 at its peak, cosine; by --lr"
     assert record_of(tmp_path / "p")["flags"]["lr"] == 1e-4
@@ -310,19 +272,10 @@ LEARNING_RATES = {
 
 @pytest.mark.parametrize("typed", LEARNING_RATES)
 def test_a_learning_rate_is_the_typed_one_then_the_checkpoints_then_a_default(typed, tmp_path):
-    """With the origin that the header prints, before and after the settings are resolved."""
+    """Also the origin that the header prints, before and after the settings are resolved."""
     path = write_checkpoint(tmp_path / "r", 1, given={"demo": True, "lr": 0.5}, flags={"lr": 0.5})
     args = parse(words(typed.format(r=tmp_path / "r")))
     manifest = json.loads((path / "manifest.json").read_text()) if "--resume" in typed else None
     assert flags.choose_lr(args, manifest) == LEARNING_RATES[typed]
     resolved = dataclasses.replace(args, lr=LEARNING_RATES[typed][0])
     assert flags.choose_lr(resolved, manifest) == LEARNING_RATES[typed]
-
-
-def test_a_resumed_demo_trains_with_its_checkpoints_learning_rate(printed, tmp_path):
-    small = f"--num-workers 0 --sequence-length 32 --batch-size 2 --eval-interval 0 --output-dir {tmp_path}"
-    printed(words(f"--demo {small} --sample-tokens 2 --lr 0.5 --num-steps 1 --run-name kb"))
-    for steps, resume in enumerate((f"--resume {tmp_path / 'kb'}", "--demo --run-name kb --resume auto"), 2):
-        output = printed(words(f"{small} --num-steps {steps} --log-interval 1 --lr-scheduler constant {resume}"))
-        assert header(output, "lr") == "0.5 at its peak, constant; as in the checkpoint"
-        assert metrics_of(tmp_path / "kb")[-1]["learning_rate"] == 0.5
