@@ -1,4 +1,4 @@
-"""The benchmark drivers: the commands that they run, the runs that they keep. No result is checked for its size."""
+"""The benchmark drivers: their commands, and the runs that they keep. No result is checked for its size."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ import psutil
 
 
 @pytest.mark.parametrize("suite", ["cpu", "gpu", "compare", "compare-cpu"])
-def test_every_command_of_a_suite_is_one_that_the_program_takes(suite):
+def test_every_command_of_a_suite_is_accepted(suite):
     parts = bench.find_parts(suite, available=4)
     configs = [config for *_, configs in parts.values() for config in configs.values()]
     programs = {config.program.split()[0] for config in configs}
@@ -30,12 +30,17 @@ def test_every_command_of_a_suite_is_one_that_the_program_takes(suite):
             assert args["num_steps"] > args["perf_warmup_steps"] or args["eval_interval"] or args["num_steps"] == 1
 
 
-def test_every_published_run_has_a_source_and_flags_that_the_program_takes():
+def test_the_flags_of_every_published_run_are_accepted():
     for run in json.loads(plan_published.RESULTS.read_text())["runs"].values():
-        settings = parse(["--plan", "--json", *run["flags"].split()])
-        assert run["source"] and settings.plan_gpus
-        assert ("--model CONFIG" in run["flags"]) == (run["config"] is not None)
-        assert {*run["otherwise"]} <= plan_published.OTHERWISE.keys()
+        assert parse(["--plan", "--json", *run["flags"].split()]).plan_gpus and run["source"]
+
+
+def test_every_command_of_contact_is_accepted():
+    for step in contact.steps(gpus=4, rehearse=False):
+        programs = [word for word in step.words if word.endswith(".py") and "/test_" not in word]
+        assert all((ROOT / program).is_file() for program in programs)
+        if step.run:
+            parse(step.words[step.words.index("--model") :])
 
 
 @pytest.mark.slow
@@ -54,20 +59,19 @@ def test_a_rehearsal_keeps_commands_and_runs_and_adds_rounds(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_programs_of_compare_cpu_have_the_same_loss(tmp_path, optimizer):
+def test_the_programs_of_compare_cpu_have_the_same_loss(tmp_path):
+    """Those with Muon, whose embeddings have AdamW."""
     pytest.importorskip("lightning")
-    out = tmp_path / "out"
-    only = f"{optimizer}-process-2048"
+    part = "muon-process-2048"
     command = [sys.executable, ROOT / "benchmarks/bench.py", "compare", "--cpu", "--rehearse", "--repeats", "1"]
-    process = start([*command, "--only", only, "--out", out, "--minutes", "30"])
+    process = start([*command, "--only", part, "--out", tmp_path, "--minutes", "30"])
     assert process.returncode == 0, process.stderr
-    configs = json.loads((out / "compare-cpu.json").read_text())["parts"][only]["configs"]
+    configs = json.loads((tmp_path / "compare-cpu.json").read_text())["parts"][part]["configs"]
     assert {label: config.get("error") for label, config in configs.items()} == dict.fromkeys(configs)
 
 
 def measured(configs: dict, pairs: dict, seconds: float) -> dict:
-    """Return what `measure` keeps of a part after two rounds within `seconds`."""
+    """Return the record of a part after two rounds within `seconds`."""
     given = {"only": "*", "repeats": 2, "missing": False, "gpus": 1, "rehearse": True}
     args, store = argparse.Namespace(**given, deadline=time.monotonic() + seconds), {}
     bench.measure("part", ("what", "speed", pairs, configs), args, store, lambda: None)
@@ -86,7 +90,7 @@ def test_what_fails_is_kept_with_its_error_and_stops_nothing(tmp_path, monkeypat
     monkeypatch.setattr(bench, "MIN_SECONDS_LEFT", 0)
     names = ("absent", "fails", "works", "hangs")
     configs = {name: bench.Config(str(tmp_path / f"{name}.py"), {}) for name in names}
-    kept = measured(configs, {"ratio": ("works", "fails", "1")}, seconds=30)["configs"]
+    kept = measured(configs, {"ratio": ("works", "fails", "1")}, seconds=15)["configs"]
     assert kept["absent"]["error"] == "not installed: a_package_that_nobody_has"
     assert kept["fails"]["error"] == "MemoryError: out of memory"
     assert kept["hangs"]["error"].startswith("did not end within")
@@ -123,7 +127,7 @@ def test_contact_continues_where_a_call_ended_and_kills_a_step_with_its_children
     once = f"open({str(tmp_path / 'once')!r}, 'x'); print('first')"
     child = "import subprocess, time; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
     steps = {"a": once, "b": "exit(3)", "late": f"{child}; time.sleep(600)"}
-    text = call_contact(monkeypatch, capsys, out, steps, "--minutes", "0.3")
+    text = call_contact(monkeypatch, capsys, out, steps, "--minutes", "0.2")
     assert "a: done, first" in text and "b: failed, exit code 3" in text
     assert "late: timed out, not done within" in text and "not done: late" in text
     sleeper = int((out / contact.LOG).read_text().split()[-1])
@@ -135,11 +139,3 @@ def test_contact_continues_where_a_call_ended_and_kills_a_step_with_its_children
         pytest.fail(f"process {sleeper} continues")
     text = call_contact(monkeypatch, capsys, out, steps | {"late": "print('in time')"})
     assert "late: done, in time" in text and "a ..." not in text and "not done: none" in text
-
-
-def test_every_step_of_contact_is_a_command_of_the_program(monkeypatch):
-    for step in contact.steps(gpus=4, rehearse=False):
-        programs = [word for word in step.words if word.endswith(".py") and "/test_" not in word]
-        assert all((ROOT / program).is_file() for program in programs)
-        if step.run:
-            parse(step.words[step.words.index("--model") :])

@@ -1,4 +1,4 @@
-"""launch/datatrove.py by datatrove's local executor: a run trains on what it made, and a killed one goes on."""
+"""launch/datatrove.py with datatrove's local executor: a killed start is resumed, and a run trains on its tokens."""
 
 import gzip
 import json
@@ -23,13 +23,8 @@ DEMO = ROOT / "assets" / "demo"
 needs_datatrove = pytest.mark.skipif(find_spec("datatrove") is None, reason="needs the package datatrove")
 
 
-def command(corpus: pathlib.Path, output: pathlib.Path, *flags: str, tokenizer: pathlib.Path = DEMO) -> list[str]:
-    words = [sys.executable, SCRIPT, "--dataset", corpus, "--output", output, "--tokenizer", tokenizer, *flags]
-    return [*map(str, words)]
-
-
 def write_corpus(folder: pathlib.Path, copies: int) -> list[str]:
-    """Stories in .jsonl, .jsonl.gz and .parquet, one file of them without a document; returns their texts."""
+    """Write stories as .jsonl, .jsonl.gz and .parquet, and an empty file; return their texts."""
     texts = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").open()][:3000]
     texts[3] = "Zażółć gęślą jaźń, 日本語\r\nin lines. " * 20
     (folder / "more").mkdir(parents=True)
@@ -67,9 +62,15 @@ def test_the_help_needs_no_package():
 
 @pytest.mark.slow
 @needs_datatrove
-def test_a_killed_start_is_taken_up_no_document_is_lost_or_doubled_and_a_run_trains_on_them(tmp_path):
+def test_a_killed_start_is_resumed_without_a_lost_or_doubled_document_and_a_run_trains_on_them(tmp_path):
+    """Also, the tokenizer's settings of truncation and padding are ignored."""
     texts = write_corpus(tmp_path / "corpus", copies=8)
-    words = command(tmp_path / "corpus", tmp_path / "tokens", "--workers", "2")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer(["one two three", "four"], truncation=True, padding=True, max_length=16)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    words = [sys.executable, SCRIPT, "--dataset", tmp_path / "corpus", "--output", tmp_path / "tokens"]
+    words = [*map(str, [*words, "--tokenizer", tmp_path / "tokenizer", "--workers", 2])]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
     while len(done := completions(tmp_path)) < 3:
@@ -90,20 +91,7 @@ def test_a_killed_start_is_taken_up_no_document_is_lost_or_doubled_and_a_run_tra
     assert again.returncode == 1 and "already exists; give another" in again.stderr
 
 
-@pytest.mark.slow
-@needs_datatrove
-def test_what_a_tokenizer_remembers_of_an_earlier_call_acts_on_no_document(tmp_path):
-    texts = write_corpus(tmp_path / "corpus", copies=1)
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    tokenizer.pad_token = tokenizer.eos_token
-    tokenizer(["one two three", "four"], truncation=True, padding=True, max_length=16)
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    ended = start(command(tmp_path / "corpus", tmp_path / "tokens", "--workers", "2", tokenizer=tmp_path / "tokenizer"))
-    assert ended.returncode == 0, ended.stderr
-    assert documents_of(tmp_path / "tokens") == tokenized(texts)
-
-
 def completions(folder: pathlib.Path) -> dict[str, int]:
-    """Of each task that is done, when it was."""
+    """{task: when it was done}."""
     files = folder.glob("tokens.work/*/logs/completions/*")
     return {file.name: file.stat().st_mtime_ns for file in files}

@@ -1,8 +1,8 @@
-"""The documents: links lead somewhere, snippets print what is shown, and every command is one that the program takes.
+"""The documents: links lead somewhere, snippets print the output beside them, and every command is accepted.
 
-Python and bash blocks are run. One that cannot run here, where is no GPU and no hub, or takes longer than a test may,
-has `<!-- not run: reason -->` right before it; with the reason `needs the package NAME` it is run where that is
-installed. Bash blocks run in a copy of the project's folder in which the run `outputs/demo` is done.
+Python and bash blocks are run. One that needs a GPU, the hub or much time has `<!-- not run: reason -->` right before
+it; with the reason `needs the package NAME` it is run if that is installed. Bash blocks run in a copy of the project's
+folder that has the run `outputs/demo`.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def unfenced(document: pathlib.Path) -> str:
 
 
 def anchors_of(document: pathlib.Path) -> set[str]:
-    """What GitHub makes of headings: lower case without punctuation, hyphens for spaces."""
+    """GitHub's anchors of headings: lower case without punctuation, hyphens for spaces."""
     headings = re.findall(r"^#{1,6} +(.+?)[ #]*$", unfenced(document), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -72,8 +72,8 @@ class Snippet:
     document: pathlib.Path
     line: int
     code: str
-    shown: str  # what Python prints: the block right behind it, or the comments behind its calls of print
-    not_run: str  # why
+    shown: str  # its output: the block right behind it, or the comments behind its calls of print
+    not_run: str  # the reason
 
 
 def snippets_of(document: pathlib.Path, language: str = "python") -> Iterator[Snippet]:
@@ -92,12 +92,12 @@ def snippets_of(document: pathlib.Path, language: str = "python") -> Iterator[Sn
 
 
 def reason_to_skip(snippet: Snippet) -> str:
-    """Why a snippet does not run here: what its document says, unless that is a package which is installed."""
+    """The reason in the document, unless that is a package that is installed."""
     package = re.fullmatch(r"needs the package (\w+)", snippet.not_run)
     return "" if package and find_spec(package[1]) else snippet.not_run
 
 
-# Those of CONTRIBUTING.md are recipes, which test_recipes.py carries out.
+# test_recipes.py carries out those of CONTRIBUTING.md
 SNIPPETS = [one for document in DOCUMENTS if document.name != "CONTRIBUTING.md" for one in snippets_of(document)]
 SHELL = [snippet for document in DOCUMENTS for snippet in snippets_of(document, "bash")]
 MARK = "----- the next snippet -----"
@@ -105,7 +105,7 @@ MARK = "----- the next snippet -----"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> pathlib.Path:
-    """The repository's root as a reader has it, to write beside the program's files."""
+    """A copy of the repository's root to write in."""
     folder = tmp_path_factory.mktemp("root")
     for name in ("assets", "benchmarks", "harness", "launch", "train_fsdp.py", "utils.py"):
         (folder / name).symlink_to(ROOT / name)
@@ -120,7 +120,7 @@ def run(command: list, folder: pathlib.Path) -> str:
 
 
 def outputs_of(snippets: list[Snippet], folder: pathlib.Path) -> dict[Snippet, str]:
-    """What a document's snippets print, one behind the other in one process."""
+    """The output of each of a document's snippets, which run in one process."""
     runnable = [snippet for snippet in snippets if not reason_to_skip(snippet)]
     if not runnable:
         return {}
@@ -130,13 +130,13 @@ def outputs_of(snippets: list[Snippet], folder: pathlib.Path) -> dict[Snippet, s
 
 @pytest.fixture(scope="module")
 def printed(root):
-    """`printed(document)`: what its snippets print; they are run once."""
+    """`printed(document)`: the outputs of its snippets, which run once."""
     return functools.cache(lambda document: outputs_of([*snippets_of(document)], root))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: f"{snippet.document.name}:{snippet.line}")
-def test_a_snippet_runs_and_prints_what_is_shown(printed, snippet):
+def test_a_snippet_runs_and_prints_the_output_beside_it(printed, snippet):
     if reason := reason_to_skip(snippet):
         pytest.skip(reason)
     if "FlopCounterMode" in snippet.code and transformers.__version__ < "5.18":
@@ -145,11 +145,8 @@ def test_a_snippet_runs_and_prints_what_is_shown(printed, snippet):
     assert output == (snippet.shown or output)
 
 
-def test_the_page_of_all_flags_is_the_parsers():
+def test_the_tables_of_flags_and_metrics_are_the_programs():
     assert (ROOT / "docs" / "FLAGS.md").read_text() == flag_table.table()
-
-
-def test_the_table_of_metrics_is_that_of_the_program():
     page = (ROOT / "docs" / "MONITORING.md").read_text()
     assert page == metric_table.with_table(page)
 
@@ -162,7 +159,7 @@ DEMO = "train_fsdp.py --demo --num-steps 4 --sequence-length 64 --batch-size 2 -
 
 @pytest.fixture(scope="module")
 def workplace(root) -> pathlib.Path:
-    """The repository's root as a reader has it who has done three runs, and has files of prompts and of novels."""
+    """A copy of the repository's root with three runs, a file of prompts and a file of stories."""
     flags = "--checkpoint-interval 2 --sample-tokens 2 --log-interval 1 --perf-warmup-steps 1 --run-name demo"
     run([sys.executable, *DEMO.split(), *flags.split()], root)
     for name in ("first", "second"):
@@ -209,7 +206,7 @@ VARIABLE = re.compile(r"\$(\w+|\{[^}]*\}|\([^)]*\))")
 
 
 def commands_of(path: pathlib.Path) -> list[Command]:
-    """Every command of a file that starts the program, in Markdown those in code. Variables have the value 1."""
+    """Every command that starts the program in a file, or in the code of Markdown. Variables have the value 1."""
     text = path.read_text()
     if path.suffix == ".md":
         text = "\n".join([*(block[2] for block in FENCED.finditer(text)), *INLINE.findall(unfenced(path))])
@@ -225,11 +222,11 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.file}: {command.launcher} {command.flags}")
-def test_a_command_is_one_that_launcher_and_program_take(command, monkeypatch, tmp_path, tables):
-    monkeypatch.chdir(tmp_path)  # its --export folder is not there yet
-    monkeypatch.setattr(rules, "missing_files", lambda settings: iter(()))  # its data are nowhere here
+def test_launcher_and_program_accept_a_command(command, monkeypatch, tmp_path, tables):
+    monkeypatch.chdir(tmp_path)  # its --export folder must not exist
+    monkeypatch.setattr(rules, "missing_files", lambda settings: iter(()))  # its data do not exist
     flags = shlex.split(command.flags, comments=True)
-    for flag, value in itertools.pairwise(flags):  # what it goes on from is
+    for flag, value in itertools.pairwise(flags):  # files that it reads exist
         if flag == "--resume" and value != "auto":
             manifest = {}
             if "--export-weights" in flags:

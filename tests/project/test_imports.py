@@ -1,8 +1,7 @@
-"""The layout: imports go one way and through the public APIs of the packages, which mypy sees through; importing loads
-and starts no more than it should."""
+"""The layout: imports go one way and through the public APIs of the packages, which are typed; importing starts nothing
+and needs no optional package."""
 
 import ast
-import graphlib
 import importlib
 import json
 import pathlib
@@ -15,13 +14,12 @@ from conftest import PROGRAM, ROOT, start
 ORDER = ("base", "flags", "job", "data", "model", "state", "resolving", "report", "register", "plan", "loop")
 PACKAGES = [name for name in ORDER if name not in ("resolving", "register", "loop")]  # each of which is one file
 NEIGHBOURS = {"data", "model"}
-WITHOUT_TORCH = ("base", "flags", "job")
 OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "matplotlib", "peft"}
 FILES = ["train_fsdp.py", "utils.py", *(f"{folder}/**/*.py" for folder in ("harness", "benchmarks", "tools", "launch"))]
 
 
 def imported(path: pathlib.Path) -> set[str]:
-    """Every dotted name that a file imports, functions included; of `from a import b` that is a.b."""
+    """Every dotted name that a file imports, also in functions; `from a import b` is a.b."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -32,95 +30,42 @@ def imported(path: pathlib.Path) -> set[str]:
     return names
 
 
-def problems(root: pathlib.Path) -> list[str]:
-    """Imports in the wrong direction, between neighbours, or past a door."""
+def test_imports_go_one_way_and_through_public_apis():
     found = []
-    for path in sorted(path for pattern in FILES for path in root.glob(pattern)):
-        place = path.relative_to(root)
+    for path in sorted(path for pattern in FILES for path in ROOT.glob(pattern)):
+        place = path.relative_to(ROOT)
         own = place.parts[1].removesuffix(".py") if place.parts[0] == "harness" else ""
         own = own if own in ORDER else ""
         for name in sorted(imported(path)):
             top, *inner = name.split(".")
-            if (own and top in ("train_fsdp", "utils", "benchmarks", "tools")) or top == "train_fsdp" == place.stem:
+            if own and top in ("train_fsdp", "utils", "benchmarks", "tools"):
                 found.append(f"{place} imports {name}")
             if top != "harness" or not inner or inner[0] not in {*ORDER} - {own}:
                 continue
             package = inner[0]
             if own and (ORDER.index(package) > ORDER.index(own) or {package, own} == NEIGHBOURS):
                 found.append(f"{place} imports {name}")
-            is_file = len(inner) > 1 and (root / "harness" / package / f"{inner[1]}.py").exists()
-            if is_file:
-                found.append(f"{place} imports {name} past the door of {package}")
-    return found
-
-
-def test_imports_go_one_way_and_through_public_apis():
-    assert problems(ROOT) == []
-
-
-def test_no_files_import_each_other_in_a_circle_in_functions_and_for_types_either():
-    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "harness").rglob("*.py")}
-    public_names = {f"harness.{package}.__init__" for package in PACKAGES}
-    known = {name.removesuffix(".__init__"): path for name, path in files.items() if name not in public_names}
-    # `from a.b import c` is of the file a.b.c or, where there is none, of a.b
-    graph = {
-        name: {to if to in known else to.rpartition(".")[0] for to in imported(path)} & known.keys()
-        for name, path in known.items()
-    }
-    [*graphlib.TopologicalSorter(graph).static_order()]
+            if len(inner) > 1 and (ROOT / "harness" / package / f"{inner[1]}.py").exists():
+                found.append(f"{place} imports {name} past the public API of {package}")
+    assert found == []
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a type checker sees
-
-WRONG = """
-import pathlib
-from harness import base, data, flags, job, plan, report, state
-from harness import model as models
-base.find_gpu(4090)
-flags.parse_args(3)
-job.take_folder("outputs")
-data.load("wrong", 3, nonsense=1)
-models.decide_skip(norm="large")
-state.find_checkpoint("auto", pathlib.Path(), None, 4)
-report.check_gates({})
-plan.print_plan(settings=1, recipe=2)
-"""
-RIGHT = """
-import pathlib
-from harness import base, flags, job, state
-base.find_gpu("H100")
-job.take_folder(flags.parse_args(["--demo"]))
-state.find_checkpoint("auto", pathlib.Path())
-"""
-
-
-def checked(path: pathlib.Path, source: str) -> list[str]:
-    """The lines of mypy about a file, as the project has it check its own."""
-    path.write_text(source)
-    lines = start([sys.executable, "-m", "mypy", "--no-error-summary", path]).stdout.splitlines()
-    return [line for line in lines if line.startswith(str(path))]
+# Types
 
 
 @pytest.mark.slow
-def test_a_wrong_call_through_a_public_api_is_an_error_of_mypy(tmp_path):
-    errors = checked(tmp_path / "wrong.py", WRONG)
-    calls = [number for number, line in enumerate(WRONG.splitlines(), 1) if "(" in line]
-    assert {int(line.split(":")[1]) for line in errors if ": error: " in line} == {*calls}
-    assert checked(tmp_path / "right.py", RIGHT) == []
-
-
-@pytest.mark.slow
-def test_no_public_api_hands_on_a_name_whose_type_is_not_known(tmp_path):
+def test_every_name_of_a_public_api_is_typed(tmp_path):
     names = [
         f"harness.{package}.{name}"
         for package in PACKAGES
         for name in importlib.import_module(f"harness.{package}").__all__
     ]
-    source = "".join(f"import harness.{package}\n" for package in PACKAGES) + "".join(
-        f"reveal_type({name})\n" for name in names
-    )
-    revealed = checked(tmp_path / "names.py", source)
+    lines = [*(f"import harness.{package}" for package in PACKAGES), *(f"reveal_type({name})" for name in names)]
+    path = tmp_path / "names.py"
+    path.write_text("\n".join(lines))
+    printed = start([sys.executable, "-m", "mypy", "--no-error-summary", path]).stdout.splitlines()
+    revealed = [line for line in printed if line.startswith(str(path))]
     assert len(revealed) == len(names)
     assert [line for line in revealed if line.endswith('"Any"')] == []
 
@@ -128,49 +73,44 @@ def test_no_public_api_hands_on_a_name_whose_type_is_not_known(tmp_path):
 # ----------------------------------------------------------------------------------------------------------------------
 # What importing does
 
-IMPORT_ALL = """
-import gc, importlib, json, psutil, sys
+IMPORT = """
+import gc, json, psutil, sys
 gc.disable()  # as the program does
-process, seen = psutil.Process(), {}
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-    dist = sys.modules.get("torch.distributed")
-    seen[name] = {"loaded": sorted(sys.modules), "threads": process.num_threads()}
-    seen[name] |= {"children": len(process.children()), "joined": bool(dist) and dist.is_initialized()}
-print(json.dumps(seen))
+process, threads = psutil.Process(), psutil.Process().num_threads()
+import harness.base, harness.flags, harness.job
+light = [*sys.modules]
+import utils
+import torch.distributed as dist
+started = process.num_threads() - threads, len(process.children()), dist.is_initialized()
+print(json.dumps([light, [*sys.modules], started]))
 """
 
 
-def test_importing_starts_nothing_and_loads_no_optional_package_and_the_lower_packages_nothing_heavy():
-    files = sorted((ROOT / "harness").rglob("[!_]*.py"))
-    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
-    light = [f"harness.{package}" for package in WITHOUT_TORCH]
-    names = [*light, "utils", "transformers.modeling_utils", "train_fsdp", *modules]
-    process = start([sys.executable, "-c", IMPORT_ALL, *names], PYTHONPATH=str(ROOT))
+def test_importing_utils_starts_nothing_and_loads_no_optional_package_and_lower_packages_nothing_heavy():
+    process = start([sys.executable, "-c", IMPORT], PYTHONPATH=str(ROOT))
     assert process.returncode == 0, process.stderr
-    seen = json.loads(process.stdout)
-    of_transformers = seen["transformers.modeling_utils"]
-    assert not {"torch", "numpy", "transformers"} & {*seen[light[-1]]["loaded"]}
-    assert not {"transformers", "accelerate", *OPTIONAL} & {*seen["utils"]["loaded"]}
-    for name in ("train_fsdp", *modules):
-        # transformers looks into torchao where it is installed
-        assert not OPTIONAL & {*seen[name]["loaded"]} - {*of_transformers["loaded"]}, name
-        assert seen[name]["threads"] <= of_transformers["threads"], name
-        assert (seen[name]["children"], seen[name]["joined"]) == (0, False), name
+    light, loaded, started = json.loads(process.stdout)
+    assert not {"torch", "numpy", "transformers"} & {*light}
+    assert not {"transformers", "accelerate", *OPTIONAL} & {*loaded}
+    assert started == [0, 0, False]
 
 
 WITHOUT = """
-import runpy, sys
+import importlib, psutil, runpy, sys
 sys.modules |= dict.fromkeys(sys.argv[1].split(","))
-sys.argv = sys.argv[2:]
+for name in sys.argv[2].split(","):
+    importlib.import_module(name)
+assert not psutil.Process().children() and not sys.modules["torch.distributed"].is_initialized()
+sys.argv = sys.argv[3:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 @pytest.mark.slow
-def test_a_run_on_synthetic_tokens_imports_no_optional_package(tmp_path):
+def test_packages_and_a_run_on_synthetic_tokens_need_no_optional_package_and_importing_starts_nothing(tmp_path):
+    packages = ",".join(f"harness.{package}" for package in PACKAGES)
     flags = "--model demo --dataset synthetic --sequence-length 32 --checkpoint-interval 3 --profile"
     flags += f" --perf-warmup-steps 0 --num-steps 6 --output-dir {tmp_path} --run-name r --cache-dir {tmp_path}"
-    process = start([sys.executable, "-c", WITHOUT, ",".join(OPTIONAL), PROGRAM, *flags.split()])
+    process = start([sys.executable, "-c", WITHOUT, ",".join(OPTIONAL), packages, PROGRAM, *flags.split()])
     assert process.returncode == 0, process.stderr
     assert (tmp_path / "r" / "checkpoints" / "step-00000006").exists()

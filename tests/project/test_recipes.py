@@ -1,4 +1,4 @@
-"""Recipes: those of CONTRIBUTING.md work as they stand, and those of launch/recipes are taken and fit."""
+"""Recipes: those of CONTRIBUTING.md work verbatim, and those of launch/recipes are accepted and fit."""
 
 import json
 import math
@@ -19,7 +19,7 @@ FILE = re.compile(r"^# (\S+\.py)(?:, after: (.+))?\n", re.MULTILINE)
 
 
 def carry_out(block: str, root: pathlib.Path) -> None:
-    """Writes the files of a block, or inserts its lines into them."""
+    """Write the files of a block, or insert its lines into them."""
     before, *parts = FILE.split(block)
     assert not before and parts, block
     for name, anchor, code in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
@@ -39,8 +39,8 @@ SMALL = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --log-interv
 
 
 @pytest.mark.slow
-def test_the_recipes_of_contributing_work_as_they_stand(tmp_path):
-    """All of them are carried out; a run of two starts has what they add, and so do --help and a plan."""
+def test_the_recipes_of_contributing_work_verbatim(tmp_path):
+    """A run of two starts, --help and a plan have all that they add."""
     root = copy_program(tmp_path)
     for block in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text()):
         carry_out(textwrap.dedent(block), root)
@@ -100,7 +100,7 @@ def command_of(recipe, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_is_taken_as_its_head_says(recipe, monkeypatch, tmp_path):
+def test_the_commands_in_a_recipes_head_are_accepted(recipe, monkeypatch, tmp_path):
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     (tmp_path / "texts").mkdir()  # the user's own, in the head of one of them
     monkeypatch.chdir(tmp_path)

@@ -1,6 +1,6 @@
-"""launch/slurm.sh under a real Slurm of two nodes: which ranks it starts, and what becomes of the job however they end.
+"""launch/slurm.sh under a real Slurm of two nodes: the ranks that it starts, and the job's end for each of theirs.
 
-The ranks are stand-ins, which do what Slurm can see of the real ones: save a checkpoint, record how they ended, leave.
+The ranks are stand-ins that save a checkpoint, record how they ended and leave, which is what Slurm sees of real ones.
 """
 
 import json
@@ -55,7 +55,7 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture
 def project(tmp_path) -> pathlib.Path:
-    """The project's folder, with ranks that are none."""
+    """A project folder with stand-ins for ranks."""
     torchrun = tmp_path / ".venv" / "bin" / "torchrun"
     torchrun.parent.mkdir(parents=True)
     torchrun.write_text(TORCHRUN.format(python=sys.executable))
@@ -66,7 +66,7 @@ def project(tmp_path) -> pathlib.Path:
 
 @pytest.fixture
 def submit(slurm, project):
-    """Submits the script, the acts of its starts one after the other as --model; returns the job's number."""
+    """`submit(*acts)`: submit the script with one act for each start, in --model; the job's number."""
 
     def submit(*acts: str, gpus: str = "--gpus-per-node=2") -> str:
         script = project / "slurm.sh"
@@ -79,7 +79,7 @@ def submit(slurm, project):
 
 
 def wait_for_ranks(project: pathlib.Path) -> None:
-    """Until the ranks of both nodes are there and listen."""
+    """Wait until the ranks of both nodes listen for signals."""
     until = time.monotonic() + 300
     while not (project / "calls.jsonl").exists() or len(calls_of(project)) < 2:
         assert time.monotonic() < until
@@ -91,7 +91,7 @@ def calls_of(project: pathlib.Path) -> list[dict]:
 
 
 def starts_of(project: pathlib.Path) -> list[str]:
-    """What each start of the job did."""
+    """The act of each start of the job."""
     return [call["act"] for call in calls_of(project) if call["node"] == "node1"]
 
 

@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import ROOT, metrics_of, train, words
+from conftest import ROOT, chat, metrics_of, train, words
 from trlsteps import BETAS, LENGTH, LR, SEQUENCES, STEPS, WEIGHT_DECAY
 
 TEMPLATE = (
@@ -23,20 +23,13 @@ FLAGS += f" --lr {LR} --warmup-steps 1 --lr-scheduler cosine --betas {BETAS[0]} 
 FLAGS += f" --weight-decay {WEIGHT_DECAY}"
 
 
-def conversation(number: int) -> dict:
-    """Of one or two questions, of several lengths."""
-    roles = ["user", "assistant"] * (1 + number % 2)
-    return {
-        "messages": [{"role": role, "content": f"The fox had {number} kites. " * (1 + number % 3)} for role in roles]
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", ["all weights", "adapters"])
 def test_losses_are_those_of_trl(workspace, device, tmp_path, trained):
-    """A step takes every chat, so that it does not matter in which order each program takes them."""
+    """A step takes all chats, so their order does not matter."""
     chats, base_folder, folder = tmp_path / "chats.jsonl", tmp_path / "base", tmp_path / "adapters"
-    chats.write_text("".join(json.dumps(conversation(number)) + "\n" for number in range(12)))
+    turns = [[f"The fox had {number} kites. " * (1 + number % 3)] * (2 + 2 * (number % 2)) for number in range(12)]
+    chats.write_text("\n".join(json.dumps(chat(*contents)) for contents in turns))
     model = transformers.AutoModelForCausalLM.from_pretrained(workspace / "checkpoints" / "llama", dtype=torch.float32)
     model.save_pretrained(base_folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(workspace / "tokenizer", chat_template=TEMPLATE)
