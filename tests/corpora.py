@@ -119,9 +119,3 @@ def encoded(tokenizer):
         return [token for text in texts for token in [*tokenizer.encode(text, add_special_tokens=False), END]]
 
     return encode
-
-
-@pytest.fixture
-def write_jsonl():
-    """`write_jsonl(path, texts)`: a line each; bytes are a line as they are."""
-    return write_records
