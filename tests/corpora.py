@@ -1,22 +1,72 @@
-"""Fixtures of the tests of data."""
+"""Corpora, and fixtures that read them, for the tests of data."""
 
+import gzip
+import itertools
 import json
 import pathlib
+import re
 
 import pytest
-from conftest import words, write_model
+from conftest import ROOT, words, write_model
 
 from harness.flags import parse_sources
 
-DEMO = pathlib.Path(__file__).parent.parent / "assets" / "demo"
+DEMO = ROOT / "assets" / "demo"
 END = 0  # end-of-text of the demo tokenizer
+(CHAT_TEMPLATE,) = re.findall(r"```jinja\n(.*?)```", (ROOT / "docs" / "DATA.md").read_text(), re.S)  # marks answers
+
+
+def says(role: str, content, **more) -> dict:
+    """A message of a conversation."""
+    return {"role": role, "content": content, **more}
+
+
+def calling(name: str, *arguments: dict, content: str | None = "") -> dict:
+    """An answer that calls a function with each of these arguments."""
+    calls = [{"type": "function", "function": {"name": name, "arguments": given}} for given in arguments]
+    return says("assistant", content, tool_calls=calls)
+
+
+def chat(question: str, answer: str) -> dict:
+    """A record with a conversation."""
+    return {"messages": [says("user", question), says("assistant", answer)]}
+
+
+def demo_tokenizer(chat_template: str | None = None, **options):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO, **options)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def write_records(path: pathlib.Path, records: list, **options) -> pathlib.Path:
+    """Write records in the format that the file's suffix names; a text is a record of its own, bytes are a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records = [{"text": record} if isinstance(record, str) else record for record in records]
+    if path.suffix == ".json":
+        path.write_text(json.dumps(records, indent=1))
+    elif path.suffix in (".parquet", ".arrow"):
+        import pyarrow.ipc
+        import pyarrow.parquet
+
+        names = dict.fromkeys(itertools.chain.from_iterable(records))  # from_pylist takes those of the first record
+        table = pyarrow.Table.from_pylist([{name: record.get(name) for name in names} for record in records])
+        if path.suffix == ".parquet":
+            pyarrow.parquet.write_table(table, path, **options)
+        else:
+            with pyarrow.ipc.new_stream(path, table.schema) as writer:
+                writer.write_table(table)
+    else:
+        lines = (record if isinstance(record, bytes) else json.dumps(record).encode() for record in records)
+        content = b"".join(line + b"\n" for line in lines)
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer = demo_tokenizer()
     assert tokenizer.eos_token_id == END
     return tokenizer
 
@@ -35,7 +85,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture
 def load(tokenizer, tmp_path):
-    """`load(source, ...)`: its windows, as a library opens them."""
+    """`load(source, ...)`: its sequences, as a library opens them."""
     import utils
 
     def load(source, seq_len: int = 4, with_tokenizer=tokenizer, **options):
@@ -47,7 +97,7 @@ def load(tokenizer, tmp_path):
 
 @pytest.fixture
 def line_of(tokenizer, tmp_path):
-    """`line_of(source, ...)`: what a run says of where the tokens of a source come from."""
+    """`line_of(source, ...)`: the header's line about the tokens of a source."""
     from harness.data import corpora
     from harness.data.reader import CorpusReader
 
@@ -63,22 +113,9 @@ def line_of(tokenizer, tmp_path):
 
 @pytest.fixture
 def encoded(tokenizer):
-    """`encoded(texts)`: what the flat file has to hold: each text's tokens, and an end-of-text after each."""
+    """`encoded(texts)`: the tokens of each text, and an end-of-text after each."""
 
     def encode(texts: list[str]) -> list[int]:
         return [token for text in texts for token in [*tokenizer.encode(text, add_special_tokens=False), END]]
 
     return encode
-
-
-@pytest.fixture
-def write_jsonl():
-    """`write_jsonl(path, texts)`: a line each; bytes are a line as they are."""
-
-    def write(path: pathlib.Path, texts: list) -> pathlib.Path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [text if isinstance(text, bytes) else json.dumps({"text": text}).encode() for text in texts]
-        path.write_bytes(b"".join(line + b"\n" for line in lines))
-        return path
-
-    return write

@@ -1,5 +1,5 @@
 """What the installed transformers reads of exports: `python reader.py OUT EXPORT...` writes each one's logits into
-OUT/NAME.pt, and what its tokenizer does into OUT/NAME.json."""
+OUT/NAME.pt, and what its tokenizer and its samples are into OUT/NAME.json."""
 
 import json
 import pathlib
@@ -24,7 +24,7 @@ def read(export: pathlib.Path) -> tuple[torch.Tensor, dict]:
     with torch.no_grad():
         logits = model.eval()(input_ids=INPUTS, use_cache=False).logits
     ids = [tokenizer(text)["input_ids"] for text in TEXTS]
-    does = {
+    found = {
         "unread": sorted(key for key, names in report.items() if names),
         "ids": ids,
         "texts": [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ids],
@@ -33,15 +33,15 @@ def read(export: pathlib.Path) -> tuple[torch.Tensor, dict]:
         "inputs": sorted(tokenizer(TEXTS[0])),
         "length": tokenizer.model_max_length,
         "chat": tokenizer.apply_chat_template(MESSAGES, tokenize=False) if tokenizer.chat_template else None,
-        "story": model.generate(INPUTS[:, :9], max_new_tokens=5, do_sample=False)[0].tolist(),
+        "sample": model.generate(INPUTS[:, :9], max_new_tokens=5, do_sample=False)[0].tolist(),
     }
-    return logits, does
+    return logits, found
 
 
 if __name__ == "__main__":
     out = pathlib.Path(sys.argv[1])
     for export in map(pathlib.Path, sys.argv[2:]):
-        logits, does = read(export)
+        logits, found = read(export)
         torch.save(logits, out / f"{export.name}.pt")
-        (out / f"{export.name}.json").write_text(json.dumps(does))
+        (out / f"{export.name}.json").write_text(json.dumps(found))
     print(transformers.__version__)

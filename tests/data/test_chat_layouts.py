@@ -1,20 +1,14 @@
 """Chats as they come: ShareGPT, prompt and completion, Alpaca, in each kind of file; what is read of them, and what is
 refused."""
 
-import gzip
-import itertools
 import json
-import pathlib
+import re
 
 import multirank
-import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
-from conftest import ROOT, train, write_model
-from transformers import AutoTokenizer
+from conftest import metrics_of, train, words, write_model
+from corpora import calling, demo_tokenizer, says, write_records
 
-import utils
 from harness.base.errors import UserError
 
 CHATML = """{%- if tools %}{{- tools | tojson }}{%- endif %}
@@ -23,52 +17,28 @@ CHATML = """{%- if tools %}{{- tools | tojson }}{%- endif %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 
-def says(role: str, content: str, **more) -> dict:
-    return {"role": role, "content": content, **more}
-
-
-def printed(speaker: str, value: str, **more) -> dict:
+def turn(speaker: str, value: str, **more) -> dict:
+    """A message as ShareGPT has them."""
     return {"from": speaker, "value": value, **more}
 
 
-def called(name: str, arguments: dict) -> dict:
-    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return says("assistant", "", tool_calls=[call])
-
-
-SYSTEM, TOOLS = says("system", "Be kind."), [{"name": "add"}]
+SYSTEM, TOOLS = says("system", "Be kind."), [{"name": "add", "description": "Adds."}]
 TURN = [says("user", "Hi"), says("assistant", "Hello!")]
+SHAREGPT = [turn("human", "Hi"), turn("gpt", "Hello!")]
+GOOD = {"conversations": SHAREGPT}
 CALL = json.dumps({"name": "add", "arguments": {"a": 1}})
-READ = {  # the records, and each as a conversation of `messages`; what is trained on of it, the completions alone
+SUM = [turn("human", "1 + 1?"), turn("function_call", CALL), turn("observation", "2"), turn("gpt", "It is 2.")]
+SUM_TURNS = [says("user", "1 + 1?"), calling("add", {"a": 1}), says("tool", "2"), says("assistant", "It is 2.")]
+READ = {  # the records, and each as a conversation of `messages`; of completions alone what is trained on differs
     "conversations": [
-        ({"conversations": [printed("human", "Hi"), printed("gpt", "Hello!")]}, TURN),
-        ({"conversations": [printed("user", "Hi"), printed("Assistant", "Hello!")]}, TURN),
-        (
-            {"conversations": [printed("human", "Hi", weight=0), printed("chatgpt", "Hello!", weight=1)], "id": "x"},
-            TURN,
-        ),
-        (
-            {"conversations": [printed("system", "Be kind."), printed("human", "Hi"), printed("bing", "Hello!")]},
-            [SYSTEM, *TURN],
-        ),
-        ({"conversations": [printed("human", "Hi"), printed("gpt", "Hello!")], "system": "Be kind."}, [SYSTEM, *TURN]),
+        (GOOD | {"tools_used": 1}, TURN),
+        ({"conversations": [turn("user", "Hi"), turn("Assistant", "Hello!")]}, TURN),
+        ({"conversations": [turn("human", "Hi", weight=0), turn("chatgpt", "Hello!", weight=1)], "id": "x"}, TURN),
+        ({"conversations": [turn("system", "Be kind."), turn("human", "Hi"), turn("bing", "Hello!")]}, [SYSTEM, *TURN]),
+        (GOOD | {"system": "Be kind."}, [SYSTEM, *TURN]),
         ({"conversations": TURN}, TURN),
-        (
-            {
-                "conversations": [
-                    printed("human", "1 + 1?"),
-                    printed("function_call", CALL),
-                    printed("observation", "2"),
-                    printed("gpt", "It is 2."),
-                ],
-                "tools": json.dumps(TOOLS),
-            },
-            [says("user", "1 + 1?"), called("add", {"a": 1}), says("tool", "2"), says("assistant", "It is 2.")],
-        ),
-        (
-            {"conversations": [printed("human", "a"), printed("human", "b"), printed("gpt", "c")]},
-            [says("user", "a"), says("user", "b"), says("assistant", "c")],
-        ),
+        ({"conversations": SUM, "tools": json.dumps(TOOLS)}, SUM_TURNS),
+        ({"conversations": [turn("human", "a"), *SHAREGPT]}, [says("user", "a"), *TURN]),
     ],
     "other names of system": [
         ({"conversations": TURN, "system_prompt": "Be kind."}, [SYSTEM, *TURN]),
@@ -76,7 +46,7 @@ READ = {  # the records, and each as a conversation of `messages`; what is train
         ({"conversations": TURN, "functions": [], "system_prompt": ""}, TURN),
     ],
     "conversation": [({"conversation": TURN, "model": "m"}, TURN)],
-    "messages": [({"messages": TURN, "prompt": "x", "completion": "y", "text": "z", "input_ids": [1]}, TURN)],
+    "messages": [({"messages": TURN, "prompt": "x", "completion": "y"}, TURN)],
     "completions of text": [
         ({"prompt": "Hi", "completion": "Hello!"}, TURN),
         ({"prompt": "Hi", "completion": "Hello!", "label": True, "text": "Hi Hello!"}, TURN),
@@ -97,67 +67,32 @@ READ = {  # the records, and each as a conversation of `messages`; what is train
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    return demo_tokenizer(CHATML)
 
 
-def load(tokenizer, tmp_path, source, **options):
-    """The tokens of a source with their mask, as flat lists."""
-    options = {"cache_dir": tmp_path / "cache", "shuffle": False} | options
-    tokens = utils.get_dataset(tokenizer, 40, dataset=str(source), **options).tokens
-    return tokens[:].tolist(), tokens.trained(0, len(tokens)).tolist(), tokens.doc_ends.tolist()
+@pytest.fixture
+def read(tokenizer, load):
+    """`read(source, ...)`: its tokens, which of them are trained on, and the ends of its documents."""
+
+    def read(source, with_tokenizer=tokenizer, **options) -> tuple[list, list, list]:
+        tokens = load(source, 40, with_tokenizer=with_tokenizer, **options).tokens
+        return tokens[:].tolist(), tokens.trained(0, len(tokens)).tolist(), tokens.doc_ends.tolist()
+
+    return read
 
 
-def write_lines(path: pathlib.Path, records: list) -> pathlib.Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def write_parquet(path: pathlib.Path, records: list) -> pathlib.Path:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(with_all_fields(records)), path)
-    return path
-
-
-def with_all_fields(records: list) -> list:
-    """Records of which the first has all names, as `from_pylist` takes its columns from it."""
-    names = dict.fromkeys(itertools.chain.from_iterable(records))
-    return [{name: record.get(name) for name in names} for record in records]
-
-
-def write_as(suffix: str, folder: pathlib.Path, records: list) -> pathlib.Path:
-    path = folder / f"chats{suffix}"
-    if suffix == ".parquet":
-        return write_parquet(path, records)
-    if suffix == ".json":
-        path.write_text(json.dumps(records, indent=1))
-        return path
-    lines = write_lines(folder / "chats.jsonl", records).read_bytes()
-    if suffix == ".jsonl.gz":
-        path.write_bytes(gzip.compress(lines))
-    elif suffix == ".jsonl.zst":
-        with pyarrow.output_stream(str(path), compression="zstd") as stream:
-            stream.write(lines)
-    elif suffix == ".lines.json":
-        path.write_bytes(lines)
-    if suffix != ".jsonl":
-        (folder / "chats.jsonl").unlink()
-    return path
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".lines.json", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 @pytest.mark.parametrize("layout", READ)
 def test_a_layout_gives_the_tokens_and_the_mask_of_its_messages_from_each_kind_of_file(
-    tokenizer, tmp_path, layout, suffix
+    tokenizer, read, tmp_path, layout, suffix
 ):
     records, conversations = zip(*READ[layout], strict=True)
     if layout == "conversations" and suffix == ".parquet":  # fields of one type in a column
         records, conversations = records[:5], conversations[:5]
     tools = [{"tools": TOOLS} if "tools" in record else {} for record in records]
     as_messages = [{"messages": messages} | more for messages, more in zip(conversations, tools, strict=True)]
-    expected = load(tokenizer, tmp_path, write_lines(tmp_path / "messages.jsonl", as_messages))
-    (tmp_path / "chats").mkdir()
-    found = load(tokenizer, tmp_path, write_as(suffix, tmp_path / "chats", list(records)))
+    expected = read(write_records(tmp_path / "messages.jsonl", as_messages))
+    found = read(write_records(tmp_path / f"chats{suffix}", records))
     assert found[0] == expected[0] and found[2] == expected[2]
     if layout != "completions of messages":
         assert found[1] == expected[1] and any(found[1])
@@ -167,88 +102,54 @@ def test_a_layout_gives_the_tokens_and_the_mask_of_its_messages_from_each_kind_o
     assert tokenizer.decode(trained) == "Hello!<|im_end|>\n"
 
 
-def refuse(tokenizer, tmp_path, records: list, *words: str, suffix: str = ".jsonl", **options) -> None:
-    with pytest.raises(UserError) as raised:
-        load(tokenizer, tmp_path, write_as(suffix, tmp_path, records), **options)
-    message = str(raised.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
+def answering(content, **more) -> list[dict]:
+    return [{"messages": [TURN[0], says("assistant", content, **more)]}]
 
 
-GOOD = {"conversations": [printed("human", "Hi"), printed("gpt", "Hello!")]}
 REFUSED = {
     "no list": ([{"conversations": {"from": ["human"]}}], "instead of a list of messages"),
     "empty": ([GOOD, {"conversations": []}], "line 2: [] instead of a list of messages"),
     "strings": ([{"conversations": ["Hi", "Hello!"]}], 'conversations[0] is "Hi" instead of an object with role and'),
-    "no value": ([{"conversations": [{"from": "human"}]}], "conversations[0] is"),
-    "another speaker": (
-        [{"conversations": [printed("narrator", "Hi")]}],
-        'from "narrator" instead of one of human, user,',
-    ),
-    "a call that is no JSON": (
-        [{"conversations": [printed("function_call", "add(1)")]}],
-        'JSON such as {"name": "add"',
-    ),
-    "a turn not to learn": (
-        [{"conversations": [printed("human", "Hi"), printed("gpt", "Hello!", weight=0)]}],
-        "conversations[1] has weight 0",
-    ),
+    "no content": ([{"messages": [TURN[0], {"role": "assistant"}]}], "messages[1] is", "an object with role and"),
+    "half a character": ([{"messages": [says("user", "\ud800")]}], "half a surrogate pair"),
+    "another speaker": ([{"conversations": [turn("he", "Hi")]}], 'from "he" instead of one of human, user,'),
+    "a call that is no JSON": ([{"conversations": [turn("function_call", "add(1)")]}], 'JSON such as {"name": "add"'),
     **{
         f"a turn with {field} {value!r}": (
-            [{"messages": [TURN[0], says("assistant", "Hello!", **{field: value})]}],
+            answering("Hello!", **{field: value}),
             f"messages[1] has {field} {json.dumps(value)}, but all turns of the assistant are trained on",
         )
-        for field, value in (
-            ("loss", False),
-            ("training", 0),
-            ("train", "false"),
-            ("trainable", False),
-            ("weight", 0.5),
-            ("loss_scale", 0.0),
-            ("mask", 1),
-            ("mask", 0),
-        )
+        for field, value in (("loss", False), ("training", 0), ("train", "false"), ("weight", 0.5), ("mask", 1))
     },
     **{
         f"a label {value!r}": ([{"prompt": "Hi", "completion": "No!", "label": value}], f"label is {json.dumps(value)}")
-        for value in (0, "False")
+        for value in (0, False, "False")
     },
     "a system of another name": ([GOOD | {"system_prompt": ["a"]}], 'system_prompt is ["a"] instead of text'),
     "functions": ([GOOD | {"functions": TOOLS}], "functions is", "name them tools"),
-    "settings of the template": (
-        [GOOD | {"chat_template_kwargs": {"a": 1}}],
-        "chat_template_kwargs is",
-        "in a template",
-    ),
+    "tools of another name": ([GOOD | {"tool_defs": json.dumps(TOOLS)}], "tool_defs is", "name them tools"),
+    "settings of the template": ([GOOD | {"chat_template_kwargs": {"a": 1}}], "chat_template_kwargs is", "in a templ"),
     "context": ([{"instruction": "Add", "context": "1, 2", "output": "3"}], 'context is "1, 2"', "name it input"),
     "an image": (
         [{"messages": [says("user", [{"type": "image"}, {"type": "text", "text": "a"}]), TURN[1]]}],
         'messages[0] has a part that is not text, {"type": "image"}',
     ),
-    "calls that are text": (
-        [{"messages": [TURN[0], says("assistant", "", tool_calls=["add"])]}],
-        'messages[1] calls ["add"] instead of functions',
-    ),
+    "calls that are text": (answering("", tool_calls=["add"]), 'messages[1] calls ["add"] instead of functions'),
     **{
         f"rendered, {name}": ([record], "its text has <|endoftext|>, so it is rendered already")
         for name, record in {
-            "an answer": {"messages": [TURN[0], says("assistant", "Hello!<|endoftext|>")]},
-            "a turn": {"conversations": [printed("human", "<|endoftext|>user\nHi"), printed("gpt", "Hello!")]},
+            "an answer": answering("Hello!<|endoftext|>")[0],
+            "a turn": {"conversations": [turn("human", "<|endoftext|>user\nHi"), turn("gpt", "Hello!")]},
             "a part": {"messages": [says("user", [{"type": "text", "text": "a<|endoftext|>"}]), TURN[1]]},
             "Alpaca": {"instruction": "Hi", "output": "Hello!<|endoftext|>"},
+            "a prompt": {"prompt": "Hi<|endoftext|>", "completion": "Hello!"},
         }.items()
     },
     "two systems": (
-        [{"conversations": [printed("system", "a"), printed("human", "Hi"), printed("gpt", "b")], "system": "c"}],
+        [{"conversations": [turn("system", "a"), *SHAREGPT], "system": "c"}],
         'system is "c", and the first message is another system prompt',
     ),
     "text and messages": ([{"prompt": "Hi", "completion": [says("assistant", "Hello!")]}], "both lists of messages"),
-    "a bad completion": ([{"prompt": "Hi", "completion": "No!", "label": False}], "label is false"),
-    "rendered": (
-        [{"prompt": "Hi<|endoftext|>", "completion": "Hello!"}],
-        "its text has <|endoftext|>, so it is rendered already",
-    ),
     "no text": ([{"instruction": ["Hi"], "output": "Hello!"}], 'instruction is ["Hi"] instead of text'),
     "history": ([{"instruction": "Hi", "output": "Hello!", "history": ["Hi"]}], "history is"),
     "two layouts": (
@@ -270,45 +171,69 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_right_is_one_line(tokenizer, tmp_path, name):
-    records, *words = REFUSED[name]
+def test_what_cannot_be_read_right_is_one_line(tokenizer, read, tmp_path, name):
+    records, *phrases = REFUSED[name]
     if name.startswith("rendered"):
-        tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-        tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|endoftext|>").replace(
-            "+ message.content", "+ (message.content if message.content is string else message.content[0].text)"
-        )
-    refuse(tokenizer, tmp_path, records, *words)
+        content = "(message.content if message.content is string else message.content[0].text)"
+        template = CHATML.replace("<|im_end|>", "<|endoftext|>").replace("+ message.content", f"+ {content}")
+        tokenizer = demo_tokenizer(template)
+    with pytest.raises(UserError) as raised:
+        read(write_records(tmp_path / "a.jsonl", records), with_tokenizer=tokenizer)
+    assert "\n" not in str(raised.value) and all(phrase in str(raised.value) for phrase in phrases)
 
 
 @pytest.mark.parametrize("name", ["two layouts", "preferences"])
-def test_parquet_files_of_another_layout_are_one_line(tokenizer, tmp_path, name):
-    records, *words = REFUSED[name]
+def test_parquet_files_of_another_layout_are_one_line(read, tmp_path, name):
+    records, *phrases = REFUSED[name]
     for number, record in enumerate(records):
-        write_parquet(tmp_path / f"{number}.parquet", [record])
-    with pytest.raises(UserError) as raised:
-        load(tokenizer, tmp_path, tmp_path)
-    assert words[-1] in str(raised.value) and f"{number}.parquet" in str(raised.value)
+        write_records(tmp_path / f"{number}.parquet", [record])
+    with pytest.raises(UserError, match=f"{len(records) - 1}.parquet.*{phrases[-1]}"):
+        read(tmp_path)
 
 
-def test_a_named_column_of_messages_is_a_conversation_and_a_named_column_of_text_is_text(tokenizer, tmp_path):
-    expected = load(tokenizer, tmp_path, write_lines(tmp_path / "a.jsonl", [{"messages": TURN}]))
-    records = [{"dialog": TURN, "messages": "no chat " * 30}]
-    for file in (write_lines(tmp_path / "b.jsonl", records), write_parquet(tmp_path / "b.parquet", records)):
-        assert load(tokenizer, tmp_path, file, text_field="dialog") == expected
-        assert not utils.get_dataset(tokenizer, 4, dataset=str(file), text_field="messages").dataset.has_loss_mask
-    both = [{"text": "As text. " * 30, **GOOD}]
-    for file in (write_lines(tmp_path / "c.jsonl", both), write_parquet(tmp_path / "c.parquet", both)):
-        assert load(tokenizer, tmp_path, file) == expected
-        text = utils.get_dataset(tokenizer, 4, dataset=str(file), text_field="text", cache_dir=tmp_path / "cache")
-        assert not text.dataset.has_loss_mask
+@pytest.mark.parametrize(
+    "record", [{"prompt": "a", "completion": "b", "system": "c"}, {"prompt": TURN[:1], "completion": TURN[1:]}, GOOD]
+)
+def test_what_needs_a_template_says_so(read, tmp_path, record):
+    with pytest.raises(UserError, match=r"has no chat template.*--chat-template FILE"):
+        read(write_records(tmp_path / "a.jsonl", [record]), with_tokenizer=demo_tokenizer())
+
+
+TEXT, IDS = "No messages.", [1006, 1389, 284, 79, 88, 546, 14]
+ANSWER, IDS_TEXT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!", "The red fox ran."
+FIELDS = {  # a record; --text-field; the beginning of what is read
+    "messages before text": ({"messages": TURN, "text": TEXT}, None, ANSWER),
+    "messages before ids": ({"messages": TURN, "input_ids": IDS}, None, ANSWER),
+    "ShareGPT's before text": (GOOD | {"text": TEXT}, None, ANSWER),
+    "the named text": ({"messages": TURN, "text": TEXT}, "text", TEXT),
+    "the named ids": ({"messages": TURN, "text": TEXT, "input_ids": IDS}, "input_ids", IDS_TEXT),
+    "named messages": ({"dialog": TURN, "messages": TEXT}, "dialog", ANSWER),
+    "a text named as a layout": ({"messages": TEXT}, "messages", TEXT),
+    "the same beside a text": ({"messages": TEXT, "text": "Another."}, "messages", TEXT),
+    "the same, not asked for": ({"messages": "Another.", "conversation": "Another.", "text": TEXT}, None, TEXT),
+    "the same beside a conversation": ({"messages": TEXT, "conversations": TURN}, None, ANSWER),
+    "a null beside a conversation": ({"messages": None, "conversations": TURN}, None, ANSWER),
+}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow"])
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_conversation_is_read_unless_another_field_is_named(tokenizer, load, tmp_path, name, suffix):
+    record, text_field, wanted = FIELDS[name]
+    options = {"text_field": text_field} if text_field else {}
+    data = load(write_records(tmp_path / f"a{suffix}", [record] * 3), 8, with_tokenizer=tokenizer, **options)
+    assert tokenizer.decode(data.tokens[:].tolist()).startswith(wanted)
+    assert data.has_loss_mask == (wanted == ANSWER)
 
 
 @pytest.mark.parametrize("completion", ["Hello!", "Hello!<|endoftext|>"])
-def test_without_a_template_a_prompt_and_its_completion_are_text_and_the_completion_is_trained_on(tmp_path, completion):
-    """One end-of-text token ends it; what the tokenizer's own rule puts before a text comes first."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    file = write_lines(tmp_path / "a.jsonl", [{"prompt": "Say: ", "completion": completion}] * 9)
-    tokens, trained, ends = load(tokenizer, tmp_path, file)
+def test_without_a_template_a_prompt_and_its_completion_are_text_and_the_completion_is_trained_on(
+    read, tmp_path, completion
+):
+    """One end-of-text token ends it; special tokens that the tokenizer adds before a text come first."""
+    tokenizer = demo_tokenizer()
+    file = write_records(tmp_path / "a.jsonl", [{"prompt": "Say: ", "completion": completion}] * 9)
+    tokens, trained, ends = read(file, with_tokenizer=tokenizer)
     first = tokens[: ends[0]]
     assert tokenizer.decode(first) == "Say: Hello!<|endoftext|>"
     of_completion = [token for token, is_trained in zip(first, trained, strict=False) if is_trained]
@@ -318,89 +243,71 @@ def test_without_a_template_a_prompt_and_its_completion_are_text_and_the_complet
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)]
     )
-    tokens, _, ends = load(tokenizer, tmp_path, file)
+    tokens, _, ends = read(file, with_tokenizer=tokenizer)
     assert tokenizer.decode(tokens[: ends[0]]) == "<|endoftext|>Say: Hello!<|endoftext|>"
 
 
-@pytest.mark.parametrize(
-    "record", [{"prompt": "a", "completion": "b", "system": "c"}, {"prompt": TURN[:1], "completion": TURN[1:]}, GOOD]
-)
-def test_what_needs_a_template_says_so(tmp_path, record):
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    refuse(tokenizer, tmp_path, [record], "has no chat template", "--chat-template FILE")
-
-
-def test_each_layout_template_and_mask_has_tokens_of_its_own(tokenizer, tmp_path):
+def test_each_layout_template_and_mask_has_tokens_of_its_own(read, tmp_path):
     """The cache is asked for by what is trained on."""
-    record = GOOD | {"prompt": "Hi", "completion": "No."}
-    file = write_lines(tmp_path / "a.jsonl", [record])
+    file = write_records(tmp_path / "a.jsonl", [GOOD | {"prompt": "Hi", "completion": "No."}])
     marked = tmp_path / "marked.jinja"
     with_marks = CHATML.replace("+ message.content }}", "}}{% generation %}{{- message.content }}{% endgeneration %}")
     marked.write_text(with_marks)
-    load(tokenizer, tmp_path, file)
-    load(tokenizer, tmp_path, file, chat_loss="all")
-    load(tokenizer, tmp_path, file, chat_template=marked)
-    assert len(list((tmp_path / "cache").glob("*.bin"))) == 3
-    load(tokenizer, tmp_path, file)
-    assert len(list((tmp_path / "cache").glob("*.bin"))) == 3
+    options = ({}, {"chat_loss": "all"}, {"chat_template": marked})
+    first = [read(file, **more) for more in options]
+    assert len({str(found) for found in first}) == 3
+    assert [read(file, **more) for more in options] == first
 
 
-def test_a_json_file_beside_other_data_is_left_out_and_one_alone_is_read(tokenizer, tmp_path):
+def test_a_json_file_beside_other_data_is_left_out_and_one_alone_is_read(read, tmp_path):
     corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    (corpus / "chats.json").write_text(json.dumps([GOOD] * 3))
+    write_records(corpus / "chats.json", [GOOD] * 3)
     (corpus / "dataset_info.json").write_text("{}")
-    assert len(load(tokenizer, tmp_path, corpus)[2]) == 3
-    write_lines(corpus / "more.jsonl", [GOOD])
-    assert len(load(tokenizer, tmp_path, corpus)[2]) == 1
-    assert len(load(tokenizer, tmp_path, corpus / "chats.json")[2]) == 3
+    assert len(read(corpus)[2]) == 3
+    write_records(corpus / "more.jsonl", [GOOD])
+    assert len(read(corpus)[2]) == 1
+    assert len(read(corpus / "chats.json")[2]) == 3
 
 
-BROKEN = {"cut": '[{"text": "a"}, {"te', "no end": '[{"text": "a"}', "a comma": '{"text": "a"} {"text" "b"}'}
+# ----------------------------------------------------------------------------------------------------------------------
+# Runs
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_json_is_named_with_the_records_before_it(tokenizer, tmp_path, name):
-    (tmp_path / "a.json").write_text(BROKEN[name])
-    with pytest.raises(UserError, match=r"a\.json: cannot be read \(broken JSON after 1 record"):
-        load(tokenizer, tmp_path, tmp_path / "a.json")
-
-
-def test_json_is_read_whatever_its_blocks_cut(tokenizer, tmp_path, monkeypatch):
-    texts = ["Zwölf Füchse \U0001f98a", 'a "b" \\ ] , [ c', "d" * 99]
-    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts], ensure_ascii=False, indent=2))
-    expected = utils.get_dataset(tokenizer, 9, dataset=str(tmp_path / "a.json"), cache_dir=tmp_path / "1").dataset
-    monkeypatch.setattr("harness.data.formats.json.READ_BYTES", 1)
-    found = utils.get_dataset(tokenizer, 9, dataset=str(tmp_path / "a.json"), cache_dir=tmp_path / "2").dataset
-    assert np.array_equal(found.tokens[:], expected.tokens[:])
-    text = tokenizer.decode(found.tokens[:].tolist())
-    assert all(part in text for part in texts)
-
-
-def test_a_run_says_what_it_found_and_what_it_trains_on_and_is_refused_before_its_first_step(
-    tokenizer, tmp_path, device, capfd
+def test_a_run_on_conversations_shows_what_it_trains_on_and_answers_prompts_through_its_template(
+    arguments, device, capfd, tmp_path
 ):
-    model = write_model(tmp_path / "model", "llama", **(multirank.SIZES | {"max_position_embeddings": 512}))
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "chats.json").write_text(json.dumps([GOOD] * 8))
-    flags = ["--model", model, "--tokenizer", tmp_path / "tokenizer", "--sequence-length", "96", "--num-steps", "1"]
-    flags += ["--num-workers", "0", "--cache-dir", tmp_path / "cache", "--output-dir", tmp_path / "runs"]
-    assert train([*flags, "--dataset", tmp_path / "chats.json"], device) == 0
-    said_of_it = capfd.readouterr().out
-    assert "\nformat     conversations, as ShareGPT's\n" in said_of_it
-    assert "\ntrained on the assistant's turns, found by rendering prefixes\n" in said_of_it
-    assert "[[Hello!<|im_end|>" in said_of_it.replace("[[ Hello", "[[Hello")
-    write_lines(tmp_path / "bad.jsonl", [GOOD, {"conversations": [printed("narrator", "Hi")]}])
-    with pytest.raises(UserError, match=r'bad\.jsonl, line 2: conversations\[0\] is from "narrator"'):
-        train([*flags, "--dataset", tmp_path / "bad.jsonl"], device)
-    assert "step 1" not in capfd.readouterr().out
+    write_model(tmp_path / "model", "llama", **multirank.SIZES | {"max_position_embeddings": 1024})
+    records = [{"conversations": [turn("human", "Why? " * 200), SHAREGPT[1], *SHAREGPT]}, {"conversations": SHAREGPT}]
+    records += [{"conversations": SUM, "tools": json.dumps(TOOLS)}, {"conversations": SUM}]
+    records += [{"conversations": [SHAREGPT[0], turn("gpt", "<think>Hm.</think>Hello!")]}] * 60
+    prompt = {"messages": [SYSTEM, *SUM_TURNS[:2]], "tools": TOOLS}
+    write_records(tmp_path / "prompt.json", [prompt])
+    flags = [*arguments, "--dataset", write_records(tmp_path / "a.jsonl", records), *words("--chat-template chatml")]
+    prompts = ["--sample-prompt", "Who runs?", "--sample-prompt", tmp_path / "prompt.json", "--sample-tokens", "4"]
+    assert train([*flags, *prompts, *words("--sequence-length 128 --final-checkpoint")], device) == 0
+    out = capfd.readouterr().out
+    assert "\nformat     conversations, as ShareGPT's\n" in out
+    assert "\ntrained on the assistant's turns, marked by the chat template\n" in out
+    titles = [f"line {line}" for line in ("1: several turns", "2: one turn", "3: tools", "5: reasoning")]
+    assert re.findall("^--- .*a.jsonl, (.*)$", out, re.M) == titles  # one of each kind
+    assert " ... " in out and out.count("Why?") < 200 and "[[Hello!<|im_end|>" in out  # of a long one its answer too
+    of_text, of_messages = [line["samples"] for line in metrics_of(tmp_path / "out" / "r") if "samples" in line][-1]
+    assert of_text["prompt"] == "<|im_start|>user\nWho runs?<|im_end|>\n<|im_start|>assistant\n"
+    assert of_text["text"].startswith(of_text["prompt"])
+    assert "Be kind." in of_messages["prompt"] and "add" in of_messages["prompt"]
+    assert of_messages["prompt"].endswith("1 + 1?<|im_end|>\n<|im_start|>assistant\n")
+    assert (of_messages["tokens"], of_messages["ended"]) == (4, False) and "(cut at 4 tokens)" in out
+    again = [*arguments, "--resume", tmp_path / "out" / "r", "--num-steps", "0", "--sample-prompt", "Who runs?"]
+    assert train([*again, "--sample-tokens", "4"], device) == 0  # template and all else by the checkpoint
+    assert f"\n{of_text['text']}" in capfd.readouterr().out
 
 
-def test_a_sample_resumes_from_the_prompt_as_it_is_where_completions_were_trained_on_as_text(tmp_path, device, capfd):
-    flags = ["--demo", "--sequence-length", "32", "--num-steps", "1", "--num-workers", "0", "--no-final-checkpoint"]
-    flags += ["--cache-dir", tmp_path / "cache", "--output-dir", tmp_path / "runs", "--sample-prompt", "The red fox"]
-    file = write_lines(tmp_path / "a.jsonl", [{"prompt": "The red ", "completion": "fox ran. " * 9}] * 8)
-    assert train([*flags, "--dataset", file], device) == 0
-    said_of_it = capfd.readouterr().out
-    assert "\nformat     prompt and completion, end to end, as there is no chat template\n" in said_of_it
-    assert "\ntrained on the completions\n" in said_of_it and "\nThe red fox" in said_of_it
+def test_a_sample_continues_the_prompt_as_it_is_if_completions_were_trained_on_as_text(
+    arguments, tmp_path, device, capfd
+):
+    file = write_records(tmp_path / "a.jsonl", [{"prompt": "The red ", "completion": "fox ran. " * 9}] * 8)
+    flags = [*arguments, "--dataset", file, "--sample-prompt", "The red fox", "--sample-tokens", "4"]
+    assert train([*flags, "--no-final-checkpoint"], device) == 0
+    out = capfd.readouterr().out
+    assert "\nformat     prompt and completion, end to end, as there is no chat template\n" in out
+    assert "\ntrained on the completions\n" in out and "\nThe red fox" in out

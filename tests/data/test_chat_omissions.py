@@ -5,17 +5,12 @@ import json
 import re
 from collections import Counter
 
-import pyarrow
-import pyarrow.parquet
 import pytest
-from conftest import ROOT, metrics_of, train
-from transformers import AutoTokenizer
+from corpora import calling, demo_tokenizer, says, write_records
 
-import utils
 from harness import base
 from harness.base.errors import UserError
 from harness.data.chat import ChatEncoder
-from harness.data.header import describe_examples
 from harness.data.prompts import read_prompt
 from harness.data.schema import Conversation
 
@@ -60,24 +55,11 @@ TEMPLATES = {
 }
 
 
-def says(role: str, content: str | list | None, **more) -> dict:
-    return {"role": role, "content": content, **more}
-
-
-def calling(content: str, *arguments, **more) -> dict:
-    calls = [{"type": "function", "function": {"name": "find", "arguments": given}} for given in arguments]
-    return says("assistant", content, tool_calls=calls, **more)
-
-
 HI, HELLO, SYSTEM = says("user", "Hi"), says("assistant", "Hello!\n"), says("system", " Be kind. ")
 THOUGHT = says("assistant", "<think>\nA greeting.</think>\n\nHello!")
 MORE = [says("user", "And?"), says("assistant", "Bye.")]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "find", "parameters": {"type": "object", "properties": {"what": {"type": "string"}}}},
-    }
-]
+PARAMETERS = {"type": "object", "properties": {"what": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": PARAMETERS}}]
 RECORDS = {  # messages, tools
     "plain": ([HI, HELLO, *MORE], None),
     "system": ([SYSTEM, HI, HELLO, *MORE], None),
@@ -87,15 +69,17 @@ RECORDS = {  # messages, tools
     "reasoning_content": ([HI, says("assistant", "Hello!", reasoning_content="A greeting.")], None),
     "reasoning_content, earlier": ([HI, says("assistant", "Hello!", reasoning_content="A greeting."), *MORE], None),
     "thinking": ([HI, says("assistant", "Hello!", thinking="A greeting.")], None),
-    "another field": ([says("user", "Hi", mood="glad", name="Ann", id="1"), HELLO], None),
+    "another field": ([says("user", "Hi", mood="glad", name="Ann", id="1"), HELLO] * 2, None),
     "thoughts": ([HI, THOUGHT], None),
     "thoughts, earlier": ([HI, THOUGHT, *MORE], None),
     "tools": ([HI, HELLO], TOOLS),
-    "call": ([HI, calling("", {"what": "kite"})], TOOLS),
-    "call beside a content": ([HI, calling("I look.", {"what": "kite"})], TOOLS),
-    "two calls": ([HI, calling("", {"what": "kite"}, {"what": "hat"})], TOOLS),
+    "call": ([HI, calling("find", {"what": "kite"})], TOOLS),
+    "call beside a content": ([HI, calling("find", {"what": "kite"}, content="I look.")], TOOLS),
+    "two calls": ([HI, calling("find", {"what": "kite"}, {"what": "hat"})], TOOLS),
+    "older call": ([HI, says("assistant", "", function_call={"name": "find", "arguments": "{}"})], None),
+    "parts": ([says("user", [{"type": "text", "text": "Hi"}, {"type": "text", "text": " you"}]), HELLO], None),
 }
-EXPECTED = {  # (record, template): what is said, as an error after "error"; nothing of all others
+EXPECTED = {  # (record, template): the error or the warning; nothing of all others
     ("developer", "three roles"): "error: leaves out the content of the developer",
     ("tool", "three roles"): "error: leaves out the content of the tool",
     ("function", "three roles"): "error: leaves out the content of the function",
@@ -109,6 +93,8 @@ EXPECTED = {  # (record, template): what is said, as an error after "error"; not
     ("two calls", "llama 3.1"): "error: leaves out its call of find",
     ("call beside a content", "llama 3.1"): "error: leaves out the content of the assistant beside a call",
     **{("another field", name): "leaves out mood of the user" for name in TEMPLATES},
+    **{("older call", name): "error: leaves out its call of find" for name in TEMPLATES},
+    **{("parts", name): "error: of its user is a list of parts, which .* writes as it is" for name in TEMPLATES},
 }
 for name in TEMPLATES:
     if name not in ("qwen3", "llama 3.1"):
@@ -124,27 +110,11 @@ for name in TEMPLATES:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+    return demo_tokenizer()
 
 
-TWICE = {  # contents of the user, both of which are not written as they are, and a template
-    "changed contents": (("Hi", "Hi!"), "{{ m.content | replace('Hi', 'Ho') }}"),
-    "special tokens": (("a<|endoftext|>b", "c<|endoftext|>d"), "{{ m.content }} {{ eos_token }}"),
-}
-
-
-@pytest.mark.parametrize("name", TWICE)
-def test_a_warning_counts_conversations_not_messages(tokenizer, name):
-    (first, second), template = TWICE[name]
-    counts: Counter = Counter()
-    chat = ChatEncoder(tokenizer, 1536, "{% for m in messages %}" + template + "{% endfor %}", "all")
-    messages = [says("user", first), says("assistant", "Yes."), says("user", second), says("assistant", "No.")]
-    chat.encode([Conversation(messages)] * 3, counts)
-    assert [count for key, count in counts.items() if key.startswith("warning: ")] == [3]
-
-
-def said_of(chat: ChatEncoder, conversation: Conversation) -> str:
-    """The error or the warnings about a conversation that a run trains on ten times."""
+def report_of(chat: ChatEncoder, conversation: Conversation) -> str:
+    """The error or the warnings about a conversation that a run trains on ten times, which are counted as ten."""
     counts: Counter = Counter()
     try:
         chat.encode([conversation] * 10, counts)
@@ -165,30 +135,26 @@ PAIRS.remove(("thinking", "qwen3"))  # newer versions of transformers give templ
 def test_what_a_template_leaves_out_is_reported(tokenizer, record, template, loss):
     messages, tools = copy.deepcopy(RECORDS[record])
     chat = ChatEncoder(tokenizer, len(tokenizer), TEMPLATES[template], loss)
-    printed = said_of(chat, Conversation(messages, tools, position="chat.jsonl, line 3"))
+    printed = report_of(chat, Conversation(messages, tools, position="chat.jsonl, line 3"))
     expected = EXPECTED.get((record, template), "")
-    words = expected.removeprefix("error: ")
     assert printed.startswith("error: ") == expected.startswith("error: ")
-    assert printed.count("chat.jsonl, line 3: the chat template") == bool(words)
-    assert words in printed if words else printed == ""
+    assert printed.count("chat.jsonl, line 3: ") == bool(expected)
+    assert re.search(expected.removeprefix("error: "), printed) if expected else printed == ""
 
 
-def test_a_template_is_tried_once_a_shape_and_each_conversation_rendered_once(tokenizer, monkeypatch):
-    chat = ChatEncoder(tokenizer, len(tokenizer), TEMPLATES["qwen3"], "assistant")
-    rendered, render = [], chat.render_messages
-    monkeypatch.setattr(chat, "render_messages", lambda *given, **more: rendered.append(1) or render(*given, **more))
-    for turns in range(1, 9):
-        chat.encode(
-            [Conversation([HI, calling("", {"what": "kite"}), says("tool", "x"), HELLO] * turns, TOOLS)] * 9, Counter()
-        )
-    assert len(rendered) <= 8 * 9 + 2
+STRICT = "{%- if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}"
 
 
-def test_left_out_where_bad_records_are(tokenizer):
-    chat = ChatEncoder(tokenizer, len(tokenizer), TEMPLATES["three roles"], "assistant", skip_bad=True)
-    counts: Counter = Counter()
-    chat.encode([Conversation(RECORDS[record][0]) for record in ("plain", "tool", "developer")], counts)
-    assert (counts["documents"], counts["bad records"]) == (1, 2)
+def test_what_a_template_refuses_or_leaves_out_is_a_bad_record_and_the_others_are_kept(load, line_of, tmp_path):
+    (tmp_path / "strict.jinja").write_text(STRICT + TEMPLATES["three roles"])
+    bad = [RECORDS["system"][0], RECORDS["tool"][0]]
+    file = write_records(tmp_path / "chat.jsonl", [{"messages": messages} for messages in (*bad, [HI, HELLO])])
+    options = {"chat_template": str(tmp_path / "strict.jinja")}
+    with pytest.raises(UserError, match=r"line 1: the chat template fails, user first; fix it"):
+        load(file, **options)
+    options["skip_bad_records"] = True
+    assert len(load(file, **options).tokens.doc_ends) == 1
+    assert line_of(file, **options).endswith(", left out: bad records 2")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -198,17 +164,20 @@ PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 LLAMA2 = """{%- for m in messages %}{%- if m.role == 'user' %}{{- '<s>[INST] ' ~ m.content ~ ' [/INST]' }}
 {%- else %}{{- ' ' ~ m.content ~ ' </s>' }}{%- endif %}{%- endfor %}"""
 CHATML = TEMPLATES["chatml"]
-SPECIAL = {  # template, question, answer: the token that is an error or a warning
+CHANGES = "{% for m in messages %}{{ m.content | replace('Hi', 'Ho') }}{% endfor %}"
+SPECIAL = {  # template, question, answer: the error or the warning
     "asked about": (CHATML, "What does <|im_end|> do?", "It ends a turn.", "becomes the special token"),
     "HTML": (LLAMA2, "<s>old</s> new", "It is struck.", "becomes the special token"),
     "HTML at the end": (LLAMA2, "only <s>5</s>", "Yes.", "becomes the special token"),
     "not of the template": (CHATML, "What is <s>?", "It begins.", "becomes the special token"),
-    "a rendered answer": (CHATML, "Hi", "Hello!<|im_end|>\n", "so it is rendered already"),
-    "a rendered answer of Llama 2": (LLAMA2, "Hi", "Hello! </s>", "so it is rendered already"),
-    "a rendered question": (CHATML, "<|im_start|>user\nHi<|im_end|>", "Hello!", "so it is rendered already"),
-    "rendered turns": (CHATML, "x\n<|im_start|>assistant\nHi", "Hello!", "so it is rendered already"),
+    "a rendered answer": (CHATML, "Hi", "Hello!<|im_end|>\n", "error: so it is rendered already"),
+    "a rendered answer of Llama 2": (LLAMA2, "Hi", "Hello! </s>", "error: so it is rendered already"),
+    "a rendered question": (CHATML, "<|im_start|>user\nHi<|im_end|>", "Hello!", "error: so it is rendered already"),
+    "rendered turns": (CHATML, "x\n<|im_start|>assistant\nHi", "Hello!", "error: so it is rendered already"),
     "rendered, and a template that adds nothing": (PLAIN, "<s>[INST] Hi [/INST]", "Hello!</s>", ""),
     "none": (CHATML, "What does a turn end with?", "<b>im_end</b>", ""),
+    "a changed question": (CHANGES, "Hi", "Hello!", "changes the content of the user"),
+    "a changed answer": (CHANGES, "Hello", "Hi!", "error: changes the answer of the assistant that is trained on"),
 }
 
 
@@ -219,45 +188,28 @@ def test_a_special_token_in_a_text_is_encoded_as_transformers_does_with_a_warnin
     template, question, answer, expected = SPECIAL[name]
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]})
-    messages = [says("user", question), says("assistant", answer)]
+    messages = [says("user", question), says("assistant", answer)] * 2  # a warning counts conversations
     chat = ChatEncoder(tokenizer, len(tokenizer), template, "all")
-    printed = said_of(chat, Conversation(messages, position="chat.jsonl, line 3"))
-    assert expected in printed and bool(printed) == bool(expected)
-    assert printed.startswith("error: ") == ("rendered" in expected)
-    if "rendered" not in expected:
+    printed = report_of(chat, Conversation(messages, position="chat.jsonl, line 3"))
+    assert expected.removeprefix("error: ") in printed and bool(printed) == bool(expected)
+    assert printed.startswith("error: ") == expected.startswith("error: ")
+    if not printed.startswith("error: "):
         wanted = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=True)["input_ids"]
         assert chat.encode([Conversation(messages)], Counter()).tokens.tolist() == wanted
 
 
-@pytest.mark.parametrize("column", ["tool_defs", "functions", "available_functions"])
-@pytest.mark.parametrize("as_text", [False, True])
-def test_tools_by_another_name_are_refused_in_each_kind_of_file(tokenizer, tmp_path, column, as_text):
-    record = {"messages": [HI, HELLO], column: json.dumps(TOOLS) if as_text else TOOLS, "tools_used": 1}
-    (tmp_path / "a.jsonl").write_text(json.dumps(record))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
-    for name in ("a.jsonl", "a.parquet"):
-        with pytest.raises(UserError, match=rf"{name}, .*{column} is .*, which is not read; name them tools"):
-            load(tokenizer, tmp_path, tmp_path / name)
-
-
-def load(tokenizer, tmp_path, file, template="chatml"):
-    options = {"cache_dir": tmp_path / "cache", "shuffle": False, "chat_template": template}
-    return utils.get_dataset(tokenizer, 40, dataset=str(file), **options)
-
-
-def test_the_warning_is_reported_again_where_the_tokens_are_in_the_cache(tokenizer, tmp_path, capfd):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": RECORDS["another field"][0]}) + "\n")
+def test_the_warning_is_reported_again_if_the_tokens_are_in_the_cache(load, tmp_path, capfd):
+    file = write_records(tmp_path / "a.jsonl", [{"messages": RECORDS["another field"][0]}])
     for _ in range(2):
-        load(tokenizer, tmp_path, tmp_path / "a.jsonl")
-        assert re.search(
-            r"warning: .*a.jsonl, line 1: the chat .* mood of the user; .* \(1 conversation\)", capfd.readouterr().err
-        )
+        load(file, chat_template="chatml")
+        printed = r"warning: .*a.jsonl, line 1: the chat .* mood of the user; .* \(1 conversation\)"
+        assert re.search(printed, capfd.readouterr().err)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Templates that have a name
 
-NAMED = {  # (template, record): what is left out; nothing of the others
+NAMED = {  # (template, record): the error or the warning; nothing of all others
     **{
         ("llama3", record): f"leaves out {record.removesuffix(', earlier')}"
         for record in RECORDS
@@ -267,19 +219,18 @@ NAMED = {  # (template, record): what is left out; nothing of the others
     **{(name, "another field"): "leaves out mood" for name in base.chat_templates()},
 }
 ENDS = {"chatml": "<|im_end|>\n", "llama3": "<|eot_id|>", "mistral": "EOS"}  # of an answer; EOS is the tokenizer's
-PARTS = [says("user", [{"type": "text", "text": "Hi"}, {"type": "text", "text": " you"}]), HELLO]
 
 
-@pytest.mark.parametrize("record", [*(record for record in RECORDS if record != "thinking"), "parts"])
+@pytest.mark.parametrize("record", [record for record in RECORDS if record not in ("thinking", "older call")])
 @pytest.mark.parametrize("name", base.chat_templates())
 def test_a_template_with_a_name_writes_all_of_a_conversation_and_marks_what_the_assistant_writes(
     tokenizer, name, record
 ):
     template = base.read_template(name)
-    messages, tools = copy.deepcopy(RECORDS.get(record, (PARTS, None)))
+    messages, tools = copy.deepcopy(RECORDS[record])
     chat = ChatEncoder(tokenizer, len(tokenizer), template, "assistant")
     expected = NAMED.get((name, record), "")
-    printed = said_of(chat, Conversation(messages, tools, position="chat.jsonl, line 3"))
+    printed = report_of(chat, Conversation(messages, tools, position="chat.jsonl, line 3"))
     assert expected.removeprefix("error: ") in printed and bool(printed) == bool(expected)
     if printed.startswith("error: "):
         return
@@ -296,13 +247,13 @@ def test_a_template_with_a_name_writes_all_of_a_conversation_and_marks_what_the_
 
 
 def test_chatml_is_the_usual_one(tokenizer):
-    messages = [says("system", " Be kind.\n"), HI, HELLO, *MORE]
-    text = tokenizer.apply_chat_template(messages, chat_template=base.read_template("chatml"), tokenize=False)
-    assert text == "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
-    prompt = tokenizer.apply_chat_template(
-        [HI], chat_template=base.read_template("chatml"), tokenize=False, add_generation_prompt=True
+    messages, template = [says("system", " Be kind.\n"), HI, HELLO, *MORE], base.read_template("chatml")
+    text, prompt = (
+        tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=asks)
+        for asks in (False, True)
     )
-    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert text == "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
+    assert prompt == text + "<|im_start|>assistant\n"
 
 
 def test_another_name_is_refused_with_those_that_there_are():
@@ -311,20 +262,7 @@ def test_another_name_is_refused_with_those_that_there_are():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Examples, and prompts in a file
-
-
-def test_the_middle_of_a_long_example_is_left_out(tokenizer):
-    chat = ChatEncoder(tokenizer, len(tokenizer), base.read_template("chatml"), "assistant")
-    records = ["plain", "plain", "call", "thoughts", "tools", "system"]
-    documents = [Conversation(*RECORDS[record], position=f"line {number}") for number, record in enumerate(records, 1)]
-    text = describe_examples(iter(documents), chat)
-    titles = ["line 1: several turns", "line 3: tools", "line 4: reasoning", "line 6: system, several turns"]
-    assert re.findall("^--- (.*)$", text, re.M) == titles
-    assert "[[Hello!" in text.replace("[[ ", "[[") and "<tool_call>" in text
-    long = Conversation([says("user", "Why? " * 200), HELLO])
-    text = describe_examples(iter([long]), chat)  # its answer is shown too
-    assert " ... " in text and "[[Hello!" in text.replace("[[ ", "[[") and text.count("Why?") < 200
+# Prompts in a file
 
 
 def prompts_in(tmp_path, name: str, content: str) -> list:
@@ -350,35 +288,18 @@ def test_a_prompt_is_a_text_or_the_conversations_of_a_file_up_to_their_answers(t
     assert len(prompts_in(tmp_path, "e.jsonl", f"{json.dumps(record)}\n" * 3)) == 3
 
 
-@pytest.mark.parametrize(
-    "content, problem",
-    [
-        ("{", "cannot be read"),
-        ("[1]", "record 1: no field"),
-        ('{"text": "a"}', "record 1: no field"),
-        ('{"messages": []}', "record 1: ..? instead"),
-    ],
-)
-def test_a_file_of_prompts_that_cannot_be_read_is_one_line(tmp_path, content, problem):
-    with pytest.raises(UserError, match=f"--sample-prompt .*a.json.*{problem}"):
-        prompts_in(tmp_path, "a.json", content)
-    with pytest.raises(UserError, match=r"--sample-prompt .*empty.jsonl: it is empty"):
-        prompts_in(tmp_path, "empty.jsonl", "\n")
+BAD_PROMPTS = {  # file, content: the error
+    ("a.json", "{"): "cannot be read",
+    ("a.json", "[1]"): "record 1: no field",
+    ("a.json", '{"text": "a"}'): "record 1: no field",
+    ("a.json", '{"messages": []}'): "record 1: ..? instead",
+    ("a.jsonl", "\n"): "it is empty",
+}
+
+
+@pytest.mark.parametrize("name, content", BAD_PROMPTS)
+def test_a_file_of_prompts_that_cannot_be_read_is_one_line(tmp_path, name, content):
+    with pytest.raises(UserError, match=f"--sample-prompt .*{name}.*{BAD_PROMPTS[name, content]}"):
+        prompts_in(tmp_path, name, content)
     with pytest.raises(UserError, match=r"--sample-prompt nothing.jsonl: cannot be read \(.*No such file"):
         read_prompt("nothing.jsonl")
-
-
-def test_a_run_answers_the_messages_of_a_file_and_says_how_its_samples_ended(tmp_path, device, capfd):
-    record = {"messages": [SYSTEM, *RECORDS["call"][0]], "tools": TOOLS}
-    (tmp_path / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 40)
-    (tmp_path / "prompt.json").write_text(json.dumps(record))
-    flags = ["--demo", "--dataset", tmp_path / "a.jsonl", "--chat-template", "chatml", "--sequence-length", "512"]
-    flags += ["--num-steps", "1", "--num-workers", "0", "--cache-dir", tmp_path, "--output-dir", tmp_path]
-    flags += ["--run-name", "r", "--no-final-checkpoint", "--batch-size", "1"]
-    assert train([*flags, "--sample-prompt", tmp_path / "prompt.json", "--sample-tokens", "3"], device) == 0
-    (sample,) = [line["samples"] for line in metrics_of(tmp_path / "r") if "samples" in line][-1]
-    assert "find" in sample["prompt"] and "Be kind." in sample["prompt"]
-    assert sample["prompt"].endswith("<|im_end|>\n<|im_start|>assistant\n")
-    assert (sample["tokens"], sample["ended"]) == (3, False)
-    out = capfd.readouterr().out
-    assert "(cut at 3 tokens)" in out and "line 1: system, tools" in out

@@ -1,24 +1,23 @@
-"""What is trained on of a conversation whose template has no {% generation %}: the same as by hand-made marks. The
-templates are small ones by what their models' cards say of the format."""
+"""What is trained on of a conversation: what its template marks, or without {% generation %} the same as by hand-made
+marks. The templates are small ones by what their models' cards say of the format."""
 
+import itertools
 import re
+import types
 from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from transformers import AutoTokenizer
+import transformers
+from corpora import CHAT_TEMPLATE, demo_tokenizer, says, write_records
 
+from harness import base
 from harness.base.errors import UserError
-from harness.data.chat import ChatEncoder
+from harness.data.chat import TODAY, ChatEncoder
 from harness.data.schema import Conversation
 
 MARKS = re.compile(r"{%-? (end)?generation -?%}")
-
-
-def says(role: str, content: str, **more) -> dict:
-    return {"role": role, "content": content, **more}
 
 
 SYSTEM, HI, HELLO = says("system", "Be kind."), says("user", "Hi."), says("assistant", "Hello! ")
@@ -39,11 +38,7 @@ CHATML = """{%- for message in messages %}{{- '<|im_start|>' + message.role + '\
 {%- else %}{{- message.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 QWEN = "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{%- endif %}" + CHATML
-LLAMA3 = """{{- bos_token }}{%- for message in messages %}
-{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
-{%- if message.role == 'assistant' %}{%- generation %}{{- message.content | trim + '<|eot_id|>' }}{%- endgeneration %}
-{%- else %}{{- message.content | trim + '<|eot_id|>' }}{%- endif %}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+LLAMA3 = base.read_template("llama3")
 ALTERNATES = """{%- for message in messages %}{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
 {{- raise_exception('roles must alternate') }}{%- endif %}{%- endfor %}"""
 GEMMA = (
@@ -77,11 +72,51 @@ REFUSED = {  # by the templates themselves
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+    return demo_tokenizer()
 
 
 def chat_encoder(tokenizer, template: str, loss: str = "assistant") -> ChatEncoder:
     return ChatEncoder(tokenizer, len(tokenizer), template, loss)
+
+
+def test_conversations_are_marked_as_by_transformers(load, tmp_path):
+    tokenizer, conversations = demo_tokenizer(CHAT_TEMPLATE), [*CONVERSATIONS.values()]
+    (tmp_path / "a.jsonl").touch()  # an empty file does not decide what a corpus is
+    write_records(tmp_path / "b.jsonl", [{"messages": messages} for messages in conversations])
+    data = load(tmp_path / "*.jsonl", with_tokenizer=tokenizer)
+    expected = tokenizer.apply_chat_template(conversations, return_dict=True, return_assistant_tokens_mask=True)
+    assert data.has_loss_mask and data.document_mask
+    assert data.tokens[:].tolist() == list(itertools.chain(*expected["input_ids"]))
+    assert data.tokens.doc_ends.tolist() == np.cumsum([len(ids) for ids in expected["input_ids"]]).tolist()
+    assert data.tokens.trained(0, len(data.tokens)).tolist() == list(itertools.chain(*expected["assistant_masks"]))
+
+
+def test_a_conversation_without_a_mark_is_left_out_and_a_corpus_of_them_is_refused(load, line_of, tmp_path):
+    (tmp_path / "chat.jinja").write_text(CHAT_TEMPLATE)
+    unmarked, options = {"messages": [HI]}, {"chat_template": str(tmp_path / "chat.jinja")}
+    problem = r"none of its 1 conversation has a turn .* that the template marks.*--chat-loss all"
+    with pytest.raises(UserError, match=problem):
+        load(write_records(tmp_path / "a.jsonl", [unmarked]), **options)
+    both = write_records(tmp_path / "both.jsonl", [unmarked, {"messages": [HI, HELLO]}])
+    assert len(load(both, **options).tokens.doc_ends) == 1
+    assert line_of(both, **options).endswith(", left out: conversations without a trained token 1")
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        "{{- 'Today is ' + strftime_now('%d %b %Y') }}",
+        "\n{% macro now() %}{{ strftime_now('%F') ~ ' ' }}{% endmacro %}  {{ now() }}\n",
+    ],
+)
+def test_a_template_that_prints_the_date_gives_the_same_tokens_each_day(tokenizer, monkeypatch, begin):
+    """Those that it gives on that day, white space included."""
+    messages, template = CONVERSATIONS["system"], begin + CHAT_TEMPLATE
+    tokens = chat_encoder(tokenizer, template).encode([Conversation(messages)], Counter()).tokens
+    clock = types.SimpleNamespace(now=lambda: TODAY)
+    monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", clock)
+    that_day = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=True)
+    assert tokens.tolist() == that_day["input_ids"]
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
@@ -97,11 +132,6 @@ def test_without_marks_the_same_characters_and_tokens_are_trained_on_as_with_the
     by_hand, found = (chat_encoder(tokenizer, template) for template in (marked, plain))
     text, spans = found.render(documents[0])
     assert (text, spans) == by_hand.render(documents[0])
-    turns = [message for message in CONVERSATIONS[conversation] if message["role"] == "assistant"]
-    assert len(spans) == len(turns)
-    for (first, last), message in zip(spans, turns, strict=True):
-        assert message["content"].strip() in text[first:last]
-        assert text[first:last].endswith(("<|im_end|>\n", "<|eot_id|>", "<end_of_turn>\n", tokenizer.eos_token))
     expected, encoded = (chat.encode(documents, Counter()) for chat in (by_hand, found))
     assert np.array_equal(encoded.tokens, expected.tokens)
     assert np.array_equal(encoded.trained, expected.trained) and encoded.trained.any()
@@ -183,47 +213,19 @@ def test_the_header_says_how_turns_are_found(tokenizer):
 
 
 CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
-PARTS = [{"type": "text", "text": "Hi."}]
-
-
-PARTS_READ = "(message.content if message.content is string else message.content | map(attribute='text') | join)"
-CALL_NAMES = "(message.tool_calls or []) | map(attribute='function.name') | join"
 WITH_CALL = [says("user", "Call get_weather."), says("assistant", "", tool_calls=[CALL])]
-TWO_PARTS = [{"type": "text", "text": "Hi."}, {"type": "text", "text": "Bye."}]
-MISREAD = {  # what stands in the place of the content in CHATML, messages, the message
-    "no call": ("message.content", WITH_CALL, "the chat template leaves out its call of get_weather"),
-    "no older call": (
-        "message.content",
-        [HI, says("assistant", "", function_call={"name": "get_weather", "arguments": "{}"})],
-        "the chat template leaves out its call of get_weather",
-    ),
-    "no arguments": (
-        f"message.content ~ ({CALL_NAMES})",
+PARTS = [HI, says("assistant", [{"type": "text", "text": "Hi."}, {"type": "text", "text": "Bye."}])]
+TEXT_OR = "message.content if message.content is string else"
+MISREAD = {  # in the place of the content in CHATML, messages: the error; RECORDS in test_chat_omissions.py has more
+    "no call": ("message.content", WITH_CALL, "leaves out its call of get_weather"),
+    "the names of calls": (
+        "message.content ~ ((message.tool_calls or []) | map(attribute='function.name') | join)",
         WITH_CALL,
-        "the chat template leaves out arguments of its call of get_weather",
+        "leaves out arguments of its call of get_weather",
     ),
-    "parts of the user as Python": (
-        "('' ~ message.content)",
-        [says("user", PARTS), says("assistant", "Hi.")],
-        "the content of its user is a list of parts, which the chat template writes as it is",
-    ),
-    "parts as Python": ("('' ~ message.content)", [HI, says("assistant", PARTS)], "the content of its assistant is a"),
-    "parts as JSON": (
-        "(message.content | tojson)",
-        [HI, says("assistant", PARTS)],
-        "list of parts, .* writes as it is",
-    ),
-    "joined parts": ("(message.content | join)", [HI, says("assistant", PARTS)], "a list of parts, .* writes as it is"),
-    "no parts": (
-        "(message.content if message.content is string else '')",
-        [HI, says("assistant", PARTS)],
-        "a list of parts, which the chat template leaves out",
-    ),
-    "the first part": (
-        "(message.content if message.content is string else message.content[0].text)",
-        [HI, says("assistant", TWO_PARTS)],
-        "a list of parts, which the chat template leaves out",
-    ),
+    "joined parts": ("(message.content | join)", PARTS, "the content of its assistant is a list of .* writes as it is"),
+    "no parts": (f"({TEXT_OR} '')", PARTS, "a list of parts, which the chat template leaves out"),
+    "the first part": (f"({TEXT_OR} message.content[0].text)", PARTS, "a list of parts, which .* leaves out"),
 }
 
 
@@ -231,37 +233,13 @@ MISREAD = {  # what stands in the place of the content in CHATML, messages, the 
 @pytest.mark.parametrize("marks", [True, False])
 @pytest.mark.parametrize("name", MISREAD)
 def test_what_the_template_does_not_read_is_refused_and_named(tokenizer, name, marks, loss):
-    """Also where a list of tools, which it reads, or the user names the function."""
+    """Also if a list of tools, which it reads, or the user names the function."""
     content, messages, problem = MISREAD[name]
     misread = Conversation(messages, tools=[CALL], position="chat.jsonl, line 3")
     template = "{{- tools | tojson }}" + CHATML.replace("message.content", content)
     template = template if marks else MARKS.sub("", template)
     with pytest.raises(UserError, match=f"line 3: .*{problem}"):
         chat_encoder(tokenizer, template, loss).encode([misread], Counter())
-
-
-CALLS_READ = "(message.tool_calls or []) | map(attribute='function') | map('tojson') | join"
-
-
-@pytest.mark.parametrize(
-    "content, messages",
-    [(f"message.content ~ ({CALLS_READ})", WITH_CALL), (PARTS_READ, [HI, says("assistant", TWO_PARTS)])],
-)
-def test_what_the_template_reads_is_rendered_without_a_mark(tokenizer, content, messages):
-    template = CHATML.replace("message.content", content)
-    text, _ = chat_encoder(tokenizer, template).render(Conversation(messages))
-    assert text == tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-
-
-@pytest.mark.parametrize("loss", ["assistant", "all"])
-def test_parts_that_the_template_reads_are_their_text(tokenizer, loss):
-    text = "(message.content if message.content is string else message.content[0].text)"
-    read = CHATML.replace("message.content", text)
-    of_parts, of_text = (
-        chat_encoder(tokenizer, read, loss).render(Conversation([HI, says("assistant", content)]))
-        for content in (PARTS, "Hi.")
-    )
-    assert of_parts == of_text
 
 
 @pytest.mark.parametrize("marks", [True, False])

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import types
 
@@ -10,10 +9,12 @@ import datasets
 import huggingface_hub.constants
 import pytest
 from conftest import parse
+from corpora import write_records
 
 from harness import base, data
 from harness.base.errors import NoSplitError, UserError
 from harness.data import corpora, files
+from harness.data.formats import open_token_file
 
 TEXT = "Once upon a time there was a fox."
 
@@ -25,8 +26,8 @@ def make(folder, *names: str):
     return folder
 
 
-def splits_of(place) -> dict[str, list[str]]:
-    found = files.find_files(str(place))
+def splits_of(folder) -> dict[str, list[str]]:
+    found = files.find_files(str(folder))
     return {split: [file.name for file in of_split] for split, of_split in found.splits.items()}
 
 
@@ -50,7 +51,7 @@ FOLDERS = {
 
 @pytest.mark.parametrize("names", FOLDERS.values(), ids=FOLDERS)
 def test_splits_are_those_that_datasets_finds(tmp_path, names):
-    top = str(make(tmp_path / "train-corpus", *names))  # the folder's own name says nothing
+    top = str(make(tmp_path / "train-corpus", *names))  # the folder's own name names no split
     expected: dict[str, list[str]] = {}
     for split, patterns in datasets.data_files.get_data_patterns(top).items():
         paths = set()
@@ -120,18 +121,22 @@ def test_a_folder_of_which_nothing_is_read_says_what_is_there(tmp_path):
     with pytest.raises(UserError, match=r"needs \.arrow/.*\.jsonl/.* files, .* there are no files"):
         files.find_files(str(tmp_path))
     make(tmp_path, "posts.csv", "list.xyz")
-    for place in (tmp_path, tmp_path / "*"):
+    for name in (tmp_path, tmp_path / "*"):
         with pytest.raises(UserError, match=r"there is only .*list\.xyz, .*posts\.csv; convert it"):
-            files.find_files(str(place))
+            files.find_files(str(name))
 
 
 def test_a_file_that_changed_since_it_was_listed_is_refused(tmp_path):
-    make(tmp_path, "a.txt")
-    (file,) = files.find_files(str(tmp_path)).splits["train"]
-    file.open().close()
-    (tmp_path / "a.txt").write_text("Another text.")
-    with pytest.raises(UserError, match="it has changed since it was listed"):
-        file.open()
+    for name, read in (
+        ("a.txt", lambda file: file.open().close()),
+        ("ab.bin", lambda file: open_token_file(file, 1536)),
+    ):
+        make(tmp_path, name)
+        (file,) = files.find_files(str(tmp_path / name)).splits["train"]
+        read(file)
+        (tmp_path / name).write_text("Another text")
+        with pytest.raises(UserError, match=f"{name}: it has changed since it was listed"):
+            read(file)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -141,14 +146,10 @@ def test_a_file_that_changed_since_it_was_listed_is_refused(tmp_path):
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A data set of the hub whose files, as `datasets` resolves them, lie in a folder here."""
-    import pyarrow
-    import pyarrow.parquet
-
     texts = [f"Story {number} is about the number {number}." for number in range(100)]
     for number in range(2):
-        table = pyarrow.table({"text": texts[50 * number : 50 * number + 50]})
-        pyarrow.parquet.write_table(table, tmp_path / f"train-{number}.parquet", row_group_size=7)
-    (tmp_path / "validation.jsonl").write_text(json.dumps({"text": TEXT * 9}) + "\n")
+        write_records(tmp_path / f"train-{number}.parquet", texts[50 * number : 50 * number + 50], row_group_size=7)
+    write_records(tmp_path / "validation.jsonl", [TEXT * 9])
     data_files = {
         "train": [str(tmp_path / "train-0.parquet"), str(tmp_path / "train-1.parquet")],
         "validation": [str(tmp_path / "validation.jsonl")],
@@ -156,7 +157,7 @@ def hub(tmp_path, monkeypatch):
     builder = types.SimpleNamespace(config=types.SimpleNamespace(data_files=data_files))
     monkeypatch.setattr(base, "answer_from_cache_without_network", lambda name: None)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda place, subset: builder)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, subset: builder)
     return texts
 
 
@@ -170,7 +171,7 @@ def test_the_files_of_a_hub_data_set_are_read_as_local_ones_and_of_a_slice_only_
 
 
 def test_a_hub_data_set_that_cannot_be_had_is_one_line(monkeypatch, load):
-    def refuse(place, subset):
+    def refuse(name, subset):
         raise ConnectionError("no route") from OSError("Network is unreachable")
 
     monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
@@ -181,8 +182,8 @@ def test_a_hub_data_set_that_cannot_be_had_is_one_line(monkeypatch, load):
 @pytest.mark.parametrize("subset, is_own", [("a", True), ("b", False)])
 def test_an_evaluation_of_another_subset_is_not_one_of_the_runs_own_data(tmp_path, monkeypatch, subset, is_own):
     def find_on_hub(dataset, subset):
-        (tmp_path / f"{subset}.jsonl").write_text('{"text": "Tom ran."}\n')
-        return dataclasses.replace(files.find_files(str(tmp_path / f"{subset}.jsonl")), dataset=dataset, is_hub=True)
+        file = write_records(tmp_path / f"{subset}.jsonl", ["Tom ran."])
+        return dataclasses.replace(files.find_files(str(file)), dataset=dataset, is_hub=True)
 
     monkeypatch.setattr(files, "find_on_hub", find_on_hub)
     run, evaluation = (

@@ -1,4 +1,4 @@
-"""The order of a source's windows: each epoch is a permutation of them, computed number by number."""
+"""The order of a source's sequences: each epoch is a permutation of them, computed number by number."""
 
 import itertools
 import tracemalloc
@@ -31,7 +31,7 @@ def test_seed_epoch_and_source_each_give_another_order_and_nothing_else_does():
 
 
 def test_the_order_is_the_one_that_checkpoints_continue_in():
-    """Another one would give a resumed run windows that it has read, without a word."""
+    """Another one would give a resumed run sequences that it has read, without a word."""
     assert epoch_of(SequenceOrder(10, 42)) == [6, 2, 3, 5, 9, 8, 0, 7, 4, 1]
     assert SequenceOrder(10**8, 42, "web").sequence_at(10**9 + 7) == 71_970_921
 
@@ -40,10 +40,10 @@ def test_all_orders_of_a_few_sequences_are_as_frequent_and_neighbours_of_many_ar
     counts = Counter(tuple(epoch_of(SequenceOrder(4, seed))) for seed in range(2400))
     assert len(counts) == 24 and min(counts.values()) > 60 and max(counts.values()) < 140  # four sigma around 100
     order = SequenceOrder(10**6, 42)
-    packed = [order.sequence_at(sample) for sample in range(3000)]
-    apart = [abs(a - b) for a, b in itertools.pairwise(packed)]
-    assert sum(apart) / len(apart) == pytest.approx(10**6 / 3, rel=0.05)
-    tenths = Counter(sequence // 10**5 for sequence in packed)
+    found = [order.sequence_at(sample) for sample in range(3000)]
+    steps = [abs(a - b) for a, b in itertools.pairwise(found)]
+    assert sum(steps) / len(steps) == pytest.approx(10**6 / 3, rel=0.05)
+    tenths = Counter(sequence // 10**5 for sequence in found)
     assert all(225 < tenths[tenth] < 375 for tenth in range(10))  # 300 by chance
 
 

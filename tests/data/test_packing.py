@@ -2,7 +2,6 @@
 those of each token in its own document."""
 
 import itertools
-import json
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +10,9 @@ import multirank
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, forked, metrics_of, train, words, write_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from conftest import forked, metrics_of, slow_case, train, words, write_model
+from corpora import CHAT_TEMPLATE, chat, demo_tokenizer, write_records
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import utils
 from harness.base import UserError
@@ -20,9 +20,6 @@ from harness.data import packing
 from harness.data.reader import CorpusReader
 from harness.data.tokens import TokenFile, Tokens
 
-TEMPLATE = """{% for message in messages %}{% if message.role == 'assistant' %}A: {% generation %}
-{{- message.content + eos_token }}{% endgeneration %}{% else %}{{ message.role }}: {{ message.content }}
-{% endif %}{% endfor %}"""
 LENGTH = 64
 QUESTIONS, ANSWERS = (3, 9, 1, 20, 5, 12, 2, 40), (8, 2, 15, 4, 20, 1, 6, 50)  # words
 SIZES = multirank.SIZES | {"tie_word_embeddings": True}
@@ -31,17 +28,13 @@ SIZES = multirank.SIZES | {"tie_word_embeddings": True}
 @pytest.fixture
 def conversations(tmp_path) -> list[dict]:
     """The token ids of each conversation and their marks, as transformers has them; both splits hold all."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = demo_tokenizer(CHAT_TEMPLATE)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    chats = [
-        [{"role": "user", "content": "a " * asked}, {"role": "assistant", "content": "the " * answered}]
-        for asked, answered in zip(QUESTIONS, ANSWERS, strict=True)
-    ]
+    chats = [chat("a " * asked, "the " * answered) for asked, answered in zip(QUESTIONS, ANSWERS, strict=True)]
     for name in ("train", "validation"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+        write_records(tmp_path / f"{name}.jsonl", chats)
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
-    return [tokenizer.apply_chat_template(chat, **options) for chat in chats]
+    return [tokenizer.apply_chat_template(record["messages"], **options) for record in chats]
 
 
 @pytest.fixture
@@ -67,11 +60,11 @@ def test_a_conversation_alone_in_its_sequence_has_the_loss_that_transformers_giv
     assert "none, 8 documents in 9 sequences, 1 longer than a sequence cut, padding " in capfd.readouterr().out
 
     summed, count = 0.0, 0
-    for chat in conversations:
-        for first in range(0, len(chat["input_ids"]) - 1, LENGTH):
+    for found in conversations:
+        for first in range(0, len(found["input_ids"]) - 1, LENGTH):
             piece = slice(first, first + LENGTH + 1)
-            ids = torch.tensor([chat["input_ids"][piece]])
-            labels = torch.where(torch.tensor([chat["assistant_masks"][piece]]).bool(), ids, -100)
+            ids = torch.tensor([found["input_ids"][piece]])
+            labels = torch.where(torch.tensor([found["assistant_masks"][piece]]).bool(), ids, -100)
             labelled = int((labels[:, 1:] != -100).sum())
             if labelled:
                 with torch.no_grad():
@@ -125,42 +118,31 @@ def test_the_order_of_best_fit_follows_from_the_seed_alone():
     assert items.tolist() == [4, 9, 5, 7, 1, 6, 8, 3, 0, 2] and begins.tolist() == [0, 1, 3, 6, 8, 10]
 
 
-@pytest.fixture
-def load_packed(tmp_path, conversations, monkeypatch):
-    """Call it for the tokens of all sequences; `packed` counts the times that documents were packed."""
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    options = {"packing": "best-fit", "cache_dir": tmp_path / "cache", "shuffle": False}
-    best_fit = packing.best_fit
-
-    def load() -> list:
-        sequences = utils.get_dataset(tokenizer, LENGTH, dataset=str(tmp_path / "train.jsonl"), **options)
-        return [sequences[index].tokens.tolist() for index in range(len(sequences))]
+def test_documents_are_packed_once_by_starts_that_come_together_and_again_if_one_was_killed(
+    load, conversations, tmp_path, monkeypatch
+):
+    packed, best_fit = [], packing.best_fit
 
     def pack_slowly(*args):
-        load.packed += 1
+        packed.append(args)
         time.sleep(0.2)
         return best_fit(*args)
 
-    load.packed = 0
+    def read(_=None) -> list:
+        options = {"with_tokenizer": demo_tokenizer(CHAT_TEMPLATE), "packing": "best-fit"}
+        sequences = load(tmp_path / "train.jsonl", LENGTH, **options)
+        return [sequences[index].tokens.tolist() for index in range(len(sequences))]
+
     monkeypatch.setattr(packing, "best_fit", pack_slowly)
-    return load
-
-
-def test_documents_are_packed_once_by_starts_that_come_together_and_by_later_ones(load_packed):
     with ThreadPoolExecutor() as threads:
-        first, second = threads.map(lambda _: load_packed(), range(2))
-    assert first == second == load_packed() and len(first) > 1
-    assert load_packed.packed == 1
-
-
-def test_a_start_that_was_killed_while_it_packed_leaves_nothing_that_is_read(load_packed, tmp_path):
-    packed = load_packed()
+        first, second = threads.map(read, range(2))
+    assert first == second == read() and len(first) > 1 and len(packed) == 1
     (record,) = (tmp_path / "cache").glob("packing-*.json")
     record.unlink()  # the last file to be written
     record.with_suffix(".begins").write_bytes(b"")
     half = tmp_path / "cache" / f"{record.stem}abc"
     half.mkdir()
-    assert load_packed() == packed and load_packed.packed == 2
+    assert read() == first and len(packed) == 2
     assert not half.exists()
 
 
@@ -183,18 +165,19 @@ KINDS = {  # flags: the documents of all sequences, by the lengths of the conver
 }
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_flops_are_those_of_each_token_in_its_own_document(device, flags, conversations, tmp_path, kind, ranks):
+@pytest.mark.parametrize(
+    "kind, ranks",
+    [*((kind, 1) for kind in KINDS), slow_case("--packing none", 2), slow_case("--packing concatenate", 2)],
+)
+def test_flops_are_those_of_each_token_in_its_own_document(device, load, flags, conversations, tmp_path, kind, ranks):
     """Over an epoch, by hand; the one conversation that is longer than a sequence is left out."""
     lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
-    lengths = [len(chat["input_ids"]) for chat in conversations]
+    lengths = [len(found["input_ids"]) for found in conversations]
     kept = [number for number, length in enumerate(lengths) if length < LENGTH][:6]
     (tmp_path / "train.jsonl").write_text("".join(lines[number] for number in kept))
     lengths = [lengths[number] for number in kept]
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    options = {"packing": kind.split()[1], "cache_dir": tmp_path / "cache", "shuffle": False}
-    packed_sequences = utils.get_dataset(tokenizer, LENGTH, dataset=str(tmp_path / "train.jsonl"), **options)
+    options = {"with_tokenizer": demo_tokenizer(CHAT_TEMPLATE), "packing": kind.split()[1]}
+    packed_sequences = load(tmp_path / "train.jsonl", LENGTH, **options)
     found = [packed_sequences.real_tokens(index) for index in range(len(packed_sequences))]
     documents = np.array(KINDS[kind](lengths) if KINDS[kind] else found)
 
@@ -211,6 +194,7 @@ def test_flops_are_those_of_each_token_in_its_own_document(device, flags, conver
     flops = utils.get_model_flops_per_token(config, LENGTH) - 12 * heads * (LENGTH - keys)
     if len(packed_sequences) % ranks == 0:
         assert final["flops_per_token"] == pytest.approx(flops, rel=1e-9)
+        assert metrics_of(tmp_path / "r")[-2]["tokens_seen"] == sum(found)  # without padding
     assert final["actual_tflops_per_sec"] == pytest.approx(final["flops_per_token"] * final["tokens_per_sec"] / 1e12)
     assert final["mfu_percent"] == pytest.approx(100 * final["actual_tflops_per_sec"] / 2 / ranks)
 
@@ -218,13 +202,13 @@ def test_flops_are_those_of_each_token_in_its_own_document(device, flags, conver
 @pytest.mark.parametrize("kind", ["stream", "token file"])
 def test_flops_of_documents_that_no_index_knows_are_counted_too(device, flags, tmp_path, kind):
     """Four documents of equal length fill each sequence."""
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    tokenizer = demo_tokenizer()
     text = next(
         text for text in ("the" + " a" * count for count in range(20)) if len(tokenizer(text)["input_ids"]) == 15
     )
     ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     np.save(tmp_path / "ids.npy", np.array(ids * 200, np.uint16))
-    (tmp_path / "texts.jsonl").write_text((json.dumps({"text": text}) + "\n") * 200)
+    write_records(tmp_path / "texts.jsonl", [text] * 200)
     source = ["texts.jsonl", "--streaming"] if kind == "stream" else ["ids.npy"]
     run = [*flags, "--document-mask", "--dataset", tmp_path / source[0], *source[1:]]
     run += ["--model", write_model(tmp_path / "model", "llama", **SIZES), *words("--num-steps 2 --perf-warmup-steps 0")]

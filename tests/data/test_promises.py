@@ -1,64 +1,53 @@
-"""What the data wing promises, seen from outside: by runs, their files and what they print, and by `utils.get_dataset`.
-No name of harness/data is used, so that the file holds for any way to keep the promises."""
+"""What the data package promises, seen from outside: by runs, their files and what they print, and by
+`utils.get_dataset`. No name of harness/data is used, so the file holds for any way to keep the promises."""
 
 import functools
 import itertools
 import json
 import os
 import pathlib
+import random
 import re
 import time
 from collections import Counter
 
 import datasets
 import formats
-import fsspec
 import multirank
 import numpy as np
 import psutil
 import pyarrow
-import pyarrow.ipc
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, STORIES, forked, forking, losses_of, metrics_of, train, words
+from conftest import STORIES, forked, forking, losses_of, metrics_of, train, words
+from corpora import CHAT_TEMPLATE, chat, write_records
 
 import train_fsdp
 import utils
 from harness import base
 
-DEMO = ROOT / "assets" / "demo"
 VOCABULARY = multirank.SIZES["vocab_size"]
-LINES = (STORIES / "train.jsonl").read_text().splitlines(keepends=True)
+TEXTS = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").read_text().splitlines()[:400]]
 IGNORED = -100  # a label that is not trained on
-TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content + eos_token }}"
-    "{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
-)
 
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
     """Corpora of every kind. Texts of named.jsonl say their number several times, as w07."""
     folder = tmp_path_factory.mktemp("corpora")
-    (folder / "a.jsonl").write_text("".join(LINES[:40]))
-    (folder / "b.jsonl").write_text("".join(LINES[40:70]))
-    (folder / "many").mkdir()
+    write_records(folder / "a.jsonl", TEXTS[:40])
+    write_records(folder / "b.jsonl", TEXTS[40:70])
     for number in range(3):
-        (folder / "many" / f"{number}.jsonl").write_text("".join(LINES[100 + 12 * number : 112 + 11 * number]))
+        write_records(folder / "many" / f"{number}.jsonl", TEXTS[100 + 12 * number : 112 + 11 * number])
     ids = np.random.default_rng(0).integers(1, VOCABULARY, 5000, dtype=np.uint16)
     ids[50::50] = 0  # ends of documents
     np.save(folder / "ids.npy", ids)
-    named = [json.dumps({"text": f"w{number:02} " * 6}) + "\n" for number in range(60)]
-    (folder / "named.jsonl").write_text("".join(named))
-    texts = [json.loads(line)["text"] for line in LINES[:60]]
-    stories = [json.loads(line)["text"] for line in LINES[:400]]
-    uneven = [text[: 6 if number % 20 < 15 else 400] for number, text in enumerate(stories)]
-    (folder / "uneven.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in uneven))
+    write_records(folder / "named.jsonl", [f"w{number:02} " * 6 for number in range(60)])
+    write_records(folder / "uneven.jsonl", [text[: 6 if n % 20 < 15 else 400] for n, text in enumerate(TEXTS)])
     rows = [[7, *(9 + (number * place) % 900 for place in range(4 + number % 30))] for number in range(400)]
-    (folder / "ids.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
-    chats = ([{"role": "user", "content": text[:40]}, {"role": "assistant", "content": text[40:160]}] for text in texts)
-    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    (folder / "chat.jinja").write_text(TEMPLATE)
+    write_records(folder / "ids.jsonl", [{"input_ids": row} for row in rows])
+    write_records(folder / "chat.jsonl", [chat(text[:40], text[40:160]) for text in TEXTS[:60]])
+    (folder / "chat.jinja").write_text(CHAT_TEMPLATE)
     return folder
 
 
@@ -99,7 +88,7 @@ def batches_of(sequences) -> list[dict[str, np.ndarray]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Tokens and windows
+# Tokens and sequences
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
@@ -119,7 +108,7 @@ def test_each_token_but_a_documents_first_is_a_label_once(tmp_path, packing):
     if packing == "best-fit":
         assert labels.keys() == {*ids.tolist()} - firsts
     else:
-        lost = {*ids[:-40].tolist()} - firsts - labels.keys()  # the last ones are in the last partial window
+        lost = {*ids[:-40].tolist()} - firsts - labels.keys()  # the last ones are in the last partial sequence
         assert not lost
 
 
@@ -128,11 +117,11 @@ MASKED = {
     "token file": "ids.npy",
     "mixture": "uneven.jsonl:0.5 ids.npy:0.5",
     "conversations": "chat.jsonl --chat-template chat.jinja --chat-loss all --packing concatenate",
-    "held out": "uneven.jsonl --eval-interval 1",
+    "eval split": "uneven.jsonl --eval-interval 1",
     "streamed": "uneven.jsonl --streaming",
-    "streamed, held out": "uneven.jsonl --streaming --eval-interval 1",
+    "streamed, eval split": "uneven.jsonl --streaming --eval-interval 1",
     "streamed token ids": "ids.jsonl --streaming",
-    "streamed token ids, held out": "ids.jsonl --streaming --eval-interval 1",
+    "streamed token ids, eval split": "ids.jsonl --streaming --eval-interval 1",
     "streamed beside a token file": "uneven.jsonl:0.5 ids.npy:0.5 --streaming",
 }
 
@@ -144,7 +133,7 @@ def test_with_a_document_mask_no_label_is_the_first_token_of_the_next_document(s
     seen, build_model = [], train_fsdp.build_model
 
     def watch(model, _, batch):
-        if "position_ids" in batch and model.training == ("held out" not in kind):
+        if "position_ids" in batch and model.training == ("eval" not in kind):
             seen.append([batch[name].numpy().copy() for name in ("input_ids", "labels", "position_ids")])
 
     def build_watched(*arguments, **options):
@@ -156,7 +145,7 @@ def test_with_a_document_mask_no_label_is_the_first_token_of_the_next_document(s
     start("--document-mask", "--no-final-checkpoint", "--dataset", *words(MASKED[kind]))
     masked = 0
     for inputs, labels, positions in seen:
-        if "held out" in kind:  # rows that only fill the last batch have no label
+        if "eval" in kind:  # rows that only fill the last batch have no label
             real = (labels != IGNORED).any(axis=1)
             inputs, labels, positions = inputs[real], labels[real], positions[real]
         begins = inputs == 7 if "token ids" in kind else np.pad(inputs[:, :-1] == 0, ((0, 0), (1, 0)))
@@ -174,6 +163,7 @@ def test_with_a_document_mask_no_label_is_the_first_token_of_the_next_document(s
 UNEVEN = {
     "cached": "uneven.jsonl",
     "best-fit": "uneven.jsonl --packing best-fit",
+    "conversations": "chat.jsonl --chat-template chat.jinja",
     "streamed": "uneven.jsonl --streaming --streams 4",
     "streamed beside a token file": "uneven.jsonl:0.5 ids.npy:0.5 --streaming --streams 4",
 }
@@ -185,7 +175,9 @@ def test_with_a_document_mask_each_trained_token_of_a_step_counts_alike(start, t
     flags = ["--document-mask", "--eval-interval", "2", "--dataset", *words(UNEVEN[kind])]
     start(*flags, "--run-name", "one")
     start(*flags, "--run-name", "four", "--batch-size", "1", "--gradient-accumulation-steps", "4")
-    assert losses_of(tmp_path / "four") == pytest.approx(losses_of(tmp_path / "one"), rel=2e-6)
+    for one, four in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "four"), strict=True):
+        for key in {"loss", "eval_loss"} & one.keys():
+            assert four[key] == pytest.approx(one[key], rel=2e-6)
 
 
 def test_best_fit_cuts_no_document_that_fits_and_positions_begin_again_with_each(tmp_path):
@@ -216,7 +208,7 @@ def write_rows(folder, documents, texts) -> None:
 
 
 def write_arrow(folder, documents, texts) -> None:
-    """In one batch, as a file of IPC."""
+    """In one batch, as a file of IPC; write_records writes a stream."""
     table = pyarrow.table({"text": texts * 20})
     with pyarrow.ipc.new_file(folder / "a.arrow", table.schema) as writer:
         writer.write_batch(table.slice(0, len(texts)).combine_chunks().to_batches()[0])
@@ -269,80 +261,65 @@ def test_token_files_are_mapped_and_not_copied(tmp_path):
 
 
 def test_a_file_has_one_token_cache_by_whatever_name(tokenizer, tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_text("".join(LINES[:5]))
+    write_records(tmp_path / "a.jsonl", TEXTS[:5])
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "./a.jsonl", str(tmp_path / "a.jsonl"), f"../{tmp_path.name}/a.jsonl"):
         utils.get_dataset(tokenizer, 32, dataset=name, cache_dir=tmp_path / "cache")
     assert len([*(tmp_path / "cache").rglob("*.bin")]) == 1
 
 
-def test_the_folder_of_nanogpt_is_trained_on_and_evaluated(start, tmp_path, capsys):
+@pytest.mark.parametrize("text_split", [None, "train", "val"])
+def test_a_folder_of_nanogpt_is_trained_on_and_evaluated_also_if_one_split_is_text(start, tmp_path, capsys, text_split):
     folder = tmp_path / "shakespeare"
     folder.mkdir()
     parts = np.random.default_rng(0).integers(1, VOCABULARY, (2, 1000), dtype=np.uint16)
     parts[:, ::50] = 0
-    for name, part in zip(("train.bin", "val.bin"), parts, strict=True):
-        part.tofile(folder / name)
+    for split, part in zip(("train", "val"), parts, strict=True):
+        if split == text_split:
+            write_records(folder / f"{split}.jsonl", TEXTS[:40])
+        else:
+            part.tofile(folder / f"{split}.bin")
     (folder / "input.txt").write_text("the text that was tokenized")
-    start("--dataset", folder, "--eval-interval", 2)
+    start("--dataset", folder, *words("--eval-interval 2 --eval-steps 2"))
     assert any("eval_loss" in line for line in metrics_of(tmp_path / "r"))
     assert "input.txt" in capsys.readouterr().out
-
-
-def test_the_demo_is_a_data_set_of_the_library_too(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    sequences = utils.get_dataset(tokenizer, 32, dataset="demo", cache_dir=tmp_path)
-    whole = utils.get_dataset(tokenizer, 32, dataset=str(STORIES / "train.jsonl"), cache_dir=tmp_path)
-    assert len(sequences) == len(whole) and sequences[7].tolist() == whole[7].tolist()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Mixtures and order
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    """Four token files of 100 windows of 32, each of one id."""
-    folder = tmp_path_factory.mktemp("four")
-    for number in range(1, 5):
-        np.save(folder / f"{number}.npy", np.full(100 * 32 + 1, number, np.uint16))
-    return folder
-
-
-@pytest.mark.parametrize("weights, within", [((7, 3), 0.5), ((1, 2, 4), 1), ((0.4, 0.3, 0.2, 0.1), 2)])
-def test_each_source_is_within_a_sample_or_two_of_its_share_at_a_blocks_end_and_two_more_inside(four, weights, within):
-    sources = [f"{four / str(number)}.npy:{weight}" for number, weight in enumerate(weights, 1)]
-    sequences = utils.get_dataset(None, 32, dataset=sources, vocab_size=5, seed=3)
-    found = np.array([sequences[sample][0] for sample in range(3 * 1024)])
-    for number, weight in enumerate(weights, 1):
-        shares = np.arange(1, len(found) + 1) * weight / sum(weights)
-        apart = np.abs(np.cumsum(found == number) - shares)
-        assert apart.max() <= within + 2 and apart[1023::1024].max() <= within
+@pytest.mark.parametrize("count, within", [(3, 1), (12, 2), (84, 3)])
+def test_each_source_is_within_a_few_samples_of_its_share_at_a_blocks_end(tmp_path, count, within):
+    generator = random.Random(count)
+    for number in range(count):  # each source has an id of its own
+        np.save(tmp_path / f"{number}.npy", np.full(401, number, np.uint16))
+    for largest in (1, 10, 1000):  # weights that are equal, alike and very different
+        weights = [generator.randint(1, largest) ** 2 for _ in range(count)]
+        sources = [f"{tmp_path}/{number}.npy:{weight}" for number, weight in enumerate(weights)]
+        sequences = utils.get_dataset(None, 4, dataset=sources, vocab_size=count, seed=3)
+        found = np.array([sequences[sample][0] for sample in range(3 * 1024)])
+        for end in (1024, 2048, 3072):
+            shares = end * np.array(weights) / sum(weights)
+            assert np.abs(np.bincount(found[:end], minlength=count) - shares).max() <= within
 
 
 def test_a_library_gets_sequences_shuffled_by_the_seed_that_a_run_has_or_on_request_in_the_order_of_the_corpus(corpora):
     """tests/pair/test_program.py trains on them in the order of a run."""
     options: dict = {"dataset": str(corpora / "ids.npy"), "vocab_size": VOCABULARY}
-    shuffled, same, other = (
-        utils.get_dataset(None, 32, **options, **given) for given in ({}, {"seed": 42}, {"seed": 7})
+    shuffled, same, other, in_order = (
+        [sequence[:32].tolist() for sequence in utils.get_dataset(None, 32, **options, **more)]
+        for more in ({}, {"seed": 42}, {"seed": 7}, {"shuffle": False})
     )
-    in_order = np.load(corpora / "ids.npy")[: 156 * 32].reshape(156, 32)
-    assert np.array_equal(
-        [sequence[:32] for sequence in utils.get_dataset(None, 32, **options, shuffle=False)], in_order
-    )
-    rows = [sequence[:32].tolist() for sequence in shuffled]
-    assert rows == [sequence[:32].tolist() for sequence in same] != [sequence[:32].tolist() for sequence in other]
-    assert rows != in_order.tolist() and sorted(rows) == sorted(in_order.tolist())
+    assert in_order == np.load(corpora / "ids.npy")[: 156 * 32].reshape(156, 32).tolist()
+    assert shuffled == same != other
+    assert shuffled != in_order and sorted(shuffled) == sorted(in_order)
     with pytest.raises(base.UserError, match="shuffle=False: a mixture"):
         utils.get_dataset(None, 32, **options | {"dataset": [options["dataset"]]}, shuffle=False)
-    mistakes = {("{}:0.7",): "a single source has no weight", ("{}", "{}:1"): "has no weight, others have one"}
-    for sources, printed in mistakes.items():
-        with pytest.raises(base.UserError, match=printed):
-            utils.get_dataset(None, 32, **options | {"dataset": [one.format(options["dataset"]) for one in sources]})
 
 
 def test_the_order_is_a_pure_function_of_the_seed_and_of_the_samples_number(show):
-    """Whatever the size of a step; another seed has another order, of the same windows."""
+    """Whatever the size of a step; another seed has another order."""
     mixed = words("--dataset a=a.jsonl:0.6 b=b.jsonl:0.4")
     for flags in ([*mixed], [*mixed, "--streaming", "--streams", "4"]):
         one_step = show(1, *flags, "--batch-size", 32)
@@ -364,7 +341,7 @@ RESUMED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RESUMED)
 def test_a_run_that_was_killed_continues_exactly_on_another_number_of_ranks(kind, start, small, corpora, tmp_path):
-    """SIGKILL to both ranks, at any moment after the first save; one rank goes on for three steps."""
+    """SIGKILL to both ranks, at any moment after the first save; one rank continues for three steps."""
     flags = words(RESUMED[kind])
     checkpoints = tmp_path / "r" / "checkpoints"
     long = [*small, "--num-steps", 10_000, "--output-dir", tmp_path, *flags, *words("--batch-size 1")]
@@ -376,10 +353,10 @@ def test_a_run_that_was_killed_continues_exactly_on_another_number_of_ranks(kind
             time.sleep(0.01)
     steps = 3 + max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
     start(*flags, "--num-steps", steps, "--resume", "auto")
-    went_on = losses_of(tmp_path / "r")
+    continued = losses_of(tmp_path / "r")
     start(*flags, "--num-steps", steps, "--output-dir", tmp_path / "undisturbed")
-    assert len(went_on) == steps
-    assert went_on == pytest.approx(losses_of(tmp_path / "undisturbed" / "r"), rel=1e-5)
+    assert len(continued) == steps
+    assert continued == pytest.approx(losses_of(tmp_path / "undisturbed" / "r"), rel=1e-5)
 
 
 def in_folder(folder: str, *argv: str) -> None:
@@ -388,7 +365,7 @@ def in_folder(folder: str, *argv: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Held out
+# The eval split
 
 
 def numbers_in(samples: list[tuple[str, str]]) -> set[str]:
@@ -403,12 +380,12 @@ def test_one_of_twenty_documents_is_an_eval_document_and_never_trained_on(start,
     numbers = {f"{number:02}" for number in range(60)}
     eval_part = sorted(numbers - numbers_in(epoch))
     assert len(eval_part) == 3
-    apart = tmp_path / "apart"
-    apart.mkdir()
+    data = tmp_path / "data"
+    data.mkdir()
     lines = (corpora / "named.jsonl").read_text().splitlines(keepends=True)
-    (apart / "train.jsonl").write_text("".join(lines))
-    (apart / "validation.jsonl").write_text("".join(line for line in lines if line[11:13] in eval_part))
-    start(*flags, "--dataset", apart, "--run-name", "by-file", "--eval-split", "validation")
+    (data / "train.jsonl").write_text("".join(lines))
+    (data / "validation.jsonl").write_text("".join(line for line in lines if line[11:13] in eval_part))
+    start(*flags, "--dataset", data, "--run-name", "by-file", "--eval-split", "validation")
     evaluated = [
         line["eval_loss"] for run in ("r", "by-file") for line in metrics_of(tmp_path / run) if "eval_loss" in line
     ]
@@ -417,34 +394,13 @@ def test_one_of_twenty_documents_is_an_eval_document_and_never_trained_on(start,
     assert metrics_of(tmp_path / "r")[-1]["eval_loss"] == pytest.approx(evaluated[0], rel=1e-6)
 
 
-def test_a_stream_holds_out_the_same_documents_in_each_epoch_and_in_any_number_of_streams(show):
+def test_a_stream_has_the_same_eval_documents_in_each_epoch_and_in_any_number_of_streams(show):
     flags = words("--dataset named.jsonl --sequence-length 8 --batch-size 256 --eval-interval 4 --streaming --streams")
     epochs = [
         numbers_in([sample for step in steps for sample in show(step, *flags, streams)])
         for streams, steps in ((4, (1, 2, 3)), (4, (8, 9, 10)), (1, (1, 2, 3)))
     ]
     assert epochs[0] == epochs[1] == epochs[2] and 50 <= len(epochs[0]) < 60
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Stores
-
-
-@pytest.fixture
-def memory(corpora):
-    """fsspec's store in this process, with the folder of many files."""
-    store = fsspec.filesystem("memory")
-    for file in (corpora / "many").iterdir():
-        store.pipe(f"/bucket/many/{file.name}", file.read_bytes())
-    yield "memory://bucket/many"
-    store.rm("/bucket", recursive=True)
-
-
-def test_a_store_has_the_samples_of_a_local_folder_streamed_and_cached(start, memory, tmp_path):
-    for way, flags in {"cached": [], "streamed": ["--streaming"]}.items():
-        start("--dataset", memory, "--run-name", f"store-{way}", *flags)
-        start("--dataset", "many", "--run-name", f"local-{way}", *flags)
-        assert losses_of(tmp_path / f"store-{way}") == losses_of(tmp_path / f"local-{way}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -475,11 +431,9 @@ def reading_rank(folder: str, *argv: str) -> None:
 @pytest.fixture
 def large(tmp_path):
     """A corpus in 32 files of a megabyte that is quickly read and tokenized: stories beside a field that is padding."""
-    (tmp_path / "large").mkdir()
     for number in range(32):
-        records = ({"padding": "x" * 100_000} | json.loads(line) for line in LINES[10 * number : 10 * number + 10])
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (tmp_path / "large" / f"{number:02}.jsonl").write_text(text)
+        records = [{"padding": "x" * 100_000, "text": text} for text in TEXTS[10 * number : 10 * number + 10]]
+        write_records(tmp_path / "large" / f"{number:02}.jsonl", records)
     return str(tmp_path / "large")
 
 

@@ -6,12 +6,10 @@ import os
 import re
 
 import multirank
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch.distributed as dist
 from conftest import STORIES, forked, metrics_of, train, words
-from transformers import AutoTokenizer
+from corpora import CHAT_TEMPLATE, chat, demo_tokenizer, write_records
 
 from harness import base
 from harness.base import UserError, all_gather_objects
@@ -19,11 +17,11 @@ from harness.data import corpora, formats
 from harness.data.files import DataFile, find_files
 from harness.data.reader import CorpusReader
 from harness.data.stream import Stream
-from harness.flags import ASSETS, Source
+from harness.flags import Source
 from harness.job import start_processes, stop_processes
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a stream holds out
+# The eval split of a stream
 
 
 @pytest.fixture
@@ -32,8 +30,8 @@ def flags(small):
     return [*small, *words(f"{more} --streaming --document-mask --run-name r")]
 
 
-def test_of_a_stream_no_more_is_read_for_evaluations_than_evaluations_take(device, flags, tmp_path, capfd, monkeypatch):
-    """The corpus has 2,300 windows of 16 tokens in held-out documents; read are as many chunks as hold 256."""
+def test_no_more_of_a_stream_is_read_for_evaluations_than_they_take(device, flags, tmp_path, capfd, monkeypatch):
+    """The corpus has 2,300 sequences of 16 tokens in eval documents; as many chunks are read as hold 256."""
     chunks, documents = [], Stream.documents
 
     def read(stream, chunk, counts=None):
@@ -42,22 +40,12 @@ def test_of_a_stream_no_more_is_read_for_evaluations_than_evaluations_take(devic
 
     monkeypatch.setattr(Stream, "documents", read)
     flags = [*flags, "--cache-dir", tmp_path / "cache"]
-    for name, more, sequences in (("all", "", 256), ("few", "--eval-steps 3", 6), ("many", "--eval-steps 200", 400)):
+    for name, more, sequences in (("all", "", 256), ("many", "--eval-steps 200", 400)):
         chunks.clear()
         run = [*flags, "--dataset", STORIES / "train.jsonl", "--output-dir", tmp_path / name, *words(more)]
         train(run, device)
         assert f"by content, the first {sequences} sequences: {16 * sequences:,} tokens" in capfd.readouterr().out
         assert 1 <= len(chunks) <= 3  # of 12
-
-
-@pytest.mark.slow
-def test_the_eval_sequences_of_a_stream_are_those_of_one_rank_and_none_is_lost(device, flags, tmp_path):
-    (tmp_path / "train.jsonl").write_text("".join((STORIES / "train.jsonl").open().readlines()[:400]))
-    run = [*flags, "--dataset", tmp_path / "train.jsonl", "--output-dir"]
-    train([*run, tmp_path / "one", "--batch-size", 4], device)
-    forked(2, multirank.program, *map(str, [*run, tmp_path / "two", "--batch-size", 3]))
-    losses = [metrics_of(tmp_path / name / "r")[-1]["eval_loss"] for name in ("one", "two")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -76,12 +64,15 @@ def report_of_ranks(act) -> None:
 
 
 def slicing_rank(folder: str) -> None:
-    """Half of a data set of the hub on this rank, which says how many files it opened of it; then with a broken one."""
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "demo")
+    """Half of a data set of the hub on this rank, and how many of its files were opened; then with a broken one."""
     listing = dataclasses.replace(find_files(folder), is_hub=True)
     corpus = corpora.Corpus(Source("a", folder, None), listing, "train[:50%]", "text", False, False)
     reading = CorpusReader(
-        tokenizer=tokenizer, seq_len=16, vocab_size=1536, cache_dir=f"{folder}/../cache", is_main=dist.get_rank() == 0
+        tokenizer=demo_tokenizer(),
+        seq_len=16,
+        vocab_size=1536,
+        cache_dir=f"{folder}/../cache",
+        is_main=dist.get_rank() == 0,
     )
     opened, open_file = [], DataFile.open
 
@@ -128,14 +119,14 @@ def reported(tmp_path_factory):
     """(what two ranks reported of each attempt, the folder of their token files)."""
     slices, tokens = tmp_path_factory.mktemp("slices") / "data", tmp_path_factory.mktemp("tokens")
     texts = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").open().readlines()[:40]]
-    slices.mkdir()
     for name, part in (("a", texts[:20]), ("b", texts[20:])):
-        pyarrow.parquet.write_table(pyarrow.table({"text": part}), slices / f"{name}.parquet")
+        write_records(slices / f"{name}.parquet", part)
     (tokens / "train.bin").write_bytes(bytes(4096))
     printed = forked(2, rank_of_all, str(slices), str(tokens))
     return [json.loads(line) for line in printed.splitlines() if line[0] == "["], tokens
 
 
+@pytest.mark.slow
 def test_rank_0_alone_opens_the_footers_of_a_hub_slice_and_what_is_broken_is_one_line_on_all(reported):
     (first, second), (again, second_again), (error, error_of_other) = reported[0][:3]
     assert first[0] == second[0] == again[0] == second_again[0] > 0
@@ -144,6 +135,7 @@ def test_rank_0_alone_opens_the_footers_of_a_hub_slice_and_what_is_broken_is_one
     assert re.match(r"error: --dataset .*/b.parquet: cannot be read \(Parquet magic bytes not found in footer", error)
 
 
+@pytest.mark.slow
 def test_a_token_file_that_one_node_lacks_is_one_line_on_all_ranks(reported):
     output, folder = reported
     error, error_of_other = output[3]
@@ -164,11 +156,9 @@ def rank_without_a_template(*argv: str) -> None:
 
 
 def test_a_chat_template_that_one_node_lacks_is_read_by_rank_0_for_all(small, tmp_path):
-    chat = {"prompt": [{"role": "user", "content": "Who?"}], "completion": [{"role": "assistant", "content": "A fox."}]}
-    (tmp_path / "a.jsonl").write_text(f"{json.dumps(chat)}\n" * 99)
-    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    (tmp_path / "a.jinja").write_text(template)
+    write_records(tmp_path / "a.jsonl", [chat("Who?", "A fox.")] * 99)
+    (tmp_path / "a.jinja").write_text(CHAT_TEMPLATE)
     flags = ["--dataset", tmp_path / "a.jsonl", "--chat-template", tmp_path / "a.jinja", "--output-dir", tmp_path]
     flags += ["--sample-prompt", "Who?", "--export", tmp_path / "export", *words("--sample-tokens 2 --batch-size 1")]
     forked(2, rank_without_a_template, *map(str, [*small, *flags, "--num-steps", 1]))
-    assert metrics_of(tmp_path / "r")[-1]["samples"][0]["prompt"] == "Who?"
+    assert metrics_of(tmp_path / "r")[-1]["samples"][0]["prompt"] == "user: Who?\n"

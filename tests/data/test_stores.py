@@ -1,6 +1,5 @@
 """Files in a store are the same documents as on this machine, whatever the network does."""
 
-import gzip
 import json
 import random
 import sys
@@ -8,8 +7,10 @@ import sys
 import fsspec
 import multirank
 import object_stores
+import pyarrow
 import pytest
-from conftest import STORIES, cold_python, forked, losses_of, words
+from conftest import STORIES, cold_python, forked, losses_of, train, words
+from corpora import write_records
 
 from harness.base.errors import UserError
 from harness.data import stores
@@ -27,22 +28,16 @@ def store(monkeypatch):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A folder with the demo's first stories in every format, packed ones too."""
-    import pyarrow
-    import pyarrow.parquet
-
+    """A folder with the demo's first stories in every format, compressed ones too."""
     folder = tmp_path_factory.mktemp("corpus")
-    lines = (STORIES / "train.jsonl").read_text().splitlines()[:300]
-    texts = [json.loads(line)["text"] for line in lines]
-    (folder / "a.jsonl").write_text("\n".join(lines[:100]))
+    texts = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").read_text().splitlines()[:300]]
+    write_records(folder / "a.jsonl", texts[:100])
     (folder / "b.txt").write_text("<|endoftext|>".join(texts[100:150]))
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts[150:200]}), folder / "c.parquet", row_group_size=20)
-    (folder / "packed").mkdir()
-    (folder / "packed" / "d.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[200:250]).encode()))
-    with pyarrow.output_stream(str(folder / "packed" / "e.txt.zst"), compression="zstd") as file:
+    write_records(folder / "c.parquet", texts[150:200], row_group_size=20)
+    write_records(folder / "compressed" / "d.jsonl.gz", texts[200:250])
+    with pyarrow.output_stream(str(folder / "compressed" / "e.txt.zst"), compression="zstd") as file:
         file.write("<|endoftext|>".join(texts[250:]).encode())
-    (folder / "validation").mkdir()
-    (folder / "validation" / "f.jsonl").write_text("\n".join(lines[:10]))
+    write_records(folder / "validation" / "f.jsonl", texts[:10])
     for name in ("notes.csv", ".hidden.txt", "README.md"):
         (folder / name).write_text("left out")
     return folder
@@ -81,6 +76,14 @@ def test_files_of_a_folder_a_pattern_and_a_single_one_are_those_of_a_local_folde
         for found, top in ((find_files(f"{place}{within}"), str(place)) for place in (memory, corpus))
     ]
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("way", ["", "--streaming"])
+def test_a_store_has_the_samples_of_a_local_folder_streamed_and_cached(device, small, memory, corpus, tmp_path, way):
+    for name, place in (("store", memory), ("local", corpus)):
+        flags = [*small, "--output-dir", tmp_path, "--run-name", name, "--dataset", place, *words(way)]
+        assert train(flags, device) == 0
+    assert losses_of(tmp_path / "store") == losses_of(tmp_path / "local")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -135,18 +138,14 @@ def test_a_file_that_changed_since_it_was_listed_or_is_gone_is_refused(store):
         ("memory://bucket/nothing", "needs .* files"),
         ("filecache::memory://bucket/a.txt", "chained URLs are not read"),
         ("s3://me:secret@bucket/a.txt", "a password in a URL would be logged"),
+        ("s3://bucket/a.txt", r"(?i)cannot be read \(.*install s3fs"),
     ],
 )
-def test_a_wrong_url_is_one_line_at_once(url, printed):
+def test_a_wrong_url_or_a_missing_package_is_one_line_at_once(monkeypatch, url, printed):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(UserError, match=printed) as raised:
         find_files(url)
     assert "secret" not in str(raised.value)
-
-
-def test_a_package_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(UserError, match=r"(?i)cannot be read \(.*install s3fs"):
-        find_files("s3://bucket/a.txt")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Text becomes windows of tokens: nothing is lost, nothing comes twice, and no start tokenizes what one did before."""
+"""Text becomes sequences of tokens: nothing is lost or doubled, and no start tokenizes what one did before."""
 
 import bz2
 import gc
 import gzip
+import io
 import itertools
 import json
 import os
@@ -13,48 +14,51 @@ from collections import Counter
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT
-from transformers import AutoTokenizer
+from corpora import END, demo_tokenizer, write_records
 
 from harness.base.errors import UserError
 from harness.data.files import find_files
 from harness.data.formats import json as json_reader
 from harness.data.formats import read_records
-from harness.data.formats.parquet import row_group_parts
 from harness.data.schema import DOCUMENT_MARK, read_documents
 from harness.data.tokenize import TextEncoder
 
-END = 0  # end-of-text of the demo tokenizer
-TEXTS = ["Once upon a time there was a fox.", "The end.", "Tom had a red ball.\nHe liked it.", "A", "Ünïcödé 狐狸"]
-FORTY = [f"Story {number} is about the number {number}." for number in range(40)]
+TEXTS = ["Once upon a time there was a fox.", "The end.", "Tom had a red ball.\nHe liked it.", "A", "Ünïcödé 狐狸 🌊"]
 
 
-def write_parquet(path: pathlib.Path, **columns) -> pathlib.Path:
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    return path
-
-
-def tokens_of(packed) -> list[int]:
-    return packed.tokens[:].tolist()
+def tokens_of(sequences) -> list[int]:
+    return sequences.tokens[:].tolist()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Formats
 
 
-@pytest.mark.parametrize("between", ["<|endoftext|>", "<|endoftext|>\n<|endoftext|>\n"])
-def test_marks_divide_a_text_file_into_documents(load, encoded, tmp_path, between):
-    (tmp_path / "data.txt").write_text(between.join(TEXTS) + between)
-    assert tokens_of(load(tmp_path / "data.txt")) == encoded(TEXTS)
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+MARKED, IN_TWO = DOCUMENT_MARK.join(TEXTS), (LINES[:90].encode(), LINES[90:].encode())
+SAME = {  # a file, its content: all hold TEXTS
+    "a mark at the end": ("data.txt", (MARKED + DOCUMENT_MARK).encode()),
+    "marks in lines of their own": ("data.txt", MARKED.replace(DOCUMENT_MARK, f"{DOCUMENT_MARK}\n" * 2).encode()),
+    "a byte order mark and CRLF": ("data.txt", b"\xef\xbb\xbf" + MARKED.replace("\n", "\r\n").encode()),
+    "the same in lines of JSON": ("data.jsonl", b"\xef\xbb\xbf" + LINES.replace("\n", "\r\n").encode()),
+    "UTF-16, little-endian": ("data.txt", f"\ufeff{MARKED}\n".replace("\n", "\r\n").encode("utf-16-le")),
+    "UTF-16, big-endian": ("data.md", f"\ufeff{MARKED}\n".encode("utf-16-be")),
+    "gz in two parts, and zeros": ("data.jsonl.gz", b"".join(map(gzip.compress, IN_TWO)) + bytes(512)),
+    "bz2 in two parts, and zeros": ("data.Jsonl.BZ2", b"".join(map(bz2.compress, IN_TWO)) + bytes(512)),
+    "zst": ("data.txt.zst", pyarrow.compress(MARKED.encode(), codec="zstd", asbytes=True)),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_encodings_marks_and_compressions_change_no_token(load, encoded, tmp_path, name):
+    file, content = SAME[name]
+    (tmp_path / file).write_bytes(content)
+    assert tokens_of(load(tmp_path / file)) == encoded(TEXTS)
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.parquet"])
-def test_the_text_is_in_the_field_that_is_named_and_wins_over_token_ids(load, encoded, tmp_path, name, write_jsonl):
-    records = [{"input_ids": [5, 6, END], "story": text} for text in TEXTS]
-    if name.endswith("parquet"):
-        write_parquet(tmp_path / name, **{key: [record[key] for record in records] for key in records[0]})
-    else:
-        write_jsonl(tmp_path / name, [json.dumps(record).encode() for record in records])
+def test_the_text_is_in_the_field_that_is_named_and_wins_over_token_ids(load, encoded, tmp_path, name):
+    write_records(tmp_path / name, [{"input_ids": [5, 6, END], "story": text} for text in TEXTS])
     assert tokens_of(load(tmp_path / name)) == [5, 6, END] * len(TEXTS)
     for field in ("story", ("other", "story", "input_ids")):
         assert tokens_of(load(tmp_path / name, text_field=field)) == encoded(TEXTS)
@@ -62,33 +66,18 @@ def test_the_text_is_in_the_field_that_is_named_and_wins_over_token_ids(load, en
         load(tmp_path / name, text_field="text")
 
 
-def test_packed_and_mixed_files_are_read_as_they_are_unpacked(load, encoded, write_jsonl, tmp_path):
-    lines = write_jsonl(tmp_path / "lines", TEXTS).read_bytes()
-    half = lines.index(b"\n") + 1
-    data = tmp_path / "data"
-    data.mkdir()
-    (data / "1.jsonl.gz").write_bytes(gzip.compress(lines[:half]) + gzip.compress(lines[half:]))
-    with pyarrow.output_stream(data / "2.txt.zst", compression="zstd") as file:
-        file.write(DOCUMENT_MARK.join(TEXTS).encode())
+def test_files_of_several_formats_are_read_in_their_order(load, encoded, tmp_path):
+    data = write_records(tmp_path / "data" / "1.jsonl.gz", TEXTS).parent
+    (data / "2.txt").write_text(MARKED)
     (data / "3.md").write_text("# A title\n\nA story.\n")
-    write_parquet(data / "4.parquet", text=TEXTS)
-    (data / "5.Jsonl.BZ2").write_bytes(bz2.compress(lines))
-    assert tokens_of(load(data)) == encoded([*TEXTS, *TEXTS, "# A title\n\nA story.", *TEXTS, *TEXTS])
+    write_records(data / "4.parquet", TEXTS)
+    assert tokens_of(load(data)) == encoded([*TEXTS, *TEXTS, "# A title\n\nA story.", *TEXTS])
     assert tokens_of(load(data / "[13].*")) == encoded([*TEXTS, "# A title\n\nA story."])
 
 
-@pytest.mark.parametrize("suffix, pack", [("gz", gzip.compress), ("bz2", bz2.compress)])
-def test_zeros_behind_a_packed_file_are_no_part_of_it_as_for_the_tools(
-    load, encoded, write_jsonl, tmp_path, suffix, pack
-):
-    lines = write_jsonl(tmp_path / "lines", TEXTS).read_bytes()
-    (tmp_path / f"data.jsonl.{suffix}").write_bytes(pack(lines) + pack(lines) + bytes(512))
-    assert tokens_of(load(tmp_path / f"data.jsonl.{suffix}")) == encoded([*TEXTS, *TEXTS])
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow", ".txt", ".md"])
-def test_an_empty_file_in_a_folder_is_one_without_documents(load, encoded, write_jsonl, tmp_path, suffix):
-    data = write_jsonl(tmp_path / "data" / "b.jsonl", TEXTS).parent
+def test_an_empty_file_in_a_folder_is_one_without_documents(load, encoded, tmp_path, suffix):
+    data = write_records(tmp_path / "data" / "b.jsonl", TEXTS).parent
     (data / f"a{suffix}").touch()
     (data / f"c{suffix}").touch()
     assert tokens_of(load(data)) == encoded(TEXTS)
@@ -97,30 +86,15 @@ def test_an_empty_file_in_a_folder_is_one_without_documents(load, encoded, write
         load(data)
 
 
-@pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])
-def test_a_byte_order_mark_and_windows_line_ends_change_no_token(load, write_jsonl, tmp_path, name):
-    plain = "\n".join(TEXTS) if name.endswith("txt") else write_jsonl(tmp_path / name, TEXTS).read_text()
-    (tmp_path / name).write_text(plain)
-    expected = tokens_of(load(tmp_path / name))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / name).write_bytes(b"\xef\xbb\xbf" + plain.replace("\n", "\r\n").encode())
-    assert tokens_of(load(tmp_path / "other" / name)) == expected
-
-
 @pytest.mark.parametrize("content", ["[A, B]\n[C]", "[A] [B, C]", "A [B]\nC", "[A][][B, C]\n", "A\nB\nC", "[A, B, C]"])
 def test_records_and_lists_of_records_follow_each_other_in_json(load, encoded, tmp_path, monkeypatch, content):
+    """Wherever they are cut as they are read."""
     monkeypatch.setattr(json_reader, "READ_BYTES", 7)
-    for letter in "ABC":
-        content = content.replace(letter, json.dumps({"text": f"Tom {letter.lower()}"}))
+    texts = ["Zwölf Füchse \U0001f98a", 'a "b" \\ ] , [ c', "d" * 99]
+    for letter, text in zip("ABC", texts, strict=True):
+        content = content.replace(letter, json.dumps({"text": text}, ensure_ascii=False))
     (tmp_path / "data.json").write_text(content)
-    assert tokens_of(load(tmp_path / "data.json")) == encoded(["Tom a", "Tom b", "Tom c"])
-
-
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_utf_16_is_read_by_its_byte_order_mark(load, encoded, tmp_path, encoding):
-    text = f"\ufeff{TEXTS[0]}\r\nThe dünes 🌊.{DOCUMENT_MARK}{TEXTS[1]}\n"
-    (tmp_path / "data.txt").write_bytes(text.encode(encoding))
-    assert tokens_of(load(tmp_path / "data.txt")) == encoded([f"{TEXTS[0]}\nThe dünes 🌊.", TEXTS[1]])
+    assert tokens_of(load(tmp_path / "data.json")) == encoded(texts)
 
 
 def test_a_bad_byte_of_a_text_costs_its_line_and_a_pdf_is_left_out(load, line_of, encoded, tmp_path):
@@ -134,49 +108,9 @@ def test_a_bad_byte_of_a_text_costs_its_line_and_a_pdf_is_left_out(load, line_of
 
 
 def test_a_record_without_token_ids_is_an_empty_document_in_json_and_parquet(load, tmp_path):
-    rows = [[5, 6, 7], [], [8, 9]]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
-    for file in (tmp_path / "data.jsonl", write_parquet(tmp_path / "data.parquet", tokens=rows)):
+    for suffix in ("jsonl", "parquet"):
+        file = write_records(tmp_path / f"a.{suffix}", [{"tokens": ids} for ids in ([5, 6, 7], [], [8, 9])])
         assert tokens_of(load(file, text_field="tokens")) == [5, 6, 7, 8, 9]
-
-
-SLICES = {  # of 6 documents, 3 of them short: the same slice with other bounds, or what is wrong with it
-    "[-5%:]": "[95%:]",
-    "[:-5%]": "[:95%]",
-    "[-50%:]": "[50%:]",
-    "[-2:]": "[4:]",
-    "[-5:-3]": "[1:3]",
-    "[4:1]": r"split \[4:1\]: it ends before it begins; give other bounds",
-    "[-3:2]": "it ends before it begins",
-    "[60%:40%]": "it ends before it begins",
-    "[5%:50%]": "it ends before it begins in these 6 documents",
-    "[7:]": "7 is beyond the 6 documents",
-    "[:-7]": "-7 is beyond the 6 documents",
-    "[:101%]": "101% is beyond the 6 documents",
-}
-
-
-@pytest.mark.parametrize("name", SLICES)
-def test_a_slice_counted_from_the_end_is_that_from_the_beginning_and_an_impossible_one_is_refused(
-    load, write_jsonl, tmp_path, name
-):
-    file = write_jsonl(tmp_path / "data.jsonl", ["A red ball."] * 3 + [f"{number} " * 400 for number in range(3)])
-    wanted = SLICES[name]
-    if wanted.startswith("["):
-        assert tokens_of(load(file, split=f"train{name}")) == tokens_of(load(file, split=f"train{wanted}"))
-    else:
-        with pytest.raises(UserError, match=wanted):
-            load(file, split=f"train{name}")
-
-
-EMPTY = {"": [], "\n": ["\n"], " ": [" "], DOCUMENT_MARK: [], f"\n{DOCUMENT_MARK}\n": [], f"a{DOCUMENT_MARK}\n": ["a"]}
-
-
-@pytest.mark.parametrize("text", EMPTY)
-def test_an_empty_document_is_one_that_is_left_out(text):
-    counts = Counter()
-    assert list(read_documents(iter([("line 1", text)]), 10, False, counts)) == EMPTY[text]
-    assert counts["empty documents"] == (not EMPTY[text])
 
 
 LONG = ["Tom", "düne 🌊", "ж" * 9, "two\nlines", "long " * 60, "end", "x"]
@@ -194,7 +128,7 @@ def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_p
     monkeypatch.setattr("harness.data.formats.text.READ_BYTES", 7)
     monkeypatch.setattr("harness.data.formats.text.FIRST_TAIL", 5)
     if name == "rows.parquet":
-        pyarrow.parquet.write_table(pyarrow.table({"text": LONG * 9}), tmp_path / name, row_group_size=7)
+        write_records(tmp_path / name, LONG * 9, row_group_size=7)
     else:
         (tmp_path / name).write_bytes(CUTTABLE[name])
     (file,) = find_files(str(tmp_path / name)).splits["train"]
@@ -210,46 +144,50 @@ def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_p
         assert list(itertools.chain(*found)) == whole
 
 
-def test_parts_of_a_parquet_file_are_its_row_groups_end_to_end(tmp_path):
-    texts = [f"{number} {'x' * 9000}" for number in range(60)]
-    table = pyarrow.table({"text": texts})
-    pyarrow.parquet.write_table(
-        table, tmp_path / "a.parquet", row_group_size=7, compression="none", use_dictionary=False
-    )
-    (file,) = find_files(str(tmp_path)).splits["train"]
-    parts = row_group_parts(file)
-    assert parts[0][0] == 0 and parts[-1][1] == file.size
-    found = [[text for _, text in read_records(file, "text", *part)] for part in parts]
-    assert found == [texts[first : first + 7] for first in range(0, 60, 7)]
-    both = [text for _, text in read_records(file, "text", parts[2][0], parts[3][1])]
-    assert both == texts[14:28]
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    (file,) = find_files(str(tmp_path)).splits["train"]
-    with pytest.raises(UserError, match=r"a.parquet: cannot be read"):
-        row_group_parts(file)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Slices
 
 
-@pytest.mark.parametrize("first, second, cut", [("[:75%]", "[75%:]", 30), ("[:-2]", "[-2:]", 38), ("[:5]", "[5:]", 5)])
-def test_slices_of_a_split_are_cut_at_documents_and_together_the_whole(load, encoded, tmp_path, first, second, cut):
-    (tmp_path / "data.txt").write_text(DOCUMENT_MARK.join(FORTY))
-    found = [tokens_of(load(tmp_path / "data.txt", split=f"train{part}")) for part in (first, second)]
-    assert found == [encoded(FORTY[:cut]), encoded(FORTY[cut:])]
+SLICES = {  # of 40 documents, the first half of them short: the slice as (first, end), or the error
+    "[:75%]": (0, 30),
+    "[75%:]": (30, 40),
+    "[-5%:]": (38, 40),
+    "[:-5%]": (0, 38),
+    "[:5]": (0, 5),
+    "[5:]": (5, 40),
+    "[-2:]": (38, 40),
+    "[:-2]": (0, 38),
+    "[-5:-3]": (35, 37),
+    "[4:1]": r"split \[4:1\]: it ends before it begins; give other bounds",
+    "[-3:2]": "it ends before it begins",
+    "[60%:40%]": "it ends before it begins",
+    "[10%:2]": "it ends before it begins",
+    "[:41]": "41 is beyond the 40 documents",
+    "[:-41]": "-41 is beyond the 40 documents",
+    "[:101%]": "101% is beyond the 40 documents",
+}
 
 
-def test_percentages_of_too_few_documents_cut_tokens(load, write_jsonl, tmp_path):
-    file = write_jsonl(tmp_path / "data.jsonl", ["Tom had a red ball. " * 50])
-    whole, first, second = (tokens_of(load(file, split=f"train{cut}")) for cut in ("", "[:95%]", "[95%:]"))
-    assert len(first) == len(whole) * 95 // 100 and first + second == whole
+@pytest.mark.parametrize("name", SLICES)
+def test_a_slice_is_cut_at_documents_and_an_impossible_one_is_refused(load, encoded, tmp_path, name):
+    texts = [f"Story {number} is about the number {number}. " * (1 + number // 20 * 9) for number in range(40)]
+    file = write_records(tmp_path / "data.jsonl", texts)
+    wanted = SLICES[name]
+    if isinstance(wanted, tuple):
+        assert tokens_of(load(file, split=f"train{name}")) == encoded(texts[slice(*wanted)])
+    else:
+        with pytest.raises(UserError, match=wanted):
+            load(file, split=f"train{name}")
 
 
-@pytest.mark.parametrize("bound", ["[:41]", "[:101%]"])
-def test_a_bound_beyond_the_documents_is_refused(load, write_jsonl, tmp_path, bound):
-    with pytest.raises(UserError, match="beyond the 40 documents"):
-        load(write_jsonl(tmp_path / "data.jsonl", FORTY), split=f"train{bound}")
+def test_a_percentage_that_cuts_off_no_document_cuts_tokens(load, tmp_path):
+    file = write_records(tmp_path / "data.jsonl", ["A red ball."] * 3 + [f"{number} " * 400 for number in range(3)])
+    whole, first, second, last = (
+        tokens_of(load(file, split=f"train{cut}")) for cut in ("", "[:95%]", "[95%:]", "[-5%:]")
+    )
+    assert len(first) == len(whole) * 95 // 100 and first + second == whole and last == second
+    with pytest.raises(UserError, match="it ends before it begins in these 6 documents"):
+        load(file, split="train[5%:50%]")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -260,13 +198,13 @@ def caches(tmp_path) -> list[pathlib.Path]:
     return sorted((tmp_path / "cache").glob("*.bin"))
 
 
-def test_a_changed_file_or_vocabulary_makes_another_cache_and_a_slice_does_not(load, encoded, write_jsonl, tmp_path):
-    file = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+def test_a_changed_file_or_vocabulary_makes_another_cache_and_a_slice_does_not(load, encoded, tmp_path):
+    file = write_records(tmp_path / "data.jsonl", TEXTS)
     load(file)
     load(file, split="train[:60%]")
     assert len(caches(tmp_path)) == 1
     load(file, vocab_size=100_000)
-    write_jsonl(tmp_path / "data.jsonl", TEXTS[::-1])  # as long as before
+    write_records(tmp_path / "data.jsonl", TEXTS[::-1])  # as long as before
     os.utime(file, ns=(1, 1))
     assert tokens_of(load(file)) == encoded(TEXTS[::-1])
     assert [path.stat().st_size // len(encoded(TEXTS)) for path in caches(tmp_path)].count(4) == 1
@@ -291,28 +229,38 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_token_cache_is_made_again_and_said(load, line_of, write_jsonl, tmp_path, damage):
-    file = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+def test_a_damaged_token_cache_is_made_again_and_reported(load, line_of, tmp_path, damage):
+    file = write_records(tmp_path / "data.jsonl", TEXTS)
     first = tokens_of(load(file))
     DAMAGES[damage](caches(tmp_path)[0])
     assert line_of(file).startswith("tokenized ") and tokens_of(load(file)) == first
     assert line_of(file).startswith("cached in ")
 
 
-def test_a_cache_folder_that_cannot_be_made_is_named(load, write_jsonl, tmp_path):
+def test_a_cache_folder_that_cannot_be_made_is_named(load, tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(UserError, match="--cache-dir"):
-        load(write_jsonl(tmp_path / "data.jsonl", TEXTS))
+        load(write_records(tmp_path / "data.jsonl", TEXTS))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Mistakes
 
 GOOD = b'{"text": "Once upon a time there was a fox who had a red ball and liked it."}\n'
-UNUSABLE = [  # file, content, what the error says after the file's name
+
+
+def parquet_with_a_damaged_page() -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"Story {n}." for n in range(3000)]}), file)
+    content = file.getvalue()
+    return content[:2000] + bytes(100) + content[2100:]
+
+
+UNUSABLE = [  # file, content, what the error printed after the file's name
     ("data.jsonl", b'{"text": ""}\n', ": it holds no text"),
     ("data.jsonl", b'{"text": "A"}\n', "too few for one sequence of --sequence-length"),
     ("data.parquet", b"no parquet", ": cannot be read (Parquet"),
+    ("data.parquet", parquet_with_a_damaged_page(), ": cannot be read ("),
     ("data.jsonl.gz", gzip.compress(b'{"text": "A fox."}\n' * 99, mtime=0)[:-9], ": cannot be read ("),
     ("data.jsonl.gz", gzip.compress(GOOD, mtime=0)[:12] + b"\xff" * 99, ": cannot be read ("),
     ("data.jsonl.gz", GOOD, ": cannot be read ("),
@@ -329,6 +277,7 @@ UNUSABLE = [  # file, content, what the error says after the file's name
     ("data.jsonl", GOOD + b"[" * 100_000, ", line 2: broken JSON"),
     ("data.jsonl", GOOD + b'{"input_ids": [1, -2]}\n', ", line 2: [1, -2] instead of token ids"),
     ("data.jsonl", GOOD + b'{"input_ids": [1, 1899]}\n', ", line 2: token id 1899, the model has 1,536"),
+    ("data.json", b'[{"text": "A fox."}, {"te', ": cannot be read (broken JSON after 1 record"),
     ("data.json", b'[{"text": "A fox."}] and more', ": cannot be read (broken JSON after 1 records"),
     ("data.json", b'[{"text": "A fox."}]]', ": cannot be read (broken JSON after 1 records"),
     ("data.json", b'[{"text": "A fox."}],\n[{"text": "A ball."}]', ": cannot be read (broken JSON after 1 records"),
@@ -341,10 +290,10 @@ UNUSABLE = [  # file, content, what the error says after the file's name
     ("data.txt", b"%PDF-1.7\nall of it ASCII", ", document 1: a PDF, not text; fix it"),
     ("data.txt", b"PK\3\4\x14\0", ", document 1: a ZIP archive (.docx, .epub, .odt), not text; fix it"),
     ("data.txt", gzip.compress(b"A fox.", mtime=0), ", document 1: gzip data, whose name ends in .gz; fix it"),
-    ("data.parquet", {"text": ["A fox.", None]}, ", row 2: null instead of text"),
-    ("data.parquet", {"input_ids": [[1, 2], [3, None]]}, ", row 2: [3, null] instead of token ids"),
-    ("data.parquet", {"input_ids": [[1, 2], [3, 1536]]}, ", row 2: token id 1536, the model has 1,536"),
-    ("data.parquet", {"input_ids": [[1, 2], [3, 2**40]]}, ", row 2: [3, 1099511627776] instead of token ids"),
+    ("data.parquet", ["A fox.", {"text": None}], ", row 2: null instead of text"),
+    ("data.parquet", [{"input_ids": [1, 2]}, {"input_ids": [3, None]}], ", row 2: [3, null] instead of token ids"),
+    ("data.parquet", [{"input_ids": [1, 2]}, {"input_ids": [3, 1536]}], ", row 2: token id 1536, the model has 1,536"),
+    ("data.parquet", [{"input_ids": [3, 2**40]}], ", row 1: [3, 1099511627776] instead of token ids"),
 ]
 
 
@@ -359,38 +308,29 @@ def collected():
 
 
 @pytest.mark.usefixtures("collected")
-@pytest.mark.parametrize("name, content, says", UNUSABLE)
-def test_data_that_cannot_be_used_is_named(load, tmp_path, name, content, says):
+@pytest.mark.parametrize("name, content, printed", UNUSABLE)
+def test_data_that_cannot_be_used_is_named(load, tmp_path, name, content, printed):
     file = tmp_path / name
-    if isinstance(content, dict):
-        write_parquet(file, **content)
+    if isinstance(content, list):
+        write_records(file, content)
     else:
         file.write_bytes(content)
     with pytest.raises(UserError) as raised:
         load(file, 16)
     message = str(raised.value)
-    assert message.startswith(f"--dataset {file}") and says in message.removeprefix(f"--dataset {file}")
+    assert message.startswith(f"--dataset {file}") and printed in message.removeprefix(f"--dataset {file}")
     assert "\n" not in message and raised.value.exit_code == 2
     is_bad_record = re.search("(line|row|document|record) [0-9,]+: ", message) and "token id 1" not in message
     assert ("--skip-bad-records" in message) == bool(is_bad_record)
 
 
-def test_a_parquet_file_with_a_damaged_page_is_named(load, tmp_path):
-    file = write_parquet(tmp_path / "data.parquet", text=[f"Story {n}." for n in range(3000)])
-    content = bytearray(file.read_bytes())
-    content[2000:2100] = bytes(100)
-    file.write_bytes(content)
-    with pytest.raises(UserError, match=f"--dataset {file}"):
-        load(file)
-
-
 @pytest.mark.parametrize(
-    "bad", [content for _, content, says in UNUSABLE if ", line 2: " in says and b"1899" not in content]
+    "bad", [content for _, content, printed in UNUSABLE if ", line 2: " in printed and b"1899" not in content]
 )
-def test_bad_records_are_left_out_and_counted_if_asked(load, line_of, encoded, write_jsonl, tmp_path, bad):
+def test_bad_records_are_left_out_and_counted_if_asked(load, line_of, encoded, tmp_path, bad):
     lines = bad.removeprefix(GOOD).splitlines()
     text = json.loads(GOOD)["text"]
-    file = write_jsonl(tmp_path / "data.jsonl", [text, *lines, "", text])
+    file = write_records(tmp_path / "data.jsonl", [text, *lines, "", text])
     for begins in ("tokenized 2 documents in ", "cached in "):
         line = line_of(file, skip_bad_records=True)
         assert line.startswith(begins)
@@ -400,9 +340,9 @@ def test_bad_records_are_left_out_and_counted_if_asked(load, line_of, encoded, w
         load(file)
 
 
-def test_a_tokenizer_without_an_end_of_text_or_with_too_many_ids_is_refused(load, write_jsonl, tmp_path):
-    bare = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo", eos_token=None)
-    file = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+def test_a_tokenizer_without_an_end_of_text_or_with_too_many_ids_is_refused(load, tmp_path):
+    bare = demo_tokenizer(eos_token=None)
+    file = write_records(tmp_path / "data.jsonl", TEXTS)
     with pytest.raises(UserError, match=r"--tokenizer .*end-of-text"):
         load(file, with_tokenizer=bare)
     with pytest.raises(UserError, match="--tokenizer: it gave token id"):
