@@ -1,4 +1,4 @@
-"""Checkpoints without shards, manifests that are written again, the tensors of a checkpoint, and a full disk."""
+"""Checkpoints without shards, manifests that are written again, tensors and logits, and a full disk."""
 
 import contextlib
 import hashlib
@@ -39,7 +39,7 @@ def forge(checkpoint: pathlib.Path) -> None:
 
 
 def tensors_of(checkpoint: pathlib.Path, kind: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint whose names begin with `kind`, whole, by the rest of their names."""
+    """The tensors of a checkpoint whose names begin with `kind`, full ones, by the rest of their names."""
     index = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -50,12 +50,25 @@ def tensors_of(checkpoint: pathlib.Path, kind: str = "") -> dict[str, torch.Tens
     return {name.removeprefix(kind): tensor for name, tensor in tensors.items()}
 
 
+def limit_files(size: int) -> None:
+    """Writing more than `size` bytes into one file fails from now on, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
 @contextlib.contextmanager
 def files_of_at_most(size: int):
-    """Writing more than `size` bytes into one file fails, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    before, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit_files(size)
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        limit_files(before)
+
+
+IDS = torch.arange(24).view(1, 24) * 7
+
+
+def logits_of(model) -> torch.Tensor:
+    """The logits that a model of at least 168 tokens gives of some."""
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, use_cache=False).logits

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pathlib
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +29,8 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "WANDB_API_KEY", "WANDB_MODE", 
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 if "gpu" not in sys.argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, whose effect programs would inherit
+    signal.signal(signal.SIGHUP, lambda *_: None)
 sys.path.insert(0, str(ROOT))
 gc.disable()  # until the tests are collected: looking for garbage takes a fifth of the time of imports, which make none
 
@@ -165,6 +168,23 @@ def forked(ranks: int, function, *arguments, timeout: float = 900) -> str:
         except (ProcessExitedException, ProcessRaisedException, TimeoutError) as error:
             raise RuntimeError(f"{output.read()[-6000:]}\n{error}") from None
         return output.read()
+
+
+def wait_until(condition, processes=(), seconds: float = 600) -> None:
+    """Returns when a condition holds; none of the processes may end before."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        for process in processes:
+            exit_code = process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+            assert exit_code is None, process
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def lines_logged(folder: pathlib.Path) -> int:
+    """The number of lines of a run's metrics.jsonl, which need not be there yet."""
+    file = folder / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
 
 
 def metrics_of(folder: pathlib.Path) -> list[dict]:

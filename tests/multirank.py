@@ -298,21 +298,6 @@ def asking_on_two_nodes() -> None:
     stop_processes()
 
 
-def stopping_for_one() -> None:
-    """Rank 1 has a request to stop after its first step: prints what the ranks agree on after each of three."""
-    start_processes(timeout_minutes=1)
-    stop, answers = StopRequest(), []
-    stop.can_save = True
-    for step in range(3):
-        answers.append(stop.any_rank_wants_to_stop())
-        if dist.get_rank() == 1 and step == 0:
-            stop.request("SIGUSR1")
-    answers = all_gather_objects(answers)
-    if dist.get_rank() == 0:
-        print(answers, flush=True)
-    stop_processes(stop)
-
-
 def resolved(argv: list):
     """Return the settings of a command line as a run resolves them, and the model's config."""
     settings = parse_args([*map(str, argv)])

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from checkpoints import write_checkpoint
@@ -31,6 +32,13 @@ def test_a_run_without_a_name_has_that_of_its_models_folder_or_needs_one(tmp_pat
             folders.choose_folder(settings)
 
 
+def test_starts_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda *_: "-20260101-000000")
+    settings = parse(["--demo", "--output-dir", tmp_path])
+    chosen = [folders.choose_folder(settings).name for _ in range(3)]
+    assert chosen == [f"demo-20260101-000000{number}" for number in ("", "-2", "-3")]
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run's folder, out/a, with two checkpoints and no log; the current folder is tmp_path."""
@@ -45,18 +53,14 @@ RESUMED = {  # the current folder and the flags: the folder of the run, from tmp
     (".", "--resume out/a"): "out/a",
     (".", "--resume {there}/out/a/checkpoints/step-00000002"): "out/a",
     (".", "--resume link"): "out/a",
-    (".", "--output-dir out --resume {there}/out/a"): "out/a",
     (".", "--output-dir {there}/out --run-name a --resume out/a"): "out/a",
-    (".", "--output-dir out --run-name a --resume {there}/out/a"): "out/a",
     (".", "--output-dir out --run-name a --resume out/../link"): "out/a",
     ("out", "--output-dir . --run-name a --resume a/"): "out/a",
-    ("out/a", "--resume checkpoints/step-00000002"): "out/a",
     ("out/a", "--resume ."): "out/a",
     ("out/a/checkpoints", "--resume step-00000002"): "out/a",
     ("out/a/checkpoints", "--resume .."): "out/a",
     ("out/a/checkpoints/step-00000002", "--resume ."): "out/a",
     (".", "--output-dir other --resume out/a"): "other/a",  # a new run
-    (".", "--output-dir other --resume out/a/checkpoints/step-00000001"): "other/a",
     (".", "--run-name b --resume out/a"): "outputs/b",
 }
 

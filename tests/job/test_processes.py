@@ -11,7 +11,7 @@ import time
 import multirank
 import psutil
 import pytest
-from conftest import PROGRAM, ROOT, cold_python, forked, parse
+from conftest import PROGRAM, ROOT, cold_python, forked, parse, slow_case, wait_until
 
 from harness.base import UserError
 from harness.job import endings, signals, world
@@ -43,11 +43,11 @@ HALF_WORLDS = {  # an environment: how the line begins
     "OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=0": "OMPI_COMM_WORLD_SIZE=4 is set, but RANK is not: each process",
     "PMI_SIZE=4 PMI_RANK=0": "PMI_SIZE=4 is set, but RANK is not: each process would train alone;",
     "SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=0": "SLURM_STEP_NUM_TASKS=2 is set, but RANK is not: each process",
-    "SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1": "",  # the first one says it
+    "SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1": "",  # which waits for the line of the first one
 }
 
 
-@pytest.mark.parametrize("environment", HALF_WORLDS)
+@pytest.mark.parametrize("environment", [slow_case(e) if not HALF_WORLDS[e] else e for e in HALF_WORLDS])
 def test_half_a_world_is_one_line_that_names_the_variable(environment):
     variables = dict(word.split("=") for word in environment.split())
     process = cold_python("--demo", **variables)
@@ -61,35 +61,23 @@ def test_half_a_world_is_one_line_that_names_the_variable(environment):
 # Signals
 
 
-def test_a_request_to_one_rank_stops_all_after_the_same_step():
-    printed = forked(2, multirank.stopping_for_one, timeout=100)
-    assert str([[False, False, True]] * 2) in printed.splitlines()
+OUTSIDE_TRAINING = [  # a command's beginning and the signals to it: how it ends
+    ([], [signal.SIGINT], 130, "stopped    by Ctrl-C before the first step\n"),
+    ([], [signal.SIGTERM], 143, "train_fsdp.py: SIGTERM outside training, nothing to save\n"),
+    ([], [signal.SIGHUP], 143, "train_fsdp.py: SIGHUP outside training, nothing to save\n"),
+    (["nohup"], [signal.SIGHUP, signal.SIGTERM], 143, "train_fsdp.py: SIGTERM outside training, nothing to save\n"),
+]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_while_torch_is_loaded_ends_with_its_exit_code(number):
-    with subprocess.Popen(
-        [sys.executable, PROGRAM, "--demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        process.stdout.readline()
-        process.send_signal(number)
-        printed = process.stderr.read()
-    if number == signal.SIGINT:
-        assert (process.returncode, printed) == (130, "stopped    by Ctrl-C before the first step\n")
-    else:
-        line = f"train_fsdp.py: {signal.Signals(number).name} outside training, nothing to save\n"
-        assert (process.returncode, printed) == (143, line)
-
-
-def test_nohup_keeps_a_run_from_sighup():
-    command = ["nohup", sys.executable, PROGRAM, "--demo"]
+@pytest.mark.parametrize("launcher, numbers, exit_code, line", OUTSIDE_TRAINING)
+def test_a_signal_while_torch_is_loaded_ends_with_its_exit_code(launcher, numbers, exit_code, line):
+    command = [*launcher, sys.executable, PROGRAM, "--demo"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         process.stdout.readline()
-        process.send_signal(signal.SIGHUP)
-        process.send_signal(signal.SIGTERM)
-        printed = process.stderr.read()
-    assert printed.endswith("train_fsdp.py: SIGTERM outside training, nothing to save\n")
-    assert process.returncode == 143
+        for number in numbers:
+            process.send_signal(number)
+        printed = process.stderr.read().removeprefix("nohup: ignoring input\n")
+    assert (process.returncode, printed) == (exit_code, line)
 
 
 def wait_for_ever(listens, forked) -> None:
@@ -114,10 +102,8 @@ def test_ctrl_c_ends_a_rank_that_waits_for_ever_and_sigterm_a_process_that_it_fo
     os.kill(rank.pid, signal.SIGINT)
     rank.join(300)
     assert rank.exitcode == 130
-    deadline = time.monotonic() + 60
-    while psutil.pid_exists(forked.value) and psutil.Process(forked.value).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    ended = lambda: psutil.Process(forked.value).status() == psutil.STATUS_ZOMBIE  # noqa: E731
+    wait_until(lambda: not psutil.pid_exists(forked.value) or ended())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ DUE = [  # what, the flags of a run of 20 steps, the first step of this start: t
     ("save", "--checkpoint-interval 7", 1, [7, 14, 20]),
     ("save", "--checkpoint-interval 7 --no-final-checkpoint", 1, [7, 14]),
     ("save", "--dataset synthetic", 1, []),
+    ("save", "--dataset synthetic --final-checkpoint", 1, [20]),
+    ("save", "--dataset synthetic --checkpoint-interval 7", 1, [7, 14, 20]),
 ]
 
 

@@ -5,10 +5,10 @@ import json
 import re
 import resource
 import socket
-import time
 
 import pytest
 import torch
+from checkpoints import files_of_at_most, limit_files
 from conftest import metrics_of, parse, python, train, words
 
 import train_fsdp
@@ -19,8 +19,7 @@ from harness.job import endings
 from harness.report.log import Log
 from harness.report.metrics import METRICS, check_gates
 from harness.report.profiling import dump_memory, record_memory, time_shares
-
-TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2"
+from harness.state.train_state import TrainState
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +31,12 @@ def collected(monkeypatch):
 
 
 @pytest.fixture
-def run(device, tmp_path):
-    """`run(*flags)`: the program in this process, to its end; returns the run's folder."""
+def run(device, arguments, tmp_path):
+    """`run(*flags)`: the smallest run, in this process, to its end; returns its folder."""
 
     def go(*flags):
-        train([*TINY.split(), "--output-dir", tmp_path, "--run-name", "it", *flags], device)
-        return tmp_path / "it"
+        train([*arguments, *words("--sample-prompt Once --sample-tokens 2"), *flags], device)
+        return tmp_path / "out" / "r"
 
     return go
 
@@ -46,7 +45,7 @@ def test_the_same_command_after_the_end_changes_nothing_and_another_one_continue
     flags = words("--perf-warmup-steps 1 --log-interval 1 --resume auto --num-steps")
     folder = run(*flags, 3)
     lines, printed = metrics_of(folder), capsys.readouterr().out
-    assert re.search(r"done +3 steps, 192 tokens, \d\d:\d\d of training, \d\d:\d\d since the start, loss", printed)
+    assert re.search(r"done +3 steps, 96 tokens, \d\d:\d\d of training, \d\d:\d\d since the start, loss", printed)
     run(*flags, 3)
     assert metrics_of(folder) == lines
     printed = capsys.readouterr().out
@@ -64,40 +63,42 @@ def test_the_same_command_after_the_end_changes_nothing_and_another_one_continue
 
 
 FAILURES = {
-    "a tracker": ("harness.report.trackers.tensorboard.TRACKER.start", ("--log-with", "tensorboard")),
-    "the checkpoints": ("harness.state.Checkpoints.__init__", ()),
-    "the first step": ("train_fsdp.train_step", ()),
-    "the first save": ("harness.loop.find_non_finite", ("--checkpoint-interval", 4)),
+    "harness.report.trackers.tensorboard.TRACKER.start": "--log-with tensorboard",
+    "harness.state.Checkpoints.__init__": "",
+    "train_fsdp.train_step": "",
+    "harness.loop.find_non_finite": "--checkpoint-interval 4",  # before the first save
 }
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-def test_a_start_that_fails_before_its_first_line_leaves_the_log_of_the_run_as_it_was(run, monkeypatch, failure):
+def test_a_start_that_fails_before_its_first_line_leaves_the_log_of_the_run_as_it_was(run, monkeypatch):
     monkeypatch.setattr(endings, "ENDING", [])
-    folder = run("--num-steps", 3)
-    endings.announce(0, timeout=60)  # as the end of the process does
-    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    assert {"metrics.jsonl", "config.json", "report.html"} <= before.keys()
+
+    def end(exit_code: int) -> dict[str, bytes]:
+        """End as the process does; returns the files of the run."""
+        endings.announce(exit_code, timeout=60)
+        endings.LISTENERS.clear()
+        endings.ENDING.clear()
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
     def fail(*_, **options):
         raise RuntimeError("no")
 
-    target, more = FAILURES[failure]
-    endings.LISTENERS.clear()
-    endings.ENDING.clear()
-    with monkeypatch.context() as patched:
-        patched.setattr(target, fail)
-        with pytest.raises((RuntimeError, UserError), match="no"):
-            run("--resume", "auto", "--num-steps", 6, "--lr", "0.5", *more)
-    endings.announce(1, timeout=60)
-    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    folder = run("--num-steps", 3)
+    before = end(0)
+    assert {"metrics.jsonl", "config.json", "report.html"} <= before.keys()
+    for failing, more in FAILURES.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(failing, fail)
+            with pytest.raises((RuntimeError, UserError), match="no"):
+                run(*words(f"--resume auto --num-steps 6 --lr 0.5 {more}"))
+        assert end(1) == before, failing
     run("--resume", "auto", "--num-steps", 6)
     assert [start["step"] for start in json.loads((folder / "config.json").read_text())["starts"]] == [0, 3]
 
 
 def test_samples_of_a_model_that_generates_nothing_are_one_line_before_training(run, monkeypatch):
     monkeypatch.delattr("transformers.GenerationMixin.generate")  # as a model of one's own without the mixin
-    line = r"--sample-prompt: SmolLM3ForCausalLM has no generate\(\), which samples need; .*, or take no samples"
+    line = r"--sample-prompt: LlamaForCausalLM has no generate\(\), which samples need; .*, or take no samples"
     with pytest.raises(UserError, match=line):
         run("--num-steps", 2)
 
@@ -119,11 +120,22 @@ def test_every_promised_key_has_its_row_and_a_name_of_its_own():
 # Profile and memory record
 
 
-def test_a_run_leaves_a_trace_and_a_table(run, capsys):
-    folder = run("--num-steps", "7", "--perf-warmup-steps", "2", "--log-interval", "3", "--profile")
+def test_a_run_leaves_a_trace_and_a_table(run, monkeypatch, capsys):
+    """Steps 3 to 5 are profiled; an evaluation after step 4 is marked as no part of the time that they take."""
+
+    def evaluate(*_):
+        with torch.profiler.record_function("evaluation"):
+            return {"eval_loss": 1.0}, 1
+
+    monkeypatch.setattr(train_fsdp, "evaluate", evaluate)
+    folder = run(*words("--num-steps 7 --perf-warmup-steps 2 --log-interval 3 --profile --eval-interval 4"))
     trace = json.loads((folder / "profile" / "rank-0.json").read_text())["traceEvents"]
-    backwards = [event for event in trace if event.get("name") == "FSDP::post_backward_reduce"]
-    assert len(backwards) == PROFILED_STEPS
+    assert [event.get("name") for event in trace].count("FSDP::post_backward_reduce") == PROFILED_STEPS
+    stopped, evaluated = (
+        [(event["ts"], event["ts"] + event["dur"]) for event in trace if event.get("name") == name]
+        for name in ("clock stopped", "evaluation")
+    )
+    assert any(first <= start and end <= last for start, end in evaluated for first, last in stopped)
     table = re.search(r"^profile +3 steps of (.*)$", capsys.readouterr().out, re.MULTILINE)[1]
     shares = {name: float(share) for name, share in re.findall(r"([a-z ]+) ([\d.]+) %", table)}
     assert set(map(str.strip, shares)) == {"compute", "communication", "exposed communication", "idle"}
@@ -131,58 +143,19 @@ def test_a_run_leaves_a_trace_and_a_table(run, capsys):
     assert "tokens_per_sec" not in metrics_of(folder)[1]  # step 3 is profiled
 
 
-PROFILED = words("--num-steps 9 --perf-warmup-steps 2 --log-interval 1 --profile")  # steps 3 to 5
-
-
-@pytest.fixture
-def evaluation(monkeypatch):
-    """Stands in for an evaluation, whose operators would make a large trace: the first one takes some seconds in which
-    a few run."""
-
-    def evaluate(*_):
-        started, seconds, evaluate.seconds = time.monotonic(), evaluate.seconds, 0
-        while time.monotonic() - started < seconds:
-            torch.ones(1000).sum()
-            time.sleep(0.1)
-        return {"eval_loss": 1.0}, 1
-
-    evaluate.seconds = 0
-    monkeypatch.setattr(train_fsdp, "evaluate", evaluate)
-    return evaluate
-
-
-@pytest.mark.slow
-def test_a_profile_counts_steps_only(run, capsys, monkeypatch, evaluation):
-    """An evaluation after step 4, the second of three that are profiled, is no part of what they are said to take."""
-    evaluation.seconds = 2
-    train_step, taken = train_fsdp.train_step, []
-
-    def timed_step(*arguments):
-        started = time.monotonic()
-        result = train_step(*arguments)
-        taken.append(time.monotonic() - started)
-        return result
-
-    monkeypatch.setattr(train_fsdp, "train_step", timed_step)
-    run(*PROFILED, "--eval-interval", 4)
-    printed = capsys.readouterr().out
-    milliseconds, shares = re.search(r"^profile +3 steps of ([\d.,]+) ms: (.*)$", printed, re.MULTILINE).groups()
-    seconds = 3 * float(milliseconds.replace(",", "")) / 1000
-    assert sum(taken[2:5]) == pytest.approx(seconds, abs=1)
-    shares = {name: float(share) for name, share in re.findall(r"([a-z]+) ([\d.]+) %", shares)}
-    assert 0 < shares["compute"] <= 100 and 0 <= shares["idle"] < 100
-
-
-def test_without_warmup_the_clock_opens_at_the_first_step(run, monkeypatch, clock):
-    """Setting up takes five seconds of this clock, and each step two."""
+def test_the_speed_is_that_of_steps_alone(run, monkeypatch, clock):
+    """On a clock on which setting up takes five seconds, an evaluation seven, a save eleven, and each step two."""
 
     def takes(seconds: float, function):
         return lambda *arguments, **options: (clock.advance(seconds), function(*arguments, **options))[1]
 
     monkeypatch.setattr(report, "describe_setup", takes(5, report.describe_setup))
+    monkeypatch.setattr(train_fsdp, "evaluate", takes(7, train_fsdp.evaluate))
+    monkeypatch.setattr(TrainState, "tensors", takes(11, TrainState.tensors))
     monkeypatch.setattr(train_fsdp, "train_step", takes(2, train_fsdp.train_step))
-    first = metrics_of(run("--num-steps", "2", "--perf-warmup-steps", "0", "--log-interval", "1"))[0]
-    assert first["step_time_ms"] == pytest.approx(2000)
+    flags = "--num-steps 4 --perf-warmup-steps 0 --log-interval 1 --checkpoint-interval 1 --no-async-checkpoint"
+    lines = metrics_of(run(*words(flags), *words("--eval-interval 2 --eval-steps 1")))
+    assert [line["step_time_ms"] for line in lines] == pytest.approx([2000] * 5)
 
 
 class Event:
@@ -243,15 +216,15 @@ def test_the_memory_record_is_written_when_asked_and_when_memory_runs_out(device
 # Gates
 
 
-def test_a_missed_gate_is_exit_code_3_with_one_line_that_names_metric_and_gate(tmp_path):
-    gate = ["--num-steps", "3", "--perf-warmup-steps", "1", "--peak-tflops", "100", "--min-mfu", "60"]
-    process = python(*TINY.split(), *gate, "--output-dir", tmp_path, "--run-name", "it")
+def test_a_missed_gate_is_exit_code_3_with_one_line_that_names_metric_and_gate(arguments, tmp_path):
+    gate = words("--num-steps 3 --perf-warmup-steps 1 --peak-tflops 100 --min-mfu 60")
+    process = python(*arguments, *gate)
     assert process.returncode == 3
-    mfu = metrics_of(tmp_path / "it")[-1]["mfu_percent"]
+    mfu = metrics_of(tmp_path / "out" / "r")[-1]["mfu_percent"]
     missed = f"acceptance gate missed: --min-mfu 60: the MFU was {mfu:.2f} %"
     assert process.stderr == f"train_fsdp.py: error: {missed}\n"
     assert "done" in process.stdout  # and nothing is lost
-    assert json.loads((tmp_path / "it" / "config.json").read_text())["starts"][0]["exit_code"] == 3
+    assert json.loads((tmp_path / "out" / "r" / "config.json").read_text())["starts"][0]["exit_code"] == 3
 
 
 def test_a_gate_is_judged_by_the_metrics_of_the_last_line():
@@ -274,7 +247,7 @@ def test_what_cannot_be_measured_here_is_refused_before_anything_begins(run):
         "--memory-snapshot": "--memory-snapshot: memory is measured on GPUs only",
     }.items():
         with pytest.raises(UserError, match=re.escape(printed)) as refused:
-            run(*flags.split())
+            run("--num-steps", 20, *words(flags))
         assert refused.value.exit_code == 2
 
 
@@ -292,11 +265,9 @@ def test_a_port_in_use_is_refused_before_training(run):
 
 @pytest.fixture
 def disturbed(arguments, device, monkeypatch, tmp_path):
-    """`disturbed({step: function}, *flags)`: a run of 8 steps in which a function is called behind a step's log line;
-    its folder."""
-    folder = tmp_path / "out" / "r"
+    """`disturbed({step: function})`: a run of 8 steps in which a function is called after a step's log line."""
 
-    def go(happens: dict, *flags):
+    def go(happens: dict):
         write = Log.write
 
         def write_and_disturb(self, metrics, *more):
@@ -304,19 +275,11 @@ def disturbed(arguments, device, monkeypatch, tmp_path):
             happens.get(metrics["step"], lambda: None)()
 
         monkeypatch.setattr(Log, "write", write_and_disturb)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        try:
-            return train([*arguments, "--num-steps", 8, "--log-interval", 1, "--no-final-checkpoint", *flags], device)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        with files_of_at_most(resource.RLIM_INFINITY):
+            return train([*arguments, *words("--num-steps 8 --log-interval 1 --no-final-checkpoint")], device)
 
-    go.folder, go.metrics = folder, folder / "metrics.jsonl"
+    go.folder, go.metrics = tmp_path / "out" / "r", tmp_path / "out" / "r" / "metrics.jsonl"
     return go
-
-
-def limit_files(size: int) -> None:
-    """Writing more than `size` bytes into one file fails from now on, as on a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def steps_in(folder) -> list[int]:

@@ -115,17 +115,14 @@ def drawing_of(page: str, title: str) -> str:
     "low, high, words",
     [
         (12.118, 12.172, ["12.12", "12.14", "12.16"]),
-        (12.2, 12.4, ["12.2", "12.25", "12.3", "12.35", "12.4"]),
-        (99.6, 101.1, ["100", "100.5", "101"]),
         (8123.4, 8123.9, ["8,123.4", "8,123.6", "8,123.8"]),
-        (52_110, 52_180, ["52.12 K", "52.14 K", "52.16 K", "52.18 K"]),
         (1_000_001, 1_000_006, ["1.000002 M", "1.000004 M", "1.000006 M"]),
         (3e-6, 3.1e-6, ["3e-6", "3.05e-6", "3.1e-6"]),
         (-0.01, 0.03, ["-0.01", "0", "0.01", "0.02", "0.03"]),
         (3.828176785, 3.82817679, ["0", "2", "4", "6", "8"]),
     ],
 )
-def test_an_axis_tells_its_numbers_distinct_also_where_they_lie_close(tmp_path, low, high, words):
+def test_the_numbers_of_an_axis_are_distinct_also_where_they_lie_close(tmp_path, low, high, words):
     page = page_of(write_run(tmp_path / "r", [{"step": 1, "loss": low}, {"step": 2, "loss": high}]))
     assert re.findall("class=y [^>]*>([^<]+)<", drawing_of(page, "Loss")) == words
 
@@ -150,19 +147,13 @@ def test_a_run_of_20_000_lines_stays_below_50_kb_with_its_spikes_in_a_band_and_i
     assert min(map(int, heights)) < -1_000  # the spike leaves the picture
 
 
-def test_losses_of_sources_and_of_routers_have_charts_where_there_are_some(tmp_path):
-    lines = [line(step, **{"eval_loss/web": 2.0, "eval_loss/v1.2-b": 3.0, "router_loss": 1.0}) for step in (1, 2, 3)]
-    page = page_of(write_run(tmp_path / "r", lines))
-    assert set(charts_of(page)) - {*CHARTS} == {"Eval loss by source", "Router loss"}
-    assert drawing_of(page, "Eval loss by source").count("<polyline") == 2 and "v1.2-b 3" in text_of(page)
-    assert drawing_of(page, "Memory").count("<polyline") == 2
-
-
-def test_sources_of_equal_shares_are_all_in_the_chart(tmp_path):
-    lines = [line(step, **{"share/web": 0.5, "share/code": 0.5}) for step in (1, 2, 3)]
-    page = page_of(write_run(tmp_path / "r", lines))
-    assert drawing_of(page, "Shares of the sources").count("<polyline") == 2
-    assert "web 0.5 code 0.5" in text_of(page)
+def test_sources_and_routers_have_charts_where_there_are_some(tmp_path):
+    metrics = {"eval_loss/web": 2.0, "eval_loss/v1.2-b": 3.0, "router_loss": 1.0, "share/web": 0.5, "share/v1.2-b": 0.5}
+    page = page_of(write_run(tmp_path / "r", [line(step, **metrics) for step in (1, 2, 3)]))
+    assert set(charts_of(page)) - {*CHARTS} == {"Eval loss by source", "Router loss", "Shares of the sources"}
+    for title in ("Eval loss by source", "Shares of the sources", "Memory"):
+        assert drawing_of(page, title).count("<polyline") == 2, title
+    assert "v1.2-b 3" in text_of(page) and "web 0.5 v1.2-b 0.5" in text_of(page)
 
 
 def test_a_page_says_where_the_run_comes_from_and_marks_where_it_was_resumed(tmp_path):

@@ -4,22 +4,67 @@ test_program.py reads a whole run back."""
 import glob
 import json
 import os
+import pathlib
 import signal
+import struct
 import subprocess
 import sys
 import time
 import types
+from collections.abc import Iterator
 
 import pytest
-from conftest import PROGRAM, metrics_of, parse, train, words
-from trackerfiles import newest_records, read_events, wandb_rows
+from conftest import PROGRAM, lines_logged, metrics_of, parse, train, wait_until, words
 
 from harness.base.errors import UserError
 from harness.job import endings
 from harness.report.log import open_trackers
 from harness.report.trackers import Tracker
 
-TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2 --log-interval 1"
+# ----------------------------------------------------------------------------------------------------------------------
+# What they have written, read back
+
+
+def wandb_records(file: pathlib.Path) -> Iterator:
+    """The records of a .wandb file, which is a LevelDB log: blocks of 32 KiB, each record in one or more parts."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, parts = file.read_bytes(), 7, b""
+    assert data.startswith(b":W&B")
+    while position + 7 <= len(data):
+        if 2**15 - position % 2**15 < 7:  # too little room for a part's header: the rest of the block is empty
+            position += 2**15 - position % 2**15
+            continue
+        length, kind = struct.unpack("<4xHB", data[position : position + 7])
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a full record, or its last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def as_dict(items) -> dict:
+    """Keys and values of a row or a summary in a .wandb file."""
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def newest_records(folder: pathlib.Path) -> list:
+    """The records in the newest .wandb file of a run."""
+    return list(wandb_records(max(folder.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns)))
+
+
+def wandb_rows(folder: pathlib.Path) -> list[dict]:
+    return [as_dict(record.history.item) for record in newest_records(folder) if record.HasField("history")]
+
+
+def read_events(folder: pathlib.Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder)).Reload()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Trackers on their own
 
 
 @pytest.fixture
@@ -31,7 +76,7 @@ def offline(monkeypatch, tmp_path):
 
 @pytest.fixture
 def opened(offline, device, tmp_path):
-    """`opened(log_with, step)`: the trackers of a run in tmp_path, that goes on from a step."""
+    """`opened(log_with, step)`: the trackers of a run in tmp_path that resumes from a step."""
 
     def start_each(log_with: str, step: int = 0) -> list[Tracker]:
         state = types.SimpleNamespace(step=step, tokens=64 * step)
@@ -42,6 +87,17 @@ def opened(offline, device, tmp_path):
         return trackers
 
     return start_each
+
+
+@pytest.fixture
+def a_second_later(monkeypatch):
+    """`a_second_later()`: the clock is a second ahead from now on, as trackers name their files by the second."""
+
+    def go():
+        before = time.time
+        monkeypatch.setattr(time, "time", lambda: before() + 1)
+
+    return go
 
 
 def line(step: int, **more) -> dict:
@@ -87,9 +143,9 @@ def test_tensorboard_names_each_run_of_a_sweep_by_its_run(offline, device, tmp_p
     assert EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload().Runs().keys() == {"lr-1e-3", "lr-3e-4"}
 
 
-def test_steps_that_are_taken_again_after_a_resume_replace_the_first_ones(opened, tmp_path):
+def test_steps_that_are_taken_again_after_a_resume_replace_the_first_ones(opened, a_second_later, tmp_path):
     for step, factor in ((0, 1.0), (2, 10.0)):
-        time.sleep(1.1 if step else 0)  # its files are named by the second
+        a_second_later()
         kept = [line(number) for number in range(1, step + 1)]  # as the log leaves them before it starts trackers
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in kept))
         (tensorboard,) = opened("tensorboard", step)
@@ -119,14 +175,14 @@ def test_wandb_drops_no_line_of_a_start_that_resumes_from_before_the_last_one(op
 
 
 def test_the_hint_of_wandb_names_the_folders_of_all_starts_and_none_where_it_is_disabled(
-    offline, device, tmp_path, monkeypatch
+    offline, device, a_second_later, tmp_path, monkeypatch
 ):
     state, places = types.SimpleNamespace(step=0, tokens=0), []
-    for mode, wait in (("offline", 1.1), ("offline", 0), ("disabled", 0)):
+    for mode in ("offline", "offline", "disabled"):
         monkeypatch.setenv("WANDB_MODE", mode)
+        a_second_later()
         (tracker,) = open_trackers(parse(["--log-with", "wandb"]), tmp_path)
         places.append(tracker.start({"given": {}, "run_id": "abc"}, state))
-        time.sleep(wait)  # its folders are named by the second
         tracker.close(0)
     pattern = places[0].removeprefix("offline; later: wandb sync ")
     assert places[1] == places[0] and len(glob.glob(pattern)) == 2
@@ -186,13 +242,13 @@ def test_a_package_that_is_missing_is_named(mistake, monkeypatch):
 
 @pytest.mark.slow
 def test_wandb_hears_how_a_stopped_program_ends_and_both_have_every_line(tmp_path):
-    command = [sys.executable, PROGRAM, *words(f"{TINY} --num-steps 100000 --checkpoint-interval 0 --log-with all")]
-    environment, lines = os.environ | {"WANDB_MODE": "offline"}, tmp_path / "r" / "metrics.jsonl"
+    flags = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --log-interval 1"
+    flags += f" --num-steps 100000 --log-with all --run-name r --output-dir {tmp_path}"
+    environment = os.environ | {"WANDB_MODE": "offline"}
     with subprocess.Popen(
-        [*command, "--run-name", "r", "--output-dir", tmp_path], env=environment, stdout=subprocess.DEVNULL
+        [sys.executable, PROGRAM, *words(flags)], env=environment, stdout=subprocess.DEVNULL
     ) as process:
-        while process.poll() is None and not (lines.exists() and len(lines.read_text().splitlines()) > 1):
-            time.sleep(0.1)
+        wait_until(lambda: lines_logged(tmp_path / "r") > 1, [process])
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 143
     records = newest_records(tmp_path / "r")

@@ -1,19 +1,20 @@
 """An export serves: what was written loads everywhere with the weights, the tokenizer and the habits of its source."""
 
 import json
+import os
 import pathlib
 import shutil
 
 import pytest
 import torch
-from checkpoints import files_of_at_most
-from conftest import ROOT, SMALL, metrics_of, train, words, write_model
-from multirank import MODELS, SIZES
+from checkpoints import files_of_at_most, logits_of, reseal
+from conftest import ROOT, SMALL, forked, metrics_of, train, words, write_model
+from multirank import MODELS, SIZES, program
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
-from harness.base import saved
+from harness.base import UserError, saved
 from harness.state import exports
 
 CHAT = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
@@ -70,21 +71,32 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(device, source, token_cache, tmp_path_factory):
-    """A run that began with the source's weights, wrote stories, saved, and was exported."""
+    """A run that began with the source's weights, saved at steps 2, 4 and 6, wrote a sample, and was exported; tests
+    only read it."""
     folder = tmp_path_factory.mktemp("tuned")
     flags = f"--init pretrained --model {source} --output-dir {folder} --cache-dir {token_cache} --run-name r"
-    more = "--checkpoint-interval 2 --sample-prompt Once --sample-tokens 6"
-    assert train([*SMALL, *words(flags), *words(more), "--dataset", "demo", "--export", folder / "export"], device) == 0
+    flags += " --num-steps 6 --checkpoint-interval 2 --keep-checkpoints 3 --no-async-checkpoint --dataset demo"
+    more = ["--sample-prompt", "Once", "--sample-tokens", 6, "--export", folder / "export"]
+    assert train([*SMALL, *words(flags), *more], device) == 0
     return folder
+
+
+def exported(device, source, folder, *flags) -> dict[str, torch.Tensor]:
+    """Export a run or checkpoint without training; returns the weights."""
+    assert train(["--num-steps", 0, "--resume", source, "--export", folder, *flags], device) == 0
+    return weights_in(folder)
+
+
+def weights_in(folder) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def checkpoint(run, step: int) -> pathlib.Path:
+    return run / "checkpoints" / f"step-{step:08d}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The weights
-
-
-def logits_of(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=torch.arange(0, 1500, 31).view(1, -1), use_cache=False).logits
 
 
 @pytest.mark.parametrize("name, size", [("smollm3", 5e9), ("gpt2", 5e9), ("qwen3_moe", 2e5), ("mixtral", 2e5)])
@@ -121,46 +133,104 @@ def test_an_export_keeps_the_precision_of_the_weights(run, tmp_path, technique):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "export").dtype == pure
 
 
-def test_a_checkpoint_is_exported_without_training_and_leaves_the_run_as_it_was(run, tmp_path):
-    assert run("r", *words("--num-steps 4 --checkpoint-interval 2 --keep-checkpoints 9")) == 0
-    before = {path: path.read_bytes() for path in (tmp_path / "out" / "r").rglob("*") if path.is_file()}
-    for step in (2, 4):
-        path = tmp_path / "out" / "r" / "checkpoints" / f"step-{step:08d}"
-        assert run("r", *words(f"--num-steps 0 --resume {path} --export {tmp_path / f'export-{step}'}")) == 0
-    two, four = (load_file(tmp_path / f"export-{step}" / "model.safetensors") for step in (2, 4))
+def test_a_checkpoint_is_exported_without_training_and_leaves_the_run_as_it_was(device, tuned, tmp_path):
+    before = {path: path.read_bytes() for path in (tuned / "r").rglob("*") if path.is_file()}
+    two, four = (exported(device, checkpoint(tuned / "r", step), tmp_path / f"{step}") for step in (2, 4))
     assert two.keys() == four.keys() and not torch.equal(two["lm_head.weight"], four["lm_head.weight"])
-    assert {path: path.read_bytes() for path in (tmp_path / "out" / "r").rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in (tuned / "r").rglob("*") if path.is_file()} == before
 
 
-def local_weights(export) -> dict[str, torch.Tensor]:
-    weights = {}
-    for file in export.glob("*.safetensors"):
-        weights |= load_file(file)
-    return weights
+@pytest.mark.parametrize("count", [2, 3])
+def test_an_export_of_the_mean_of_checkpoints_has_the_mean_of_their_exports(device, tuned, tmp_path, capfd, count):
+    steps = [2, 4, 6][-count:]
+    each = [exported(device, checkpoint(tuned / "r", step), tmp_path / f"{step}") for step in steps]
+    mean = exported(device, tuned / "r", tmp_path / "mean", "--average-checkpoints", count)
+    described = f"mean of steps {', '.join(map(str, steps))}"
+    assert f"exported   {tmp_path / 'mean'}, {described}\n" in capfd.readouterr().out
+    assert exports.read_export_header(tmp_path / "mean")["step"] == described
+    assert mean.keys() == each[0].keys()
+    for name, tensor in mean.items():
+        torch.testing.assert_close(tensor, torch.stack([one[name] for one in each]).mean(0), rtol=1e-6, atol=1e-7)
+    assert any(not torch.equal(mean[name], each[-1][name]) for name in mean)
 
 
-def test_the_same_command_again_exports_again(run, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_the_mean_of_checkpoints_is_evaluated_on_two_ranks_as_on_one(device, tuned, capfd):
+    flags = [*words("--num-steps 0 --eval-interval 1 --average-checkpoints 3 --json --resume"), str(tuned / "r")]
+    assert train(flags, device) == 0
+    one = json.loads(capfd.readouterr().out.splitlines()[-1])
+    printed = forked(2, program, *flags)
+    two = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
+    assert [two["step"], two["averaged_steps"]] == [one["step"], one["averaged_steps"]] == [None, [2, 4, 6]]
+    assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
+
+
+def test_what_is_damaged_foreign_or_missing_has_no_mean(device, tuned, tmp_path):
+    run = shutil.copytree(tuned / "r", tmp_path / "copy")
+
+    def refusal(count: int) -> str:
+        with pytest.raises(UserError) as error:
+            exported(device, run, tmp_path / "out", "--average-checkpoints", count)
+        return str(error.value)
+
+    assert "has 3 complete checkpoints up to step-00000006" in refusal(4)
+    reseal(checkpoint(run, 4), run_id="another")
+    assert "are of 2 runs, not of one" in refusal(3)
+    os.truncate(checkpoint(run, 4) / "__0_0.distcp", 100)
+    assert f"{checkpoint(run, 4)} is damaged" in refusal(3)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flags", ["", "--num-steps 0 --sample-prompt a --init pretrained", "--resume auto"])
+def test_a_mean_of_checkpoints_goes_with_a_run_that_trains_nothing(mistake, flags):
+    message = mistake("--average-checkpoints", "2", *words(flags))
+    assert message.startswith(("--average-checkpoints: only with --num-steps 0 and --resume RUN", "--num-steps: "))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The folder
+
+
+def test_an_export_is_written_over_by_its_run_and_its_command_alone(
+    device, arguments, run, mistake, tmp_path, monkeypatch
+):
     monkeypatch.setattr(exports, "MAX_SINGLE_FILE_BYTES", 2e4)
-    export, same = tmp_path / "export", ("r", "--resume", "auto", "--export", tmp_path / "export")
+    export, same = tmp_path / "export", ("one", "--resume", "auto", "--export", tmp_path / "export")
     assert run(*same) == 0
-    names, weights = {path.name for path in export.iterdir()}, local_weights(export)
+    names, weights = {path.name for path in export.iterdir()}, weights_in(export)
     (export / "config.json").unlink()
-    assert run(*same) == 0
+    assert run(*same) == 0  # again
     assert {path.name for path in export.iterdir()} == names
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in local_weights(export).items())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_in(export).items())
     assert run(*same, "--num-steps", 3) == 0  # a step more, in the place of the first
     assert {path.name for path in export.iterdir()} == names
-    assert not all(torch.equal(tensor, weights[name]) for name, tensor in local_weights(export).items())
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert not all(torch.equal(tensor, weights[name]) for name, tensor in weights_in(export).items())
+
+    before = {file.name: file.read_bytes() for file in export.iterdir()}
+    branch = ("--resume", tmp_path / "out" / "one", "--run-name", "branch", "--num-steps", 4)
+    for other in (("--run-name", "two"), branch):
+        printed = mistake(*other, "--export", export)
+        assert printed.startswith(f"--export: {export} holds the export of another run; choose another")
+    assert not (tmp_path / "out" / "two" / "metrics.jsonl").exists()
+    assert {file.name: file.read_bytes() for file in export.iterdir()} == before
+    shutil.rmtree(tmp_path / "out" / "one")
+    assert run(*same, "--num-steps", 3) == 0  # the same command, though a run with another id
+    assert hidden_files(tmp_path) == []
+
+
+def hidden_files(folder) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
 def test_what_is_no_export_of_this_program_is_never_written_over(run, mistake, source, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes.txt").write_text("")
-    (tmp_path / "file").write_text("")
     pretrained = shutil.copytree(source, tmp_path / "pretrained")
-    for folder in (tmp_path / "there", tmp_path / "file" / "below", tmp_path / "file", pretrained):
-        assert f"{folder}" in mistake("--export", folder)
+    for folder in (tmp_path / "there", tmp_path / "there" / "notes.txt", pretrained, ".", "/", "..", "tests/.."):
+        printed = mistake("--export", folder)
+        assert printed.startswith(f"--export: {folder} exists and is no export; choose another folder")
+    below = tmp_path / "there" / "notes.txt" / "below"
+    assert mistake("--export", below).startswith(f"--export {below}: cannot be written (Not a directory)")
     assert run("done", "--export", tmp_path / "export") == 0
     own = ("--init", "pretrained", "--model", tmp_path / "export", "--export", tmp_path / "export")
     assert "is the folder of --model" in mistake("--run-name", "again", *own)
@@ -188,16 +258,12 @@ def test_an_export_never_overlaps_the_folder_of_the_run(run, mistake, tmp_path):
 
 
 def test_an_export_goes_to_an_empty_folder_and_where_a_link_leads(run, tmp_path):
-    for name in ("empty", "target"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "link").symlink_to("target")
-    (tmp_path / "dangling").symlink_to("created")
-    for name in ("empty", "link", "dangling"):
-        for _ in range(2):
-            assert run("r", "--resume", "auto", "--export", tmp_path / name) == 0
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("created")
+    for name in ("empty", "link", "link"):
+        assert run("r", "--resume", "auto", "--export", tmp_path / name) == 0
         assert (tmp_path / name / "config.json").exists()
-    assert (tmp_path / "link").readlink().name == "target" and (tmp_path / "dangling").readlink().name == "created"
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert (tmp_path / "link").readlink().name == "created" and hidden_files(tmp_path) == []
 
 
 def test_an_export_that_cannot_be_renamed_to_its_folder_has_another_name(mistake, monkeypatch, tmp_path):
@@ -238,40 +304,18 @@ def test_an_export_that_another_run_wrote_meanwhile_stays_and_this_one_has_anoth
     assert printed == f"--export: {export} was written meanwhile; this export is in {kept}"
     assert exports.read_export_header(export)["run_id"] == "other"
     assert AutoModelForCausalLM.from_pretrained(kept).dtype == torch.float32
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert hidden_files(tmp_path) == []
 
 
-@pytest.mark.parametrize("folder", [".", "/", "..", "tests/.."])
-def test_a_folder_that_is_there_is_not_exported_to(mistake, folder):
-    assert mistake("--export", folder).startswith(f"--export: {folder} exists and is no export; choose another folder")
-
-
-def test_a_tokenizer_without_an_end_token_writes_all_tokens(device, arguments, tmp_path, capfd):
-    assert train([*arguments, "--export", tmp_path / "export"], device) == 0
-    path = tmp_path / "export" / "tokenizer_config.json"
-    names = json.loads(path.read_text())
-    path.write_text(json.dumps({key: names[key] for key in names if key not in ("eos_token", "pad_token")}))
-    flags = words("--num-steps 0 --init pretrained --sample-tokens 9 --sample-prompt Once --model")
+def test_a_tokenizer_without_an_end_token_writes_all_tokens(tuned, device, tmp_path, capfd):
+    export = shutil.copytree(tuned / "export", tmp_path / "export")
+    names = read(export, "tokenizer_config")
+    kept = {key: names[key] for key in names if key not in ("eos_token", "pad_token")}
+    (export / "tokenizer_config.json").write_text(json.dumps(kept))
     capfd.readouterr()
-    assert train([*flags, tmp_path / "export"], device) == 0
+    flags = words("--num-steps 0 --init pretrained --sample-tokens 9 --sample-prompt Once --model")
+    assert train([*flags, export], device) == 0
     assert capfd.readouterr().out.strip().startswith("Once")
-
-
-def test_an_export_is_written_over_by_its_run_and_its_command_alone(device, arguments, run, mistake, tmp_path):
-    export = ("--export", tmp_path / "export")
-    assert run("one", *export) == 0
-    assert train([*arguments, "--run-name", "one", "--resume", "auto", "--num-steps", 3, *export], device) == 0
-    of_run = {file.name: file.read_bytes() for file in (tmp_path / "export").iterdir()}
-    branch = ("--resume", tmp_path / "out" / "one", "--run-name", "branch", "--num-steps", 4)
-    for other in (("--run-name", "two"), branch):
-        printed = mistake(*other, *export)
-        assert printed.startswith(f"--export: {tmp_path / 'export'} holds the export of another run; choose another")
-    assert not (tmp_path / "out" / "two" / "metrics.jsonl").exists()
-    assert {file.name: file.read_bytes() for file in (tmp_path / "export").iterdir()} == of_run
-    shutil.rmtree(tmp_path / "export")
-    assert run("two", *export) == 0
-    shutil.rmtree(tmp_path / "out" / "two")
-    assert run("two", *export) == 0  # the same command, though a run with another id
 
 
 def test_an_export_that_fails_is_one_line_and_leaves_what_was_there(run, mistake, tmp_path):
@@ -282,7 +326,7 @@ def test_an_export_that_fails_is_one_line_and_leaves_what_was_there(run, mistake
         message = mistake(*resume, exit_code=1)
     assert message.startswith(f"--export {tmp_path / 'export'}: cannot be written")
     assert {path: path.read_bytes() for path in (tmp_path / "export").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert hidden_files(tmp_path) == []
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -294,7 +338,7 @@ def test_an_export_of_a_tuned_model_has_the_habits_and_the_tokenizer_of_its_sour
     end = AutoTokenizer.from_pretrained(export).eos_token_id  # after each document of the training
     assert habits_of(export) == HABITS | {"eos_token_id": [7, 8, end]}
     assert read(export, "config")["use_cache"] is True
-    assert len(metrics_of(tuned / "r")[-1]["samples"]) == 1  # what writes stories has habits of its own
+    assert len(metrics_of(tuned / "r")[-1]["samples"]) == 1  # samples have generation settings of their own
     assert train(["--num-steps", 0, "--resume", tuned / "r", "--export", tuned / "later"], device) == 0
     assert habits_of(tuned / "later") == habits_of(export)
 
@@ -331,9 +375,12 @@ def test_a_model_that_began_at_random_ends_where_its_tokenizer_does(device, sour
     assert read(tmp_path / "export", "config").items() >= (wanted | {"pad_token_id": None}).items()
 
 
-def test_the_chat_template_that_was_trained_with_is_the_exports(device, source, tmp_path):
-    """Of the run itself, and of a checkpoint later, where no conversation is read."""
-    trained = CHAT.replace("{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}")
+def test_an_export_has_the_chat_template_that_was_trained_with_and_answers_end_as_there(device, source, tmp_path):
+    """Also of a checkpoint later, where no conversation is read, and though the tokenizer's own end of text is another
+    token, as with base models that are trained on chats."""
+    trained = CHAT.replace(
+        "{{ message.content }}<|im_end|>", "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+    )
     (tmp_path / "chat.jinja").write_text(trained)
     messages = [{"role": "user", "content": "A story?"}, {"role": "assistant", "content": "Once upon a time."}]
     (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 40)
@@ -342,27 +389,11 @@ def test_the_chat_template_that_was_trained_with_is_the_exports(device, source, 
     exports = [tmp_path / "export", tmp_path / "later"]
     assert train([*SMALL, *words(flags), *words(places), "--export", exports[0]], device) == 0
     assert train(["--num-steps", 0, "--resume", tmp_path / "r", "--export", exports[1]], device) == 0
-    wanted = AutoTokenizer.from_pretrained(source).apply_chat_template(messages, chat_template=trained, tokenize=False)
+    before = AutoTokenizer.from_pretrained(source)
+    ends = [before.eos_token_id, before.convert_tokens_to_ids("<|im_end|>")]
     for export in exports:
         tokenizer = AutoTokenizer.from_pretrained(export)
         assert tokenizer.chat_template == trained
+        wanted = before.apply_chat_template(messages, chat_template=trained, tokenize=False)
         assert tokenizer.apply_chat_template(messages, tokenize=False) == wanted
-
-
-def test_an_answer_ends_in_an_export_with_what_ends_it_in_the_template(run, device, tmp_path):
-    """A tokenizer whose own end of text is another token, as base models have that are trained on chats."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "chat.jinja").write_text(CHAT)
-    chats = [{"role": role, "content": "a fox and a hat"} for role in ("user", "assistant")]
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chats})}\n" * 40)
-    model = write_model(tmp_path / "model", "llama", **SIZES | {"vocab_size": len(tokenizer)})
-    flags = ["--model", model, "--tokenizer", tmp_path / "tokenizer", "--dataset", tmp_path / "chats.jsonl"]
-    flags += ["--chat-template", tmp_path / "chat.jinja", "--chat-loss", "all", "--export", tmp_path / "export"]
-    assert run("chats", *flags) == 0
-    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    assert read(tmp_path / "export")["eos_token_id"] == ends
-    later = ["--num-steps", 0, "--resume", tmp_path / "out" / "chats", "--export", tmp_path / "later"]
-    assert train(later, device) == 0
-    assert read(tmp_path / "later")["eos_token_id"] == ends
+        assert read(export)["eos_token_id"] == ends
