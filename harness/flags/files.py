@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.flags.commands import as_words
 from harness.flags.names import no_such_flag
-from harness.flags.settings import as_flag, flags_where
+from harness.flags.settings import COLLECTED, as_flag, flags_where
 
 
 def read_flags(file: str) -> list[tuple[str, Any]]:
@@ -73,12 +73,13 @@ def to_words(key: str, flag: str, value: Any, actions: Mapping[str, argparse.Act
         raise ValueError(f"{key}: unknown key; write {key[3:]} = {json.dumps(not value)}")
     if flag not in settable:
         raise ValueError(f"{key}: {no_such_flag(flag, settable)}")
-    is_switch = actions[flag].nargs == 0
-    if is_switch != isinstance(value, bool):
+    field, nargs = actions[flag].dest, actions[flag].nargs
+    is_switch, takes_list = nargs == 0, nargs is not None or field in (*COLLECTED, "plan_gpus")
+    if is_switch != isinstance(value, bool) or (isinstance(value, list) and not takes_list):
         wanted = "true or false" if is_switch else "a value"
         raise ValueError(f"{key}: {json.dumps(value, default=str)} is not {wanted}")
     if value == []:
         raise ValueError(f"{key}: its value is empty; give one, or leave it out")
     if value is False and f"--no-{flag[2:]}" not in actions:  # off by default, without a flag for it
         return []
-    return as_words({actions[flag].dest: value})
+    return as_words({field: value})

@@ -279,7 +279,9 @@ class Flags:
         min=0, group="optimization", on_resume="reported", from_checkpoint="training",
     )
     num_tokens: int | None = flag(
-        None, "instead of --num-steps: tokens of the run, such as 20e9, 20B, 500M or 1.5T [--num-steps]",
+        None,
+        "instead of --num-steps: tokens of the run, with the padding of --packing best-fit, such as 20e9, 20B, 500M or "
+        "1.5T [--num-steps]",
         type=token_count, from_checkpoint="training",
     )
     num_epochs: float | None = flag(

@@ -229,8 +229,15 @@ def exports_adapters(settings: flags.Settings) -> bool:
 
 
 def exported_tensors(settings: flags.Settings, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the model's tensors from which an export is made: only adapters, or all."""
-    return saved_tensors(model) if exports_adapters(settings) else persistent_tensors(model)
+    """Return the model's tensors from which an export is made: only adapters, or all. Of tied ones it has the name to
+    which the others are tied, which transformers reads."""
+    if exports_adapters(settings):
+        return saved_tensors(model)
+    tensors = persistent_tensors(model)
+    for name, source in model.all_tied_weights_keys.items():
+        if name in tensors and source not in tensors:  # a family may define its head before its embedding
+            tensors[source] = tensors.pop(name)
+    return tensors
 
 
 def export_bytes(settings: flags.Settings, model: PreTrainedModel) -> int:

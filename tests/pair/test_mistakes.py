@@ -117,6 +117,7 @@ FILES = {  # a file of flags: its error after the file's name
     "dataset = ''": "--dataset: ",
     "sample-prompt = []": "sample-prompt: its value is empty; give one, or leave it out",
     "lr = true": "lr: true is not a value",
+    "lr = [1e-4, 2e-4]": "lr: [0.0001, 0.0002] is not a value",
     "cpu_offload = 1": "cpu_offload: 1 is not true or false",
     "lr = 1\n[more]\nlr = 2": "lr is given twice",
     "lr: 3": "invalid TOML (Expected '=' after a key",

@@ -14,17 +14,29 @@ PEAKS = {
     "NVIDIA H100 NVL": 835,
     "NVIDIA H800": None,
     "NVIDIA H200": 989,
+    "NVIDIA H20": 148,
+    "NVIDIA GB200": 2500,
+    "NVIDIA GB300": 2500,
     "NVIDIA B300 SXM6 AC": 2250,
     "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100-SXM-64GB": None,  # it has more multiprocessors
+    "NVIDIA A10": 125,
     "NVIDIA L40S": 362,
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": 503.8,
     "NVIDIA RTX PRO 6000 Blackwell Server Edition": 503.8,
     "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": None,  # lower clocks
     "NVIDIA RTX PRO 6000D Blackwell Workstation Edition": None,  # another chip
+    "NVIDIA RTX Pro 6000 Blackwell DC-24C": None,
+    "NVIDIA RTX 6000 Ada Generation": 364.2,
+    "NVIDIA GeForce RTX 5080": 112.6,
     "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,  # another chip under the same name
     "AMD Instinct MI300X": 1307.4,
+    "AMD Instinct MI350X": 2306.9,
+    "AMD Instinct MI250X / MI250": None,  # either of two
     "NVIDIA H100 80GB HBM3 MIG 3g.40gb": None,
     "H100": None,
+    "Some GPU of 2031": None,
     "": None,
 }
 

@@ -37,6 +37,7 @@ FAMILIES = {
     "olmo2": {"rope_scaling": LINEAR},
     "glm": {"partial_rotary_factor": 0.25},
     "granite": {},
+    "camembert": {"is_decoder": True, "pad_token_id": 1},  # its head comes before its embedding
     "gpt_neox": {"rotary_emb_base": 777.0, "rotary_pct": 0.5, "rope_scaling": LINEAR},
     "granitemoehybrid": {
         "num_local_experts": 4,
