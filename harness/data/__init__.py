@@ -6,7 +6,7 @@
 
 The files, in the order of what happens to a corpus:
 
-    files, stores, data_file    a name of --dataset -> its files; own, cache: files that a run writes
+    files, stores, data_file    a name of --dataset -> its files; registered, cache: files that a run writes
     corpora                     a source as found: its files, and the kind of its first valid record
     formats, schema             a file -> records -> documents
     tokenize, chat              documents -> token ids, the token cache

@@ -28,7 +28,7 @@ import tokenizers
 
 from harness import base
 from harness.data.schema import NAMES_AND_WEIGHTS, ROLES, Conversation, calls_of, layout_of, parts_of, refuse_or_count
-from harness.data.tokenize import WARNING, Encoded, TextEncoder, backend_of, encode_texts, own_tokens_around, take
+from harness.data.tokenize import WARNING, Encoded, TextEncoder, added_special_tokens, backend_of, encode_texts, take
 
 TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: Llama's default without a clock
 DATE_CODES = ["%a", "%A", "%b", "%B", "%c", "%d", "%-d", "%F", "%H"]
@@ -142,7 +142,7 @@ class ChatEncoder(TextEncoder):
     def render(self, conversation: Conversation, counts: Counter | None = None) -> Rendered:
         """Render a conversation as `apply_chat_template` does and find what is trained on; `counts` gets warnings."""
         if not self.has_template:
-            return self.end_to_end(conversation)
+            return self.render_without_template(conversation)
         template = self.template_for(conversation)
         wants_spans = self.loss != "all"
         count = len(conversation.messages)
@@ -221,7 +221,7 @@ class ChatEncoder(TextEncoder):
         why = "such as one that moves a system prompt or drops thoughts"
         raise no_assistant_mask(f"--dataset {conversation.position}: {problem}, {why}")
 
-    def end_to_end(self, conversation: Conversation) -> Rendered:
+    def render_without_template(self, conversation: Conversation) -> Rendered:
         """Render a prompt and its completion without a template: after the special tokens that the tokenizer adds
         before a text, and followed by the end-of-text token."""
         if not conversation.is_text or len(conversation.messages) != 2 or conversation.tools:
@@ -234,7 +234,7 @@ class ChatEncoder(TextEncoder):
     @functools.cached_property
     def text_before(self) -> str:
         """The special tokens that the tokenizer adds before a text, such as <s>."""
-        return "".join(self.tokenizer.convert_ids_to_tokens(own_tokens_around(self.tokenizer)[0]))
+        return "".join(self.tokenizer.convert_ids_to_tokens(added_special_tokens(self.tokenizer)[0]))
 
     def check_text(self, conversation: Conversation, template: str, text: str, counts: Counter) -> None:
         """Raise a BadConversationError for what the rendered `text` lacks of a conversation, or has twice; what changes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness import base, flags
-from harness.data import files, own
+from harness.data import files, registered
 from harness.data.files import DataFile, Listing
 from harness.data.formats import find_format, is_token_file, read_records, report_read_errors
 from harness.data.schema import KINDS, LAYOUTS, MASKED_KINDS, BadRecord, Conversation, Field, describe_layouts, kind_of
@@ -56,7 +56,7 @@ def find(args: flags.Args) -> list[Corpus]:
     dataset of its own; the eval dataset alone if nothing is trained. Rank 0 lists the files. Every rank calls this."""
     chat_flags = {"chat_template": "--chat-template", "chat_loss": "--chat-loss"}
     typed = [flag for name, flag in chat_flags.items() if name in args.explicit and args.trains()]
-    own.write_all(args)
+    registered.write_all(args)
     corpora = base.broadcast_from_rank_0(lambda: find_all(args))
     refuse_unused(typed, corpora)
     return corpora
@@ -148,7 +148,7 @@ def list_source(source: flags.Source, subset: str | None, cache_dir: str | os.Pa
     if path == "demo":
         path = str(flags.ASSETS / "demo" / "stories")
     elif path in flags.DATASETS:
-        path = str(own.write_once(path, cache_dir))
+        path = str(registered.write_once(path, cache_dir))
     return files.find_files(path, subset)
 
 

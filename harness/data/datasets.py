@@ -277,7 +277,7 @@ def open_cached(
     trains = settings.num_steps > 0 and not settings.show_samples
     for word, line in describe_packing(corpus, train, reader, with_example=trains).items():
         job.print0(f"{word:10}", prefix + line)
-    spec: Spec = {"held_out": rule, "dataset": tokens.fingerprint(), "beginning": beginning}
+    spec: Spec = {"eval_rule": rule, "dataset": tokens.fingerprint(), "beginning": beginning}
     if corpus.is_chat:
         spec["chat"] = True
     if train.tokens.needs_end_of_text and (train.document_mask or train.tokens.known_doc_ends is not None):
@@ -345,7 +345,7 @@ def open_stream(
         eval_data = EvalData(sequences, split or rule or "")
         if len(eval_data.sequences) == count:
             eval_data.name += f", the first {base.counted(count, 'sequence')}"
-    spec: Spec = {"held_out": rule, **fingerprint}
+    spec: Spec = {"eval_rule": rule, **fingerprint}
     if rule and not split and not settings.num_steps:
         refuse_changed_source(corpus.name, spec_before, spec)
     return OpenedSource(train, eval_data, spec)

@@ -74,7 +74,7 @@ def choose_eval_split(
     """
     if not settings.eval_interval:
         return None, None
-    was_divided = bool(spec and spec["held_out"])
+    was_divided = bool(spec and spec["eval_rule"])
     split, has_own_dataset = settings.eval_split, flags.is_eval_dataset(settings.eval_split)
     if split is None and not was_divided and DEFAULT_EVAL_SPLIT in corpus.listing.splits:
         split = DEFAULT_EVAL_SPLIT
@@ -83,7 +83,7 @@ def choose_eval_split(
     if spec and split is None and not was_divided:
         problem = f"the run held out nothing of {corpus.source.dataset}, it trained on all of it"
         raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
-    if was_divided and spec["held_out"] != rule:
+    if was_divided and spec["eval_rule"] != rule:
         advice = "add" if rule == BY_NUMBER else "leave out"
         problem = "the run chose its eval documents differently"
         raise base.UserError(f"--dataset {corpus.source.dataset}: {problem}; {advice} --streaming")
@@ -96,8 +96,8 @@ def find_trained_spec(trained_on: list[Spec], beginning: str) -> Spec | None:
     """The spec of the source in `trained_on` whose tokens have this `beginning`, read from the token cache or streamed;
     None if none has. If several runs trained on it with different rules, no document is an eval document of all."""
     found = [spec for spec in trained_on if spec.get("beginning") == beginning]
-    if len({spec["held_out"] for spec in found}) > 1:
-        return {**found[0], "held_out": None}
+    if len({spec["eval_rule"] for spec in found}) > 1:
+        return {**found[0], "eval_rule": None}
     return found[0] if found else None
 
 

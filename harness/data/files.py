@@ -25,7 +25,7 @@ NO_DATA = re.compile(  # in a folder; cache-*.arrow are the results of maps and 
 )
 
 
-def size_and_mark(status: os.stat_result) -> tuple[int, str]:
+def size_and_version(status: os.stat_result) -> tuple[int, str]:
     """Return (size, mark) of a local file."""
     return status.st_size, str(status.st_mtime_ns)
 
@@ -61,7 +61,7 @@ def find_files(dataset: str, subset: str | None = None) -> Listing:
     left_out: list[str] = []
     if base.is_url(path):
         is_pattern = stores.has_pattern(path)
-        candidates = [DataFile(url, *stores.size_and_mark(url, info)) for url, info in stores.list_url(path)]
+        candidates = [DataFile(url, *stores.size_and_version(url, info)) for url, info in stores.list_url(path)]
     elif os.path.exists(path) or glob.has_magic(path):
         is_pattern = not os.path.exists(path)
         candidates, left_out = list_paths(path)
@@ -154,7 +154,7 @@ def list_paths(path: str) -> tuple[list[DataFile], list[str]]:
         if real in files:
             left_out.append(f"{name} (the same as {os.path.relpath(files[real].path, os.path.dirname(found))})")
         elif os.path.isfile(found):
-            files[real] = DataFile(found, *size_and_mark(os.stat(found)))
+            files[real] = DataFile(found, *size_and_version(os.stat(found)))
         else:
             left_out.append(f"{name} (no regular file)")
     return list(files.values()), left_out
@@ -209,5 +209,5 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
 def hub_file(path: str, known: dict[str, dict]) -> DataFile:
     """Return a file that `datasets` resolved; `known` has the hub's information on files, by URL."""
     if not base.is_url(path):
-        return DataFile(path, *size_and_mark(os.stat(path)))
-    return DataFile(path, *stores.size_and_mark(path, known.get(path) or stores.ask(path, "info")))
+        return DataFile(path, *size_and_version(os.stat(path)))
+    return DataFile(path, *stores.size_and_version(path, known.get(path) or stores.ask(path, "info")))

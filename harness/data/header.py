@@ -13,11 +13,17 @@ from harness import base, flags, job
 from harness.data.corpora import Corpus, parse_split
 from harness.data.eval_split import EvalData
 from harness.data.formats import read_records
-from harness.data.packing import HeldSequences, PackedDataset, SyntheticDataset, WholeDocumentDataset, sequence_tokens
+from harness.data.packing import (
+    PackedDataset,
+    StreamEvalSequences,
+    SyntheticDataset,
+    WholeDocumentDataset,
+    sequence_tokens,
+)
 from harness.data.reader import CorpusReader
 from harness.data.schema import Conversation, calls_of, read_documents
 from harness.data.stream import Stream
-from harness.data.tokenize import Encoded, TextEncoder, own_tokens_around
+from harness.data.tokenize import Encoded, TextEncoder, added_special_tokens
 from harness.data.training_data import OpenedSource, SampleReader, TrainingData
 
 if TYPE_CHECKING:
@@ -63,7 +69,7 @@ def describe(
                 found[word].append(text if is_single else f"{corpus.name}: {text}")
     lines = {word: "; ".join(texts) for word, texts in found.items() if texts}
     if any(corpus.kind == "text" for corpus in corpora):
-        lines["documents"] = describe_ends(tokenizer)
+        lines["documents"] = describe_eos(tokenizer)
     if not is_single:
         shares = [data.record.segments[0].describe()]
         for before, segment in itertools.pairwise(data.record.segments):
@@ -102,16 +108,16 @@ def describe_eval_data(eval_data: EvalData | None) -> str:
     return line + describe_left_out(sequences)
 
 
-def describe_left_out(sequences: PackedDataset | SyntheticDataset | HeldSequences) -> str:
+def describe_left_out(sequences: PackedDataset | SyntheticDataset | StreamEvalSequences) -> str:
     """The number of sequences without a token to train on, in words to append; "" for none."""
     if not sequences.left_out:
         return ""
     return f", left out {base.counted(sequences.left_out, 'sequence')} without a trained token"
 
 
-def describe_ends(tokenizer: "PreTrainedTokenizerBase") -> str:
+def describe_eos(tokenizer: "PreTrainedTokenizerBase") -> str:
     """The header's text about the token after each text, and the special tokens that the tokenizer would add."""
-    before, after = own_tokens_around(tokenizer)
+    before, after = added_special_tokens(tokenizer)
     own = [*before, *(token for token in after if token != tokenizer.eos_token_id)]
     line = f"{tokenizer.eos_token} after each text"
     if own:
@@ -229,7 +235,7 @@ def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None
             continue
         source, index = data.locate(sample)
         lines.append(f"sample {sample:,}: {name}, sequence {index:,} of {len(source):,}")
-        borders = [*source.starts_in(index), source.real_tokens(index)]
+        borders = [*source.doc_starts_in(index), source.real_tokens(index)]
         for start, end in itertools.pairwise(borders):
             lines.append(f"  from token {start:,}: {decode_beginning(tokens[start:end], tokenizer)}")
     return "\n".join(lines)

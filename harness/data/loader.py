@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from harness import base, flags, job
 from harness.base import IGNORE_INDEX
 from harness.data.packing import (
-    HeldSequences,
     PackedDataset,
     PackedSequence,
+    StreamEvalSequences,
     SyntheticDataset,
     create_collate_fn,
     document_lengths,
@@ -206,7 +206,7 @@ class RankBatches(IterableDataset):
 
 
 def eval_batches(
-    settings: flags.Settings, dataset: PackedDataset | SyntheticDataset | HeldSequences, device: torch.device
+    settings: flags.Settings, dataset: PackedDataset | SyntheticDataset | StreamEvalSequences, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The share of the eval sequences of this rank's group. Each sequence is taken once over all groups, and every rank
     gets the same number of batches: in the last one, labels that are left over are IGNORE_INDEX."""

@@ -215,7 +215,7 @@ class SequenceOrder:
 class Spec(TypedDict, total=False):
     """How a source is read and what tells it from others, as a checkpoint records it."""
 
-    held_out: str | None  # the rule by which its eval documents are chosen; None if it has none
+    eval_rule: str | None  # the rule by which its eval documents are chosen; None if it has none
     dataset: str  # a checksum of its tokens, or of its files if it is streamed
     beginning: str  # a checksum of its first tokens, by which weights recognize what they were trained on
     chat: bool  # True for conversations; absent for all else

@@ -28,7 +28,7 @@ class PackedSequence:
 
     tokens: np.ndarray  # unsigned integers, shape (seq_len + 1,); there may be padding at its end
     trained: np.ndarray | None = None  # bool, shape (seq_len,): which labels count; None for all
-    starts: np.ndarray | None = None  # input positions where documents begin, 0 first, and where padding begins
+    doc_starts: np.ndarray | None = None  # input positions where documents begin, 0 first, and where padding begins
     real: int | None = None  # inputs before the padding; None for all
 
 
@@ -43,7 +43,7 @@ def document_lengths(sequence: np.ndarray | PackedSequence) -> np.ndarray:
     if not isinstance(sequence, PackedSequence):
         return np.array([len(sequence) - 1])
     real = len(sequence.tokens) - 1 if sequence.real is None else sequence.real
-    starts = np.array([0]) if sequence.starts is None else sequence.starts
+    starts = np.array([0]) if sequence.doc_starts is None else sequence.doc_starts
     return np.diff(np.append(starts[starts < real], real))
 
 
@@ -74,7 +74,7 @@ class PackedDataset(Dataset):
         mask = self.tokens.trained(1, last)
         counts = mask.reshape(-1, self.seq_len).sum(1, dtype=np.int32)
         if self.document_mask:
-            labels = self.tokens.starts_between(0, last)[1:] - 1  # that begin a document
+            labels = self.tokens.doc_starts_between(0, last)[1:] - 1  # that begin a document
             counts -= np.bincount(labels // self.seq_len, mask[labels], self.total_sequences).astype(np.int32)
         return counts
 
@@ -101,7 +101,7 @@ class PackedDataset(Dataset):
         if self.has_loss_mask:
             trained = self.tokens.trained(first + 1, last + 1).astype(bool)
         if self.document_mask:
-            trained, starts = mask_boundaries(self.tokens.starts_between(first, last + 1), self.seq_len, trained)
+            trained, starts = mask_boundaries(self.tokens.doc_starts_between(first, last + 1), self.seq_len, trained)
         if starts is None and trained is None:
             return tokens
         return PackedSequence(tokens, trained, starts)
@@ -131,9 +131,9 @@ class PackedDataset(Dataset):
         """Documents of all tokens."""
         return len(self.tokens.doc_ends)
 
-    def starts_in(self, index: int) -> list[int]:
+    def doc_starts_in(self, index: int) -> list[int]:
         """The positions at which documents begin among the inputs of a sequence, 0 first."""
-        return self.tokens.starts_between(*self.input_range(index)).tolist()
+        return self.tokens.doc_starts_between(*self.input_range(index)).tolist()
 
     def count_cut(self) -> int:
         """The number of documents that are longer than a sequence, and are cut."""
@@ -233,7 +233,7 @@ class WholeDocumentDataset(PackedDataset):
     def num_documents(self) -> int:
         return self.counts["documents"]
 
-    def starts_in(self, index: int) -> list[int]:
+    def doc_starts_in(self, index: int) -> list[int]:
         lengths = self.piece_lengths[self.sequence_pieces(index)]
         return (np.cumsum(lengths) - lengths).tolist()
 
@@ -396,7 +396,7 @@ class SyntheticDataset(Dataset):
 
 
 @dataclass(frozen=True, eq=False)
-class HeldSequences:
+class StreamEvalSequences:
     """Eval sequences of a stream. A rank holds those that it evaluates."""
 
     held: dict[int, np.ndarray | PackedSequence]  # by number
@@ -435,11 +435,11 @@ def create_collate_fn(
         tokens = np.stack([sequence_tokens(sequence) for sequence in sequences])
         batch = {"input_ids": tokens[:, :-1].astype(np.int64), "labels": tokens[:, 1:].astype(np.int64)}
         richer = [(row, sequence) for row, sequence in enumerate(sequences) if isinstance(sequence, PackedSequence)]
-        if any(sequence.starts is not None for _, sequence in richer):
+        if any(sequence.doc_starts is not None for _, sequence in richer):
             starts = np.zeros_like(batch["labels"])  # at each token where a document begins, its position
             for row, sequence in richer:
-                if sequence.starts is not None:
-                    starts[row, sequence.starts] = sequence.starts
+                if sequence.doc_starts is not None:
+                    starts[row, sequence.doc_starts] = sequence.doc_starts
             batch["position_ids"] = np.arange(starts.shape[1]) - np.maximum.accumulate(starts, axis=1)
         for row, sequence in richer:
             if sequence.trained is not None:

@@ -93,7 +93,7 @@ class CorpusReader:
     def _tokenize(self, corpus: Corpus, split_files: list[DataFile], rows: tuple[int, int] | None) -> tuple:
         """Call `tokenize_once` for these files, or for some of their rows."""
         encoder = self.encoder(corpus)
-        content = [file.version() for file in split_files]
+        content = [file.identity() for file in split_files]
         identity = [content, rows, corpus.text_field, corpus.has_loss_mask, *encoder.identity()]
 
         def tokenize(counts: Counter) -> Iterator:
@@ -129,7 +129,7 @@ class CorpusReader:
             return {}
 
         # with the dtype, as a .ds without metadata has that of the vocabulary
-        identity = [[[file.version, file.tokens.dtype.str] for file in tokens.files], tokens.end_of_text]
+        identity = [[[file.identity, file.tokens.dtype.str] for file in tokens.files], tokens.end_of_text]
         path, _ = base.broadcast_from_node_main(
             lambda: make_once("ends", identity, write, self.cache_dir), self.is_main
         )

@@ -24,7 +24,7 @@ import numpy as np
 
 from harness import base
 
-DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a text, as in the original TinyStories files
+DOC_SEPARATOR = "<|endoftext|>"  # separates the documents of a text, as in the original TinyStories files
 MAX_TOKEN_ID = 2**32 - 1
 
 Field = str | tuple[str, ...]  # the field that is trained on, or several: the first that a record has
@@ -194,7 +194,7 @@ def read_documents(
         elif not isinstance(record, str):
             yield record
         else:
-            texts = [part.strip("\n") for part in record.split(DOCUMENT_MARK)] if DOCUMENT_MARK in record else [record]
+            texts = [part.strip("\n") for part in record.split(DOC_SEPARATOR)] if DOC_SEPARATOR in record else [record]
             texts = [text for text in texts if text]
             if not texts:
                 counts["empty documents"] += 1
@@ -218,12 +218,12 @@ ROLES = {  # of chat templates, by ShareGPT's `from`
     **dict.fromkeys(("tool", "observation", "function_response", "tool_response"), "tool"),
     "system": "system",
 }
-CALLS = ("function_call", "tool_call")  # of functions, by the assistant
+TOOL_CALL_SPEAKERS = ("function_call", "tool_call")  # of functions, by the assistant
 # By field, the values with which a turn stays in the loss. For `mask` there is no such value: its 1 means trained on in
 # some data and masked out in others.
-KEEPS_TURN = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)) | {"mask": ()}
+TRAINED_VALUES = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)) | {"mask": ()}
 # Fields of a message that a template need not write; contents and calls are checked one by one.
-NAMES_AND_WEIGHTS = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *KEEPS_TURN}
+NAMES_AND_WEIGHTS = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *TRAINED_VALUES}
 SYSTEM = ("system", "system_prompt", "system_message")
 NOT_READ = {  # fields that would change the text of a conversation, and what to do instead
     "functions": "name them tools",
@@ -408,7 +408,7 @@ def messages_in(items: Any, name: str) -> list[dict]:
                 wanted += ", or with from and value"
             raise ValueError(f"{position} is {excerpt(message)} instead of {wanted}")
         if message["role"] == "assistant":
-            for field, values in KEEPS_TURN.items():
+            for field, values in TRAINED_VALUES.items():
                 if field in message and message[field] not in values:
                     problem = f"{position} has {field} {excerpt(message[field])}, but all turns of the assistant are"
                     raise ValueError(f"{problem} trained on; remove that field, or the turn")
@@ -444,8 +444,8 @@ def from_sharegpt(message: dict, position: str) -> dict:
     others = {name: field for name, field in message.items() if name not in ("from", "value")}
     if speaker in ROLES:
         return {"role": ROLES[speaker], "content": value, **others}
-    if speaker not in CALLS:
-        known = ", ".join([*ROLES, *CALLS])
+    if speaker not in TOOL_CALL_SPEAKERS:
+        known = ", ".join([*ROLES, *TOOL_CALL_SPEAKERS])
         raise ValueError(f"{position} is from {excerpt(message['from'])} instead of one of {known}")
     calls = None
     with contextlib.suppress(ValueError, TypeError):

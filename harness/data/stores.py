@@ -128,7 +128,7 @@ def list_url(url: str) -> list[tuple[str, dict]]:
     return files
 
 
-def size_and_mark(url: str, info: dict) -> tuple[int, str]:
+def size_and_version(url: str, info: dict) -> tuple[int, str]:
     """Return (size in bytes, mark) of a file from its store's information."""
     if info.get("size") is None:
         problem = "the server does not give its size"

@@ -30,7 +30,7 @@ from harness.data.eval_split import is_eval_document
 from harness.data.files import DataFile
 from harness.data.formats import find_format, read_records
 from harness.data.mixture import Spec
-from harness.data.packing import HeldSequences, PackedSequence, mask_boundaries, sequence_tokens
+from harness.data.packing import PackedSequence, StreamEvalSequences, mask_boundaries, sequence_tokens
 from harness.data.schema import Field, read_documents
 from harness.data.tokenize import Encoded, TextEncoder, take
 from harness.data.tokens import BEGINNING_TOKENS, checksum_of_beginning
@@ -156,7 +156,7 @@ class Stream:
         names = [[file.name, file.size] for file in self.files]
         return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:20]
 
-    def eval_sequences(self, count: int, ranks_of: Callable[[int], Iterable[int]]) -> HeldSequences:
+    def eval_sequences(self, count: int, ranks_of: Callable[[int], Iterable[int]]) -> StreamEvalSequences:
         """The first `count` sequences, or all if it is 0, in the order of the chunks. Ranks divide the reading, then
         send each other the tokens: a sequence is held by `ranks_of(number)`, the first one by all. A UserError if there
         are none. Every rank calls this."""
@@ -189,7 +189,7 @@ class Stream:
             held[sequence] = self.first_sequence(tokens[sequence], np.sort(np.concatenate(found)))
         held[0] = base.broadcast_from_rank_0(lambda: held[0])
         identity = [self.files_digest(), self.reads, hashlib.sha256(sequence_tokens(held[0]).tobytes()).hexdigest()]
-        return HeldSequences(held, sequences, length, f"{identity}, {base.counted(sequences, 'sequence')}")
+        return StreamEvalSequences(held, sequences, length, f"{identity}, {base.counted(sequences, 'sequence')}")
 
     def read_in_turn(self, tokens: int) -> tuple[dict[int, Encoded], int]:
         """Read the first chunks until they have this number of tokens. Return ({tokens before it: what this rank has

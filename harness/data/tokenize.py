@@ -148,7 +148,7 @@ def vocabulary_of(tokenizer: "PreTrainedTokenizerBase") -> str:
     return f"{vocabulary}, special tokens as text" if tokenizer.split_special_tokens else vocabulary
 
 
-def own_tokens_around(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+def added_special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
     """Return the special tokens that a tokenizer adds (before, after) each text, such as BOS and EOS."""
     text, encoded = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
     for first in range(len(encoded) - len(text) + 1):
@@ -205,7 +205,7 @@ def open_cache(path: pathlib.Path, vocab_size: int) -> TokenFile:
         tokens=np.memmap(path.with_suffix(".bin"), id_dtype(vocab_size), "r").view(np.ndarray),
         is_checked=True,
         cache_key=path.name,
-        find_ends=functools.partial(map_numbers, str(path.with_suffix(".ends")), np.int64),
+        read_doc_ends=functools.partial(map_numbers, str(path.with_suffix(".ends")), np.int64),
         trained=np.memmap(mask, np.uint8, "r").view(np.ndarray) if mask.stat().st_size else None,
         reopen=functools.partial(open_cache, path, vocab_size),
     )

@@ -32,12 +32,12 @@ class TokenFile:
     name: str = ""  # of the file, as messages have it; empty for the token cache and for an array
     kind: str = ""  # what the file was taken for, in words
     # The position after each document, int64, ascending, the last one at the end; None if only end-of-text tokens tell.
-    find_ends: Callable[[], np.ndarray] | None = None
+    read_doc_ends: Callable[[], np.ndarray] | None = None
     tokenizer: str | None = None  # the name of the one that made it, if the format has it
     is_checked: bool = False  # whether each id is known to be below the vocabulary's size
     trained: np.ndarray | None = None  # the mask, if there is one, uint8: 1 for each token that is trained on
     cache_key: str = ""  # tells the content of a token cache from others; empty for a token file and for an array
-    version: list | None = None  # of a token file, see `DataFile.version`; None for a token cache and for an array
+    identity: list | None = None  # of a token file, see `DataFile.identity`; None for a token cache and for an array
     reopen: Callable[[], "TokenFile"] | None = None  # opens the same file again; None for an array
 
     def __reduce__(self) -> Any:
@@ -103,7 +103,7 @@ class Tokens:
     known_doc_ends: np.ndarray | None = None  # `file_doc_ends`, if they were found before
 
     @functools.cached_property
-    def before_files(self) -> np.ndarray:
+    def file_offsets(self) -> np.ndarray:
         """Tokens before each file, and all."""
         return np.concatenate([[0], np.cumsum([len(file.tokens) for file in self.files], dtype=np.int64)])
 
@@ -113,7 +113,7 @@ class Tokens:
 
     @functools.cached_property
     def stops(self) -> np.ndarray:
-        return self.stretches[1] if self.stretches else self.before_files[-1:]
+        return self.stretches[1] if self.stretches else self.file_offsets[-1:]
 
     @functools.cached_property
     def before(self) -> np.ndarray:
@@ -154,9 +154,9 @@ class Tokens:
         while first < last:
             stretch = int(np.searchsorted(self.before, first, "right")) - 1
             position = first - int(self.before[stretch]) + int(self.starts[stretch])
-            number = int(np.searchsorted(self.before_files, position, "right")) - 1
-            until = min(last - first + position, int(self.stops[stretch]), int(self.before_files[number + 1]))
-            start = position - int(self.before_files[number])
+            number = int(np.searchsorted(self.file_offsets, position, "right")) - 1
+            until = min(last - first + position, int(self.stops[stretch]), int(self.file_offsets[number + 1]))
+            start = position - int(self.file_offsets[number])
             parts.append(read(self.files[number], start, start + until - position))
             first += until - position
         if not parts:
@@ -192,7 +192,7 @@ class Tokens:
     @property
     def needs_end_of_text(self) -> bool:
         """True if documents of some of the files end after the end-of-text token only."""
-        return not all(file.find_ends for file in self.files)
+        return not all(file.read_doc_ends for file in self.files)
 
     @property
     def has_doc_ends(self) -> bool:
@@ -208,15 +208,15 @@ class Tokens:
         parts = [self._find_doc_ends(file) for file in self.files]
         ends = parts[0]  # of one file they stay mapped
         if len(parts) > 1:
-            ends = np.concatenate([part + first for part, first in zip(parts, self.before_files[:-1], strict=True)])
+            ends = np.concatenate([part + first for part, first in zip(parts, self.file_offsets[:-1], strict=True)])
         if 0 in ends[:1] or (ends[1:] == ends[:-1]).any():  # empty documents
             ends = ends[np.diff(ends, prepend=0) > 0]
         return ends
 
     def _find_doc_ends(self, file: TokenFile) -> np.ndarray:
         """The position after each document of a file, counted in its tokens, empty ones too."""
-        if file.find_ends:
-            return file.find_ends()
+        if file.read_doc_ends:
+            return file.read_doc_ends()
         found = [
             np.flatnonzero(file.tokens[start : start + CHUNK] == self.end_of_text) + start + 1
             for start in range(0, len(file.tokens), CHUNK)
@@ -226,16 +226,18 @@ class Tokens:
     @functools.cached_property
     def doc_ends(self) -> np.ndarray:
         """The position after each document of the stretches, counted in their tokens; each stretch ends one."""
-        return self.file_doc_ends if self.stretches is None else ends_in(self.file_doc_ends, self.starts, self.stops)
+        return (
+            self.file_doc_ends if self.stretches is None else doc_ends_in(self.file_doc_ends, self.starts, self.stops)
+        )
 
-    def starts_between(self, first: int, last: int) -> np.ndarray:
+    def doc_starts_between(self, first: int, last: int) -> np.ndarray:
         """The positions at which documents begin among the tokens from `first` to before `last`, counted from `first`;
         0 always, also if a document continues there. Without boundaries only these tokens are read for them."""
         if self.has_doc_ends:
-            ends = ends_in(self.file_doc_ends, *self.stretches_between(first, last))[:-1]
+            ends = doc_ends_in(self.file_doc_ends, *self.stretches_between(first, last))[:-1]
         else:
             ends = np.flatnonzero(self[first : last - 1] == self.end_of_text) + first + 1
-            ends = np.union1d(ends, self.before_files)
+            ends = np.union1d(ends, self.file_offsets)
             ends = ends[(ends > first) & (ends < last)] - first
         return np.concatenate([[0], ends]).astype(np.int64)
 
@@ -263,7 +265,7 @@ class Tokens:
         return f"{digest.hexdigest()[:20]}, {len(self):,} tokens"
 
 
-def ends_in(file_ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+def doc_ends_in(file_ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
     """The position after each document of stretches of files, counted in the tokens of the stretches; each stretch ends
     one. `file_ends` are those of the files, of which only the ones inside are read."""
     # of each stretch: the index of its first end in `file_ends`

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 from harness.base.errors import UserError
 from harness.data.files import find_files
 from harness.data.stream import Stream
-from harness.data.tokenize import TextEncoder, own_tokens_around
+from harness.data.tokenize import TextEncoder, added_special_tokens
 
 DEMO = ROOT / "assets" / "demo"
 TEXTS = ["A fox saw a red ball and ran.", "Two", "The end? <|endoftext|>", "Zażółć 日本語 \n\n in lines, " * 9]
@@ -133,7 +133,7 @@ def test_a_conversation_is_rendered_and_tokenized_whatever_the_tokenizer_remembe
 
 def test_a_tokenizers_own_tokens_around_a_text_are_named_in_the_header(tmp_path, arguments, device, capfd):
     plain = AutoTokenizer.from_pretrained(DEMO)
-    assert own_tokens_around(plain) == ([], [])
+    assert added_special_tokens(plain) == ([], [])
     adds_begin(plain).save_pretrained(tmp_path / "tokenizer")
     from transformers import AutoConfig
 
@@ -387,7 +387,7 @@ def test_a_row_with_labels_is_padded_and_trained_on_as_its_labels_say(tmp_path, 
     (sequence,) = [data[index] for index in range(len(data))]
     assert sequence.tokens.tolist()[:6] == [5, 6, 7, 8, 9, 10]
     assert sequence.trained.tolist() == [False, True, True, False, True, False]
-    assert sequence.starts.tolist() == [0, 4]
+    assert sequence.doc_starts.tolist() == [0, 4]
 
 
 def test_rows_of_another_kind_than_the_first_are_bad_records(tmp_path, load):

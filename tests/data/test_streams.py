@@ -13,7 +13,7 @@ from conftest import STORIES, losses_of, metrics_of, train, words
 
 from harness.base.errors import UserError
 from harness.data.files import find_files
-from harness.data.schema import DOCUMENT_MARK
+from harness.data.schema import DOC_SEPARATOR
 from harness.data.stream import Stream, max_shards
 from harness.data.tokenize import TextEncoder
 
@@ -29,7 +29,7 @@ def corpus(tmp_path_factory):
     texts = [f"{number} {story}"[: 20 + 7 * (number % 9)] for number, story in enumerate(stories)]
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
     (folder / "a.jsonl").write_text("".join(lines[:150]))
-    (folder / "b.txt").write_text(DOCUMENT_MARK.join(texts[150:250]))
+    (folder / "b.txt").write_text(DOC_SEPARATOR.join(texts[150:250]))
     (folder / "c.jsonl.gz").write_bytes(gzip.compress("".join(lines[250:300]).encode()))
     pyarrow.parquet.write_table(pyarrow.table({"text": texts[300:]}), folder / "d.parquet", row_group_size=13)
     (folder / "e.jsonl").write_text("")
@@ -171,7 +171,7 @@ def test_a_stream_and_a_token_cache_begin_alike_whatever_the_formats_of_the_file
             with pyarrow.ipc.new_file(path, table.schema) as writer:
                 writer.write_table(table)
         else:
-            content = lines.encode() if "jsonl" in file else DOCUMENT_MARK.join(texts).encode()
+            content = lines.encode() if "jsonl" in file else DOC_SEPARATOR.join(texts).encode()
             path.write_bytes(gzip.compress(content) if file.endswith(".gz") else content)
     files = find_files(str(tmp_path / "data")).files_in_split("train")
     encoder, text_field = TextEncoder(tokenizer, 1536), ("input_ids", "text")

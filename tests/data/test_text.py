@@ -21,7 +21,7 @@ from harness.data.files import find_files
 from harness.data.formats import json as json_reader
 from harness.data.formats import read_records
 from harness.data.formats.parquet import row_group_parts
-from harness.data.schema import DOCUMENT_MARK, read_documents
+from harness.data.schema import DOC_SEPARATOR, read_documents
 from harness.data.tokenize import TextEncoder
 
 END = 0  # end-of-text of the demo tokenizer
@@ -69,7 +69,7 @@ def test_packed_and_mixed_files_are_read_as_they_are_unpacked(load, encoded, wri
     data.mkdir()
     (data / "1.jsonl.gz").write_bytes(gzip.compress(lines[:half]) + gzip.compress(lines[half:]))
     with pyarrow.output_stream(data / "2.txt.zst", compression="zstd") as file:
-        file.write(DOCUMENT_MARK.join(TEXTS).encode())
+        file.write(DOC_SEPARATOR.join(TEXTS).encode())
     (data / "3.md").write_text("# A title\n\nA story.\n")
     write_parquet(data / "4.parquet", text=TEXTS)
     (data / "5.Jsonl.BZ2").write_bytes(bz2.compress(lines))
@@ -118,7 +118,7 @@ def test_records_and_lists_of_records_follow_each_other_in_json(load, encoded, t
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 def test_utf_16_is_read_by_its_byte_order_mark(load, encoded, tmp_path, encoding):
-    text = f"\ufeff{TEXTS[0]}\r\nThe dünes 🌊.{DOCUMENT_MARK}{TEXTS[1]}\n"
+    text = f"\ufeff{TEXTS[0]}\r\nThe dünes 🌊.{DOC_SEPARATOR}{TEXTS[1]}\n"
     (tmp_path / "data.txt").write_bytes(text.encode(encoding))
     assert tokens_of(load(tmp_path / "data.txt")) == encoded([f"{TEXTS[0]}\nThe dünes 🌊.", TEXTS[1]])
 
@@ -126,7 +126,7 @@ def test_utf_16_is_read_by_its_byte_order_mark(load, encoded, tmp_path, encoding
 def test_a_bad_byte_of_a_text_costs_its_line_and_a_pdf_is_left_out(load, line_of, encoded, tmp_path):
     novel = b"Call me Ishmael.\nSome y\xe9ars ago.\nHaving little money.\n\0\0\nIt is a way \xef\xbf\xbd."
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.txt").write_bytes(novel + DOCUMENT_MARK.encode() + b"Another \xef\xbf\xbd.")
+    (tmp_path / "data" / "a.txt").write_bytes(novel + DOC_SEPARATOR.encode() + b"Another \xef\xbf\xbd.")
     (tmp_path / "data" / "b.txt").write_bytes(b"%PDF-1.7\nText.\n")
     kept = ["Call me Ishmael.\nHaving little money.\nIt is a way \ufffd.", "Another \ufffd."]
     assert tokens_of(load(tmp_path / "data", skip_bad_records=True)) == encoded(kept)
@@ -169,7 +169,7 @@ def test_a_slice_counted_from_the_end_is_that_from_the_beginning_and_an_impossib
             load(file, split=f"train{name}")
 
 
-EMPTY = {"": [], "\n": ["\n"], " ": [" "], DOCUMENT_MARK: [], f"\n{DOCUMENT_MARK}\n": [], f"a{DOCUMENT_MARK}\n": ["a"]}
+EMPTY = {"": [], "\n": ["\n"], " ": [" "], DOC_SEPARATOR: [], f"\n{DOC_SEPARATOR}\n": [], f"a{DOC_SEPARATOR}\n": ["a"]}
 
 
 @pytest.mark.parametrize("text", EMPTY)
@@ -183,9 +183,9 @@ LONG = ["Tom", "düne 🌊", "ж" * 9, "two\nlines", "long " * 60, "end", "x"]
 CUTTABLE = {
     "no last newline.jsonl": "\n\r\n".join(json.dumps({"text": text}) for text in LONG).encode(),
     "a mark of UTF-8.jsonl": b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n',
-    "nearly marks.txt": b"<|endoftext|" + DOCUMENT_MARK.join(LONG).encode() + b"<|endoftext|<|endoftext|>a<|endoftext",
+    "nearly marks.txt": b"<|endoftext|" + DOC_SEPARATOR.join(LONG).encode() + b"<|endoftext|<|endoftext|>a<|endoftext",
     "one document.md": b"only one\n" * 30,
-    "utf-16.txt": DOCUMENT_MARK.join(LONG).encode("utf-16"),
+    "utf-16.txt": DOC_SEPARATOR.join(LONG).encode("utf-16"),
 }
 
 
@@ -235,7 +235,7 @@ def test_parts_of_a_parquet_file_are_its_row_groups_end_to_end(tmp_path):
 
 @pytest.mark.parametrize("first, second, cut", [("[:75%]", "[75%:]", 30), ("[:-2]", "[-2:]", 38), ("[:5]", "[5:]", 5)])
 def test_slices_of_a_split_are_cut_at_documents_and_together_the_whole(load, encoded, tmp_path, first, second, cut):
-    (tmp_path / "data.txt").write_text(DOCUMENT_MARK.join(FORTY))
+    (tmp_path / "data.txt").write_text(DOC_SEPARATOR.join(FORTY))
     found = [tokens_of(load(tmp_path / "data.txt", split=f"train{part}")) for part in (first, second)]
     assert found == [encoded(FORTY[:cut]), encoded(FORTY[cut:])]
 

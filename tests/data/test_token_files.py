@@ -103,7 +103,7 @@ def test_eval_documents_are_the_same_by_an_index_and_by_end_of_text_tokens(tmp_p
         assert held[:].tolist() == expected
         assert sorted([*kept[:].tolist(), *expected]) == sorted(FLAT.tolist())
         assert held.doc_ends.tolist() == np.cumsum([len(DOCUMENTS[number]) for number in numbers]).tolist()
-    few = Tokens([TokenFile(FLAT[: ENDS[5]], find_ends=lambda: ENDS[:6])])
+    few = Tokens([TokenFile(FLAT[: ENDS[5]], read_doc_ends=lambda: ENDS[:6])])
     assert [len(part) for part in divide(few)] == [ENDS[5] * 95 // 100, ENDS[5] - ENDS[5] * 95 // 100]
 
 
@@ -113,8 +113,8 @@ def test_boundaries_are_the_same_before_and_after_they_are_searched_for_in_all_f
     searched = dataclasses.replace(tokens, known_doc_ends=tokens.file_doc_ends)
     assert searched.doc_ends.tolist() == [2, 4, 7]
     for first, last in itertools.combinations(range(8), 2):
-        assert tokens.starts_between(first, last).tolist() == searched.starts_between(first, last).tolist()
-    assert tokens.starts_between(1, 7).tolist() == [0, 1, 3]
+        assert tokens.doc_starts_between(first, last).tolist() == searched.doc_starts_between(first, last).tolist()
+    assert tokens.doc_starts_between(1, 7).tolist() == [0, 1, 3]
 
 
 def append_document(file: pathlib.Path) -> int:
@@ -329,7 +329,11 @@ def test_sequences_are_pickled_without_the_tokens_of_their_files(tmp_path, load,
 
 
 def parts_of(sequence) -> tuple:
-    return (sequence.tokens, sequence.trained, sequence.starts) if isinstance(sequence, PackedSequence) else (sequence,)
+    return (
+        (sequence.tokens, sequence.trained, sequence.doc_starts)
+        if isinstance(sequence, PackedSequence)
+        else (sequence,)
+    )
 
 
 @pytest.fixture

@@ -255,9 +255,9 @@ def test_a_corpus_is_recognized_if_it_was_streamed_and_is_not_now_or_the_reverse
 
 
 def test_documents_that_one_of_two_runs_trained_on_are_no_eval_documents_of_their_weights():
-    specs = [{"held_out": rule, "beginning": "0123"} for rule in (BY_NUMBER, None)]
+    specs = [{"eval_rule": rule, "beginning": "0123"} for rule in (BY_NUMBER, None)]
     for trained_on in (specs, specs[::-1]):
-        assert find_trained_spec(trained_on, "0123")["held_out"] is None
+        assert find_trained_spec(trained_on, "0123")["eval_rule"] is None
     assert find_trained_spec(specs[:1], "0123") == specs[0] and find_trained_spec(specs, "4567") is None
 
 

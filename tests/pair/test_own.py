@@ -15,7 +15,7 @@ from conftest import ROOT, UserError, cold_python, forked, losses_of, metrics_of
 from safetensors.torch import load_file
 
 from harness import flags
-from harness.data import own
+from harness.data import registered
 
 OWN = ROOT / "tests" / "own.py"
 FLAGS = f"--import {OWN} --model plain --tokenizer {ROOT}/assets/demo --dataset squares --optimizer sgd \
@@ -233,11 +233,11 @@ UNUSABLE = {  # a function: the error about its data set
 
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_a_data_set_that_cannot_be_repeated_is_refused(name, tmp_path, tables, monkeypatch):
-    monkeypatch.setattr(own, "MAX_RECORDS", 1000)
+    monkeypatch.setattr(registered, "MAX_RECORDS", 1000)
     function, error = UNUSABLE[name]
     flags.DATASETS[name] = flags.Dataset(function, "", None)
     with pytest.raises(UserError, match=rf"^--dataset {name}: {error}"):
-        own.write_once(name, tmp_path)
+        registered.write_once(name, tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
@@ -246,7 +246,7 @@ def test_a_fault_in_the_function_of_a_data_set_is_one_line(tmp_path, tables):
     file.write_text(f"{REGISTER}def records():\n    yield 'a'\n    1 / 0\n\nregister.dataset('mine', records)\n")
     assert parse(["--import", file, "--dataset", "mine"]).dataset_split == "train"
     with pytest.raises(UserError, match=rf"^--import {file}, line 4: ZeroDivisionError: division by zero$"):
-        own.write_once("mine", tmp_path)
+        registered.write_once("mine", tmp_path)
 
 
 def test_records_are_written_once_for_each_version_and_up_to_the_limit(tmp_path, tables):
@@ -259,7 +259,7 @@ def test_records_are_written_once_for_each_version_and_up_to_the_limit(tmp_path,
 
     for version in ("1", "1", "2"):
         flags.DATASETS["numbers"] = flags.Dataset(numbers, version, 4)
-        path = own.write_once("numbers", tmp_path)
+        path = registered.write_once("numbers", tmp_path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"text": "a text"}, {"input_ids": [1, 2]}, {"messages": []}, {"text": "0"}]
     assert len(calls) == 2 * 2  # each time they are compared with a second call

@@ -122,6 +122,6 @@ def open_token_file(file: DataFile, vocab_size: int) -> TokenFile:
         raise damaged(file, "it is compressed, and token files are mapped", "decompress it")
     with report_read_errors(file), file.open():  # which compares its size with the listing
         opened = find_format(file.name).open_tokens(file.path, vocab_size)
-    opened.version = file.version()
+    opened.identity = file.identity()
     opened.reopen = functools.partial(open_token_file, file, vocab_size)
     return opened

@@ -74,8 +74,8 @@ def open_megatron(file: str, index: str) -> TokenFile:
     count = int(offset) // tokens.itemsize + int(length)
     if count != len(tokens):
         raise damaged(file, f"it has {len(tokens):,} tokens, its index {index} has {count:,}")
-    find_ends = functools.partial(document_ends, index, sequences, documents)  # read on demand
-    return TokenFile(tokens, file, f"Megatron's .bin with .idx, {tokens.dtype.name}", find_ends)
+    read_doc_ends = functools.partial(document_ends, index, sequences, documents)  # read on demand
+    return TokenFile(tokens, file, f"Megatron's .bin with .idx, {tokens.dtype.name}", read_doc_ends)
 
 
 def document_ends(index: str, sequences: int, documents: int) -> np.ndarray:

@@ -31,8 +31,8 @@ def open_tokens(file: str, vocab_size: int) -> TokenFile:
     tokens = map_numbers(file, f"<u{itemsize}")
     if count not in (None, len(tokens)):
         raise damaged(file, f"it has {len(tokens):,} tokens, its index or metadata says {count:,}")
-    find_ends = functools.partial(map_numbers, index, "<i8") if os.path.exists(index) else None
-    return TokenFile(tokens, file, f"datatrove's .ds, {tokens.dtype.name}", find_ends, tokenizer)
+    read_doc_ends = functools.partial(map_numbers, index, "<i8") if os.path.exists(index) else None
+    return TokenFile(tokens, file, f"datatrove's .ds, {tokens.dtype.name}", read_doc_ends, tokenizer)
 
 
 def read_metadata(file: str) -> tuple[str | None, int, int | None]:

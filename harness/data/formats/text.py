@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from harness.data.formats import READ_BYTES
-from harness.data.schema import DOCUMENT_MARK, BadRecord, Field, Record
+from harness.data.schema import DOC_SEPARATOR, BadRecord, Field, Record
 
 SUFFIXES = (".txt", ".md")
 RECORD_NAME = "document"
 CAN_BE_CUT = True
 
 FIRST_TAIL = 2**13  # bytes of the first read after the end of a part, for the end of its last record
-UTF8_MARK, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")  # byte order marks
+UTF8_BOM, UTF16_BOMS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")  # byte order marks
 OTHER_FILES = {  # first bytes of files that are no text: what they are
     b"%PDF-": "a PDF, not text",
     b"PK\3\4": "a ZIP archive (.docx, .epub, .odt), not text",
@@ -32,7 +32,7 @@ codecs.register_error(AS_NUL, lambda error: ("\0", error.end))  # type: ignore[a
 
 def read(stream: BinaryIO, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
     # UTF-16 has no mark in UTF-8: its first record is the whole file, and other parts have none
-    for position, content in split_records(stream, DOCUMENT_MARK.encode(), start, end):
+    for position, content in split_records(stream, DOC_SEPARATOR.encode(), start, end):
         kind = describe_other_file(content, position)
         if kind:
             yield BadRecord(kind)
@@ -48,7 +48,7 @@ def describe_other_file(content: bytes, position: int) -> str:
 def read_lines(content: bytes, position: int) -> Iterator[Record]:
     """Yield a bad record for each line that cannot be decoded or has a NUL, then the document of the other lines.
     `position` is that of `content` in the file, in bytes."""
-    encoding = "utf-16" if position == 0 and content.startswith(UTF16_MARKS) else "utf-8"
+    encoding = "utf-16" if position == 0 and content.startswith(UTF16_BOMS) else "utf-8"
     try:
         text = content.decode(encoding)
         before, fault = text[: max(text.find("\0"), 0)], "a NUL byte"
