@@ -21,7 +21,8 @@ The files, in the order of what happens to a corpus:
     loader                      samples -> batches of a rank
     header, prompts             what is printed about it; the texts that samples continue
 
-A plural name of an int (samples, sequences, documents) is a number of them.
+Of a plural name (samples, sequences, tokens) an int is a number of them; where the items are at hand too, that is
+`num_samples`. `doc_ends` and `doc_starts` are positions of tokens: after each document, and of its first token.
 """
 
 from harness.data.corpora import Corpus, find, masks_documents, needs_tokenizer

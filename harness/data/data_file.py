@@ -16,7 +16,7 @@ class DataFile:
 
     path: str  # local, or a URL
     size: int  # bytes
-    version: str = field(compare=False)  # changes with the content: the mtime, or a store's ETag
+    version: tuple[str, str] = field(compare=False)  # (name, value) that changes with the content: the mtime, an ETag
 
     def __str__(self) -> str:
         return stores.without_query(self.path)
@@ -50,5 +50,5 @@ class DataFile:
         return self.path if self.is_remote else os.path.realpath(self.path)
 
     def identity(self) -> list:
-        """Return its real path, size and mark, which tell it from other files and from other versions of it."""
+        """Return its real path, size and version, which no other file and no other content of it has."""
         return [self.real_path, self.size, self.version]

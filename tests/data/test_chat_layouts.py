@@ -340,9 +340,9 @@ def test_each_layout_template_and_mask_has_tokens_of_its_own(tokenizer, tmp_path
     load(tokenizer, tmp_path, file)
     load(tokenizer, tmp_path, file, chat_loss="all")
     load(tokenizer, tmp_path, file, chat_template=marked)
-    assert len(list((tmp_path / "cache").glob("*.bin"))) == 3
+    assert len(list((tmp_path / "cache").glob("*/tokens.bin"))) == 3
     load(tokenizer, tmp_path, file)
-    assert len(list((tmp_path / "cache").glob("*.bin"))) == 3
+    assert len(list((tmp_path / "cache").glob("*/tokens.bin"))) == 3
 
 
 def test_a_json_file_beside_other_data_is_left_out_and_one_alone_is_read(tokenizer, tmp_path):

@@ -136,11 +136,10 @@ TWICE = {  # contents of the user, both of which are not written as they are, an
 @pytest.mark.parametrize("name", TWICE)
 def test_a_warning_counts_conversations_not_messages(tokenizer, name):
     (first, second), template = TWICE[name]
-    counts: Counter = Counter()
     chat = ChatEncoder(tokenizer, 1536, "{% for m in messages %}" + template + "{% endfor %}", "all")
     messages = [says("user", first), says("assistant", "Yes."), says("user", second), says("assistant", "No.")]
-    chat.encode([Conversation(messages)] * 3, counts)
-    assert [count for key, count in counts.items() if key.startswith("warning: ")] == [3]
+    chat.encode([Conversation(messages)] * 3, Counter())
+    assert [warning.endswith("(3 conversations)") for warning in chat.warnings()] == [True]
 
 
 def said_of(chat: ChatEncoder, conversation: Conversation) -> str:
@@ -151,9 +150,8 @@ def said_of(chat: ChatEncoder, conversation: Conversation) -> str:
     except UserError as error:
         return f"error: {error}"
     assert counts["documents"] == 10
-    warnings = {key: count for key, count in counts.items() if key.startswith("warning: ")}
-    assert set(warnings.values()) <= {10}
-    return "\n".join(warnings)
+    assert all(warning.endswith("(10 conversations)") for warning in chat.warnings())
+    return "\n".join(chat.warnings())
 
 
 PAIRS = {(record, template) for record in RECORDS for template in TEMPLATES}

@@ -103,7 +103,7 @@ def test_cached_and_streamed_tokens_are_those_of_the_tokenizers_own_call(saved, 
     once = load(file, with_tokenizer=saved, vocab_size=len(saved)).tokens[:].tolist()
     again = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     files, encoder = find_files(str(file)).files_in_split("train"), TextEncoder(again, len(again))
-    stream = Stream(files=files, encoder=encoder, text_field="text", seq_len=4, seed=0)
+    stream = Stream(files=files, encoder=encoder, fields=("text",), seq_len=4, seed=0)
     streamed = stream.first_documents(stream.chunks, 10**6).tokens.tolist()
     expected = [[*saved(text, add_special_tokens=False)["input_ids"], saved.eos_token_id] for text in texts]
     assert once == streamed == list(itertools.chain(*expected))

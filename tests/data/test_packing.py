@@ -155,10 +155,10 @@ def test_documents_are_packed_once_by_starts_that_come_together_and_by_later_one
 
 def test_a_start_that_was_killed_while_it_packed_leaves_nothing_that_is_read(load_packed, tmp_path):
     packed = load_packed()
-    (record,) = (tmp_path / "cache").glob("packing-*.json")
+    (record,) = (tmp_path / "cache").glob("packing-*/record.json")
     record.unlink()  # the last file to be written
-    record.with_suffix(".begins").write_bytes(b"")
-    half = tmp_path / "cache" / f"{record.stem}abc"
+    (record.parent / "first_pieces.bin").write_bytes(b"")
+    half = tmp_path / "cache" / f"{record.parent.name}-abc"
     half.mkdir()
     assert load_packed() == packed and load_packed.packed == 2
     assert not half.exists()

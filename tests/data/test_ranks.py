@@ -112,7 +112,7 @@ def mapping_rank(folder: str) -> None:
 
     formats.open_token_file = open_there
     reading = CorpusReader(tokenizer=None, seq_len=16, vocab_size=1536)
-    corpus = corpora.inspect_source(Source("a", folder, None), None, "text", None)
+    corpus = corpora.inspect_source(Source("a", folder, None), ["train"], ("text",), True)
     report_of_ranks(lambda: len(reading.open_tokens(corpus, "train")[0]))
 
 

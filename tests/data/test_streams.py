@@ -47,7 +47,7 @@ def test_a_chunk_of_parquet_is_a_row_group_and_there_are_no_more_shards(tmp_path
     for name, part in (("a", texts[:20]), ("b", texts[20:])):
         pyarrow.parquet.write_table(pyarrow.table({"text": part}), tmp_path / f"{name}.parquet", row_group_size=5)
     files = find_files(str(tmp_path)).files_in_split("train")
-    stream = Stream(files=files, encoder=TextEncoder(tokenizer, 1536), text_field="text", **OPTIONS, num_shards=6)
+    stream = Stream(files=files, encoder=TextEncoder(tokenizer, 1536), fields=("text",), **OPTIONS, num_shards=6)
     assert [len(list(stream.documents(chunk))) for chunk in stream.chunks] == [5] * 6
     assert max_shards(files) == 6
     assert [text for chunk in stream.chunks for text in stream.documents(chunk)] == texts
@@ -87,7 +87,7 @@ def shorten(folder):
 OTHER_DATA = {
     "a file added": (lambda data: (data / "z.jsonl").write_text('{"text": "A new story."}'), "", "--dataset: "),
     "a file shortened": (shorten, "", "--dataset: "),
-    "held out now": (None, "--eval-interval 1", "--eval-interval: the run held out nothing of "),
+    "held out now": (None, "--eval-interval 1", "--eval-interval: the run has no eval documents of "),
     "read at once": (None, "--no-streaming", "--streaming was True in the checkpoint and is False now"),
 }
 
@@ -174,8 +174,8 @@ def test_a_stream_and_a_token_cache_begin_alike_whatever_the_formats_of_the_file
             content = lines.encode() if "jsonl" in file else DOC_SEPARATOR.join(texts).encode()
             path.write_bytes(gzip.compress(content) if file.endswith(".gz") else content)
     files = find_files(str(tmp_path / "data")).files_in_split("train")
-    encoder, text_field = TextEncoder(tokenizer, 1536), ("input_ids", "text")
-    stream = Stream(files=files, encoder=encoder, text_field=text_field, **OPTIONS, num_shards=4)
+    encoder, fields = TextEncoder(tokenizer, 1536), ("input_ids", "text")
+    stream = Stream(files=files, encoder=encoder, fields=fields, **OPTIONS, num_shards=4)
     assert stream.fingerprint()["beginning"] == load(tmp_path / "data").tokens.beginning()
 
 

@@ -200,7 +200,7 @@ def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_p
     (file,) = find_files(str(tmp_path / name)).splits["train"]
 
     def documents(start: int, end: int | None) -> list[str]:
-        return list(read_documents(read_records(file, "text", start, end), 2**16, False, Counter()))
+        return list(read_documents(read_records(file, ("text",), start, end), 2**16, False, Counter()))
 
     whole = documents(0, None)
     assert whole
@@ -219,9 +219,9 @@ def test_parts_of_a_parquet_file_are_its_row_groups_end_to_end(tmp_path):
     (file,) = find_files(str(tmp_path)).splits["train"]
     parts = row_group_parts(file)
     assert parts[0][0] == 0 and parts[-1][1] == file.size
-    found = [[text for _, text in read_records(file, "text", *part)] for part in parts]
+    found = [[text for _, text in read_records(file, ("text",), *part)] for part in parts]
     assert found == [texts[first : first + 7] for first in range(0, 60, 7)]
-    both = [text for _, text in read_records(file, "text", parts[2][0], parts[3][1])]
+    both = [text for _, text in read_records(file, ("text",), parts[2][0], parts[3][1])]
     assert both == texts[14:28]
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     (file,) = find_files(str(tmp_path)).splits["train"]
@@ -257,7 +257,7 @@ def test_a_bound_beyond_the_documents_is_refused(load, write_jsonl, tmp_path, bo
 
 
 def caches(tmp_path) -> list[pathlib.Path]:
-    return sorted((tmp_path / "cache").glob("*.bin"))
+    return sorted((tmp_path / "cache").glob("*/tokens.bin"))
 
 
 def test_a_changed_file_or_vocabulary_makes_another_cache_and_a_slice_does_not(load, encoded, write_jsonl, tmp_path):
@@ -284,9 +284,9 @@ def test_a_slow_tokenizer_with_another_argument_or_class_makes_another_cache():
 
 
 DAMAGES = {
-    "cut": lambda path: os.truncate(path.with_suffix(".bin"), 2),
-    "without a record": lambda path: path.with_suffix(".json").unlink(),
-    "record of another shape": lambda path: path.with_suffix(".json").write_text("[1]"),
+    "cut": lambda path: os.truncate(path, 2),
+    "without a record": lambda path: (path.parent / "record.json").unlink(),
+    "record of another shape": lambda path: (path.parent / "record.json").write_text("[1]"),
 }
 
 

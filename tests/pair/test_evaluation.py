@@ -143,7 +143,7 @@ def test_an_error_of_an_evaluation_as_json_is_an_object_and_a_line(runs):
 
 @pytest.mark.parametrize("run", ["all", "streamed"])
 def test_a_run_that_trained_on_every_document_has_no_eval_loss(runs, refused, run):
-    assert refused("--resume", runs / run).startswith("--eval-interval: the run held out nothing")
+    assert refused("--resume", runs / run).startswith("--eval-interval: the run has no eval documents")
 
 
 def test_it_is_evaluated_on_another_text_and_gets_no_evaluation_when_it_continues(runs, start, evaluate, device):
@@ -249,7 +249,7 @@ def test_what_weights_were_trained_on_is_known_by_its_tokens_and_all_else_is_tak
 def test_a_corpus_is_recognized_if_it_was_streamed_and_is_not_now_or_the_reverse(runs, refused):
     shutil.copy(runs / "my.jsonl", runs / "copy.jsonl")
     copy, streamed = runs / "copy.jsonl", ["--resume", runs / "streamed"]
-    assert "the run held out nothing" in refused(*streamed, "--dataset", copy)
+    assert "the run has no eval documents" in refused(*streamed, "--dataset", copy)
     assert refused(*streamed, "--eval-split", copy).endswith("its tokens were trained on; give what was not")
     assert "leave out --streaming" in refused("--resume", runs / "held", "--dataset", copy, "--streaming")
 
@@ -266,7 +266,7 @@ def test_an_export_of_a_run_on_an_export_knows_what_both_were_trained_on(start, 
     assert train([*tuned, "--export", runs / "tuned-export"], device) == 0
     weights = ["--init", "pretrained", "--model", runs / "tuned-export", "--sequence-length", 32]
     evaluate(*weights, "--dataset", runs / "my.jsonl", printed=A_PART)
-    assert "the run held out nothing" in refused(*weights, "--dataset", runs / "other.jsonl")
+    assert "the run has no eval documents" in refused(*weights, "--dataset", runs / "other.jsonl")
     for name in ("my", "other"):
         assert refused(*weights, "--eval-split", runs / f"{name}.jsonl").endswith(
             "its tokens were trained on; give what was not"

@@ -76,7 +76,7 @@ def test_two_ranks_at_stages_2_and_3_equal_a_bare_loop_resume_and_export(tmp_pat
     export = f"--export {tmp_path}/export"
     forked(2, multirank.program, *run_flags(tmp_path, "three", f"--zero-stage 3 --resume {checkpoint} {export}"))
     succeeds(python(*run_flags(tmp_path, "0", f"--export {tmp_path}/initial"), "--num-steps", "0"))
-    corpus = next((tmp_path / "cache").glob("squares-*.jsonl"))
+    corpus = next((tmp_path / "cache").glob("squares-*/squares.jsonl"))
     folders = tmp_path / "initial", tmp_path / "export"
     process = start([sys.executable, "-c", BARE_LOOP, ROOT, OWN.parent, corpus, *folders])
     losses, norm = json.loads(succeeds(process).splitlines()[-1])

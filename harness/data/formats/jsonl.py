@@ -5,15 +5,14 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from harness.data.formats.text import UTF8_BOM, UTF16_BOMS, describe_other_file, split_records
-from harness.data.schema import BadRecord, Field, Record, field_names, find_document
+from harness.data.schema import BadRecord, Record, find_document
 
 SUFFIXES = (".jsonl",)
 RECORD_NAME = "line"
 CAN_BE_CUT = True
 
 
-def read(stream: BinaryIO, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
-    names = field_names(text_field)
+def read(stream: BinaryIO, names: tuple[str, ...], start: int = 0, end: int | None = None) -> Iterator[Record]:
     for position, line in split_records(stream, b"\n", start, end):
         yield parse(line, position, names)
 
