@@ -185,11 +185,6 @@ class Tokens:
         return self.files[0].trained is not None
 
     @property
-    def from_token_files(self) -> bool:
-        """True if they are not from the token cache: the run's tokenizer has not made them."""
-        return not self.files[0].cache_key
-
-    @property
     def needs_end_of_text(self) -> bool:
         """True if documents of some of the files end after the end-of-text token only."""
         return not all(file.read_doc_ends for file in self.files)

@@ -88,7 +88,7 @@ class TrainingData:
     def from_token_files(self) -> bool:
         """True if all tokens lie in token files: the run's tokenizer has not made them."""
         tokens = [getattr(source, "tokens", None) for source in self.sources.values()]
-        return all(found is not None and found.from_token_files for found in tokens)
+        return all(found is not None and not found.files[0].cache_key for found in tokens)
 
     def locate(self, sample: int) -> tuple[Any, int]:
         """(the data set that a global sample comes from, its sequence there); not of streams."""
