@@ -79,7 +79,7 @@ def slicing_rank(folder: str) -> None:
     """Half of a data set of the hub on this rank, which says how many files it opened of it; then with a broken one."""
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "demo")
     listing = dataclasses.replace(find_files(folder), is_hub=True)
-    corpus = corpora.Corpus(Source("a", folder, None), listing, "train[:50%]", "text", False, False)
+    corpus = corpora.Corpus(Source("a", folder, None), listing, "train[:50%]", ("text",), False, "text")
     reading = CorpusReader(
         tokenizer=tokenizer, seq_len=16, vocab_size=1536, cache_dir=f"{folder}/../cache", is_main=dist.get_rank() == 0
     )
