@@ -195,7 +195,7 @@ def prepare(work: pathlib.Path) -> None:
     learning rate too small to change them."""
     first = {"num_steps": 1, "lr": 1e-30, "precision": "fp32", "export": "WORK/start"}
     execute(Config("train_fsdp.py", DEMO | first), work, 1, 900)
-    os.link(next((work / "cache").glob("tokens-*.bin")), work / "tokens.bin")
+    os.link(next((work / "cache").glob("tokens-*/tokens.bin")), work / "tokens.bin")
 
 
 SAME_LOSS = 1e-4  # relative tolerance for two programs with the same weights and steps in fp32

@@ -28,7 +28,7 @@ class Opened:
 
     settings: flags.Settings
     corpora: list[data.Corpus]
-    opened_sources: dict[str, Any] | None  # None unless --num-epochs had to count their sequences
+    opened_sources: Any  # None unless --num-epochs had to count their sequences
     config: transformers.PretrainedConfig
     tokenizer: Any
     prompts: list[str | data.Conversation]  # to generate samples from
@@ -88,7 +88,7 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     opened_sources, samples_per_epoch = None, 0
     if settings.num_epochs:
         opened_sources = data.open_sources(settings, corpora, tokenizer, config, resumed_manifest)
-        samples_per_epoch = sum(len(source.train) for source in opened_sources.values())
+        samples_per_epoch = sum(len(source.train) for source in opened_sources.opened.values())
     settings = resolving.resolve_steps(settings, resumed_manifest, samples_per_epoch)
     resolving.refuse_contradictions(settings, args)
     opened = Opened(

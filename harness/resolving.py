@@ -27,7 +27,7 @@ def resolve(
     """
     precision = models.choose_precision(args, manifest)
     sequence_length = models.choose_sequence_length(args, config)
-    document_mask = data.masks_documents(args, corpora)
+    document_mask = data.masks_documents(args.document_mask, args.packing, corpora)
     batch_size = args.batch_size
     if not isinstance(batch_size, int):
         part_length = sequence_length // args.context_parallel

@@ -105,7 +105,7 @@ def line_of(tokenizer, tmp_path):
         reading = CorpusReader(
             tokenizer=with_tokenizer, seq_len=4, **{"vocab_size": 1536, "cache_dir": tmp_path / "cache"} | options
         )
-        corpus = corpora.inspect_source(parse_sources(str(source))[0], "train", ("input_ids", "text"), None)
+        corpus = corpora.inspect_source(parse_sources(str(source))[0], ["train"], ("input_ids", "text"), False)
         return reading.open_tokens(corpus, "train")[1]
 
     return line_of

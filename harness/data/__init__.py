@@ -6,7 +6,7 @@
 
 The files, in the order of what happens to a corpus:
 
-    files, stores, data_file    a name of --dataset -> its files; own, cache: files that a run writes
+    files, stores, data_file    a name of --dataset -> its files; registered, cache: files that a run writes
     corpora                     a source as found: its files, and the kind of its first valid record
     formats, schema             a file -> records -> documents
     tokenize, chat              documents -> token ids, the token cache
@@ -21,7 +21,8 @@ The files, in the order of what happens to a corpus:
     loader                      samples -> batches of a rank
     header, prompts             what is printed about it; the texts that samples continue
 
-A plural name of an int (samples, sequences, documents) is a number of them.
+Of a plural name (samples, sequences, tokens) an int is a number of them; where the items are at hand too, that is
+`num_samples`. `doc_ends` and `doc_starts` are positions of tokens: after each document, and of its first token.
 """
 
 from harness.data.corpora import Corpus, find, masks_documents, needs_tokenizer

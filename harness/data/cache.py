@@ -1,5 +1,5 @@
-"""The cache: files of --cache-dir that one process of a node makes once and all its ranks map: tokens, the ends of
-documents, and the documents of each sequence. A record, written last, has the sizes of the others."""
+"""The cache: folders in --cache-dir that one process of a node makes once and all its ranks map: tokens, the ends of
+documents, and the documents of each sequence."""
 
 import hashlib
 import json
@@ -13,54 +13,45 @@ from collections.abc import Callable
 from harness import base
 
 
-def cache_folder(cache_dir: str | os.PathLike | None) -> pathlib.Path:
-    if cache_dir is not None:
-        return pathlib.Path(cache_dir).expanduser()
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "train_fsdp"
-
-
 def make_once(
-    kind: str,
-    identity: list,
-    make: Callable[[pathlib.Path], dict],
-    cache_dir: str | os.PathLike | None,
-    is_wanted: Callable[[dict], bool] = lambda counts: True,
+    kind: str, identity: list, make: Callable[[pathlib.Path], dict], cache_dir: str | os.PathLike | None
 ) -> tuple[pathlib.Path, dict]:
-    """Make files unless they are complete in the cache; return (their path without its suffix, counts).
+    """Make a folder of files unless it is complete in the cache; return (the folder, counts).
 
-    `make` writes files into an empty folder, each named by its suffix, and returns counts. Counts have `seconds` only
-    if the files were made now. `identity` is the key: all that decides what `make` writes. If the counts of complete
-    files are not wanted, they are made again. A UserError if the folder cannot be written.
+    `make` writes files into an empty folder and returns counts. Counts have `seconds` only if the files were made now.
+    `identity` is the key: all that decides what `make` writes. A UserError if the cache cannot be written.
     """
     from filelock import FileLock
 
     name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
-    path = cache_folder(cache_dir) / f"{kind}-{name}"
+    cache = cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "train_fsdp")
+    folder = pathlib.Path(cache).expanduser() / f"{kind}-{name}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):  # against runs that start together, and nodes with a shared disk
-            counts = counts_of(path)
-            if counts is not None and is_wanted(counts):
-                return path, counts
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):  # against runs that start together, and nodes with a shared disk
+            counts = counts_of(folder)
+            if counts is not None:
+                return folder, counts
             start = time.perf_counter()
-            for leftover in path.parent.glob(f"{path.name}?*/"):  # of killed runs: the lock was free
+            for leftover in folder.parent.glob(f"{folder.name}*/"):  # damaged, or of a killed run: the lock was free
                 shutil.rmtree(leftover)
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
-                counts = make(pathlib.Path(folder))
-                sizes = {file.name: file.stat().st_size for file in pathlib.Path(folder).iterdir()}
-                pathlib.Path(folder, "json").write_text(json.dumps({"counts": counts, "bytes": sizes}))
-                for suffix in [*sizes, "json"]:  # the record last: if it exists, all files do
-                    os.replace(f"{folder}/{suffix}", path.with_suffix(f".{suffix}"))
-            return path, dict(counts, seconds=time.perf_counter() - start)
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as parent:
+                unfinished = pathlib.Path(parent, "files")
+                unfinished.mkdir()  # with the permissions of other files; `parent` is readable by this user only
+                counts = make(unfinished)
+                sizes = {file.name: file.stat().st_size for file in unfinished.iterdir()}
+                (unfinished / "record.json").write_text(json.dumps({"counts": counts, "bytes": sizes}))
+                unfinished.rename(folder)
+            return folder, dict(counts, seconds=time.perf_counter() - start)
     except OSError as error:
-        raise base.UserError(f"--cache-dir {path.parent}: cannot be written ({base.first_line(error)})") from error
+        raise base.UserError(f"--cache-dir {folder.parent}: cannot be written ({base.first_line(error)})") from error
 
 
-def counts_of(path: pathlib.Path) -> dict | None:
-    """Return the counts of files in the cache; None if they are incomplete by their sizes."""
+def counts_of(folder: pathlib.Path) -> dict | None:
+    """Return the counts of a folder of the cache; None without one, or if files lack bytes, as after a power cut."""
     try:
-        record = json.loads(path.with_suffix(".json").read_text())
-        sizes = {name: path.with_suffix(f".{name}").stat().st_size for name in record["bytes"]}
+        record = json.loads((folder / "record.json").read_text())
+        sizes = {name: (folder / name).stat().st_size for name in record["bytes"]}
         return record["counts"] if sizes == record["bytes"] else None
     except (OSError, ValueError, LookupError, TypeError):
         return None

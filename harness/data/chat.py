@@ -2,13 +2,14 @@
 transformers' sandbox of jinja; no other code of a tokenizer's folder runs.
 
 What the assistant writes are the characters that a template marks with {% generation %}. Without this tag, a turn of
-the assistant starts after (the messages before it, rendered with the generation prompt) and ends after (all messages up
-to it, rendered). So the token that ends the turn, which a model must learn to write, is trained on, and the generation
-prompt is not. Both renderings must be prefixes of the rendered conversation.
+the assistant is what lies between two renderings: that of the messages before it, with the generation prompt, and that
+of the messages up to it. Both must be prefixes of the rendered conversation. So the token that ends the turn, which a
+model must learn to write, is trained on, and the generation prompt is not.
 
-A template may leave out parts of a conversation. One conversation of each shape is rendered once more with marks in its
-texts: the marks that are missing then are the turns, calls, parts, fields and tools that the template leaves out. What
-it cuts depending on a text, such as thoughts before </think>, is looked for in the text of each conversation.
+A template may leave out parts of a conversation. Two detectors find this. `find_omissions` renders one conversation of
+each shape once more, with a word that no text has, a mark, in each of its texts: a missing mark is a turn, a call, a
+part, a field or a tool that the template leaves out. It does not see what a template cuts depending on the text itself,
+such as thoughts before </think>. `changed_contents` does: it looks for the texts of each conversation as rendered.
 """
 
 import copy
@@ -28,7 +29,7 @@ import tokenizers
 
 from harness import base
 from harness.data.schema import NAMES_AND_WEIGHTS, ROLES, Conversation, calls_of, layout_of, parts_of, refuse_or_count
-from harness.data.tokenize import WARNING, Encoded, TextEncoder, backend_of, encode_texts, own_tokens_around, take
+from harness.data.tokenize import Encoded, TextEncoder, added_special_tokens, backend_of, encode_texts
 
 TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: Llama's default without a clock
 DATE_CODES = ["%a", "%A", "%b", "%B", "%c", "%d", "%-d", "%F", "%H"]
@@ -55,8 +56,8 @@ class Mark(NamedTuple):
     """A word that no text has, put into a text of a conversation."""
 
     word: str
-    is_wanted: bool  # in the rendered text
-    omission: Omission  # if it is not as wanted
+    must_appear: bool  # in the rendered text; False: must not
+    omission: Omission  # if it does not, or does
 
 
 class BadConversationError(Exception):
@@ -82,7 +83,8 @@ class ChatEncoder(TextEncoder):
         self.source = "--chat-template" if template else f"--tokenizer {tokenizer.name_or_path}"  # of the template
         self.has_template = bool(template or tokenizer.chat_template)
         self.omissions: dict[Hashable, list[Omission]] = {}  # by shape of a conversation
-        self.first_positions: dict[str, str] = {}  # of the conversations, by warning
+        self.first_positions: dict[str, str] = {}  # of a conversation, by warning
+        self.warned: Counter = Counter()  # conversations, by warning
 
     def identity(self) -> list:
         special_tokens = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
@@ -116,6 +118,14 @@ class ChatEncoder(TextEncoder):
                 "known; give a tokenizer that has a tokenizer.json, or train on all tokens with --chat-loss all"
             )
 
+    def warnings(self) -> list[str]:
+        """Return the warnings about all conversations that were rendered, each with the position of the first one and
+        with their number."""
+        return [
+            f"{self.first_positions[text]}: {text} ({base.counted(count, 'conversation')})"
+            for text, count in self.warned.items()
+        ]
+
     def no_template(self, problem: str) -> base.UserError:
         missing = f"and --tokenizer {self.tokenizer.name_or_path} has no chat template to render them"
         return base.UserError(f"{problem}, {missing}; give one with --chat-template FILE, or --chat-template chatml")
@@ -126,7 +136,7 @@ class ChatEncoder(TextEncoder):
         rendered = []
         for conversation in documents:
             try:
-                rendered.append(self.render(conversation, counts))
+                rendered.append(self.render(conversation))
             except base.UserError:
                 raise
             except BadConversationError as error:
@@ -137,17 +147,18 @@ class ChatEncoder(TextEncoder):
             except Exception as error:  # a template may raise anything
                 fault = f"the chat template fails, {base.first_line(error)}"
                 refuse_or_count(conversation.position, fault, self.skip_bad, counts)
-        return self.join_trained(self.encode_rendered(rendered), counts, "conversations")
+        encoded = self.encode_rendered(rendered) if rendered else ()  # a slow tokenizer takes no empty list
+        return self.join_trained(encoded, counts, "conversations")
 
-    def render(self, conversation: Conversation, counts: Counter | None = None) -> Rendered:
-        """Render a conversation as `apply_chat_template` does and find what is trained on; `counts` gets warnings."""
+    def render(self, conversation: Conversation) -> Rendered:
+        """Render a conversation as `apply_chat_template` does and find what is trained on."""
         if not self.has_template:
-            return self.end_to_end(conversation)
+            return self.render_without_template(conversation)
         template = self.template_for(conversation)
         wants_spans = self.loss != "all"
         count = len(conversation.messages)
         text, spans = self.render_messages(conversation, template, count, with_spans=wants_spans)
-        self.check_text(conversation, template, text, Counter() if counts is None else counts)
+        self.check_text(conversation, template, text)
         if not wants_spans:
             return Rendered(text, [(0, len(text))])
         if not has_generation(template):
@@ -221,7 +232,7 @@ class ChatEncoder(TextEncoder):
         why = "such as one that moves a system prompt or drops thoughts"
         raise no_assistant_mask(f"--dataset {conversation.position}: {problem}, {why}")
 
-    def end_to_end(self, conversation: Conversation) -> Rendered:
+    def render_without_template(self, conversation: Conversation) -> Rendered:
         """Render a prompt and its completion without a template: after the special tokens that the tokenizer adds
         before a text, and followed by the end-of-text token."""
         if not conversation.is_text or len(conversation.messages) != 2 or conversation.tools:
@@ -234,11 +245,11 @@ class ChatEncoder(TextEncoder):
     @functools.cached_property
     def text_before(self) -> str:
         """The special tokens that the tokenizer adds before a text, such as <s>."""
-        return "".join(self.tokenizer.convert_ids_to_tokens(own_tokens_around(self.tokenizer)[0]))
+        return "".join(self.tokenizer.convert_ids_to_tokens(added_special_tokens(self.tokenizer)[0]))
 
-    def check_text(self, conversation: Conversation, template: str, text: str, counts: Counter) -> None:
+    def check_text(self, conversation: Conversation, template: str, text: str) -> None:
         """Raise a BadConversationError for what the rendered `text` lacks of a conversation, or has twice; what changes
-        neither a turn nor what is trained on is a warning in `counts`."""
+        neither a turn nor what is trained on is a warning."""
         shape = shape_of(conversation)
         if shape not in self.omissions:
             self.omissions[shape] = self.find_omissions(conversation, template)
@@ -247,21 +258,21 @@ class ChatEncoder(TextEncoder):
         for omission in dict.fromkeys(found):  # once, though several messages may have it
             if omission.is_fault:
                 raise BadConversationError(omission.text)
-            position = self.first_positions.setdefault(omission.text, conversation.position)
-            counts[f"{WARNING}{position}: {omission.text}"] += 1
+            self.first_positions.setdefault(omission.text, conversation.position)
+            self.warned[omission.text] += 1
 
     def find_omissions(self, conversation: Conversation, template: str) -> list[Omission]:
         """Find what a template leaves out of conversations of this shape."""
         marked, marks = with_marks(conversation)
         try:
             text, _ = self.render_messages(marked, template, len(marked.messages))
-        except Exception:  # a template that refuses a mark reads it
+        except Exception:  # a template that raises on a mark reads the field that has it
             return []
-        return list(dict.fromkeys(mark.omission for mark in marks if (mark.word in text) != mark.is_wanted))
+        return list(dict.fromkeys(mark.omission for mark in marks if (mark.word in text) != mark.must_appear))
 
     def special_tokens_in(self, conversation: Conversation, text: str) -> Iterator[Omission]:
-        """Find special tokens in the texts of messages. A text that begins a turn, or repeats the token that the
-        template writes next to it, has been rendered before."""
+        """Find special tokens in the texts of messages: an error if the text was rendered before, as in
+        `<|im_start|>user\nHi<|im_end|>` (see `is_rendered`), else a warning."""
         content = "\n".join(texts_in(conversation.messages))
         tokens = [token for token in self.special_tokens if token in content]
         if not tokens or all(text.count(token) == content.count(token) for token in self.special_tokens):
@@ -287,12 +298,11 @@ class ChatEncoder(TextEncoder):
         in several tokens, or if the span is empty."""
         texts = [conversation.text for conversation in rendered]
         if self.loss == "all":
-            batches = (encode_texts(self.tokenizer, batch) for batch in in_batches(texts))
-            for ids in itertools.chain.from_iterable(batches):
+            for ids in encode_texts(self.tokenizer, texts):
                 yield np.array(ids, np.uint32), np.ones(len(ids), np.uint8)
             return
-        encodings = (self.offset_tokenizer.encode_batch(batch, add_special_tokens=False) for batch in in_batches(texts))
-        for encoding, (_, spans) in zip(itertools.chain.from_iterable(encodings), rendered, strict=True):
+        encodings = self.offset_tokenizer.encode_batch(texts, add_special_tokens=False)
+        for encoding, (_, spans) in zip(encodings, rendered, strict=True):
             trained = np.zeros(len(encoding.ids), np.uint8)
             starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
             for first, last in spans:
@@ -307,13 +317,6 @@ class ChatEncoder(TextEncoder):
         backend.post_processor = None
         backend.encode_special_tokens = self.tokenizer.split_special_tokens  # lost by the copy
         return backend
-
-
-def in_batches(texts: list[str]) -> Iterator[list[str]]:
-    """Yield the texts in batches for one call of the tokenizer each."""
-    left = iter(texts)
-    while batch := list(take(left, len(texts))):
-        yield batch
 
 
 def is_rendered(part: str, token: str, text: str) -> bool:
@@ -347,20 +350,14 @@ def has_generation(template: str) -> bool:
 
 
 def shape_of(conversation: Conversation) -> Hashable:
-    """Return what decides which texts of a conversation a template writes: the kinds of its messages and their
-    order."""
+    """Return what decides which texts of a conversation a template writes: the kinds of its messages."""
     messages, after = conversation.messages, after_last_question(conversation)
-    kinds = {
-        (
-            message["role"],
-            number == 0,
-            number >= after,
-            number == len(messages) - 1,
-            frozenset(name for name, value in message.items() if value and not is_blank(value)),
-            *((min(len(items), 2), shape_of_items(items)) for items in (parts_of(message), calls_of(message))),
-        )
-        for number, message in enumerate(messages)
-    }
+    kinds = set()
+    for number, message in enumerate(messages):
+        is_first, is_last, is_earlier = number == 0, number == len(messages) - 1, number < after
+        fields = frozenset(name for name, value in message.items() if value and not is_blank(value))
+        parts, calls = shape_of_items(parts_of(message)), shape_of_items(calls_of(message))
+        kinds.add((message["role"], is_first, is_last, is_earlier, fields, parts, calls))
     return bool(conversation.tools), frozenset(kinds)
 
 
@@ -368,9 +365,10 @@ def is_blank(value: Any) -> bool:
     return isinstance(value, str) and not value.strip()
 
 
-def shape_of_items(items: list[dict]) -> frozenset:
-    """Return the fields and types of parts or calls."""
-    return frozenset((name, type(value), bool(value)) for item in items for name, value in item.items())
+def shape_of_items(items: list[dict]) -> tuple[int, frozenset]:
+    """Return (none, one or several, the fields and types) of parts or calls."""
+    fields = frozenset((name, type(value), bool(value)) for item in items for name, value in item.items())
+    return min(len(items), 2), fields
 
 
 def after_last_question(conversation: Conversation) -> int:
@@ -385,8 +383,9 @@ def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
     messages, tools = list(map(copy.deepcopy, conversation.messages)), copy.deepcopy(conversation.tools)
     marks: list[Mark] = []
 
-    def mark(problem: str, subject: str = "the chat template", is_fault: bool = True, is_wanted: bool = True) -> str:
-        marks.append(Mark(f"zqx{len(marks)}xqz", is_wanted, Omission(f"{subject} {problem}", is_fault)))
+    def mark(problem: str, subject: str = "the chat template", is_fault: bool = True, must_appear: bool = True) -> str:
+        """Make a mark whose absence means `problem`, a sentence without its `subject`."""
+        marks.append(Mark(f"zqx{len(marks)}xqz", must_appear, Omission(f"{subject} {problem}", is_fault)))
         return marks[-1].word
 
     after, advice = after_last_question(conversation), "to train on it, give one that writes it"
@@ -415,7 +414,7 @@ def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
                 part["text"] += mark(f"leaves out; {parts_advice}", what)
             if isinstance(part.get("thinking"), str):
                 part["thinking"] += mark(f"leaves out thinking of {turns}; {advice}", is_fault=False)
-            part["unknown field"] = mark(f"writes as it is; {parts_advice}", what, is_wanted=False)
+            part["unknown field"] = mark(f"writes as it is; {parts_advice}", what, must_appear=False)
     for tool in tools or []:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if isinstance(function, dict) and isinstance(function.get("name"), str):
@@ -425,26 +424,34 @@ def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
 
 def changed_contents(conversation: Conversation, text: str) -> Iterator[Omission]:
     """Find the contents of messages that the rendered `text` lacks, except for white space and the JSON of tools."""
-    written, at, after = without_space(text), 0, after_last_question(conversation)
+    written, position, after = without_space(text), 0, after_last_question(conversation)
     for number, message in enumerate(conversation.messages):
         role, content = message["role"], message.get("content")
         if not isinstance(content, str):
             continue
-        for form in map(without_space, (content, json.dumps(content, ensure_ascii=False)[1:-1])):
-            found = written.find(form, at)
-            found = written.find(form) if found < 0 else found  # a template may move a system prompt
-            if found >= 0:
-                at = found + len(form)
-                break
+        forms = [without_space(content), without_space(json.dumps(content, ensure_ascii=False)[1:-1])]
+        end = end_of(forms, written, position)
+        if end is not None:
+            position = end
+            continue
+        what = "cuts <think> out of" if "</think>" in content else "changes"
+        if role != "assistant" or number < conversation.first_trained:
+            yield Omission(f"the chat template {what} the content of the {role}", is_fault=False)
+        elif number < after:
+            yield Omission(f"the chat template {what} earlier turns of the assistant", is_fault=False)
         else:
-            what = "cuts <think> out of" if "</think>" in content else "changes"
-            if role != "assistant" or number < conversation.first_trained:
-                yield Omission(f"the chat template {what} the content of the {role}", is_fault=False)
-            elif number < after:
-                yield Omission(f"the chat template {what} earlier turns of the assistant", is_fault=False)
-            else:
-                problem = f"the chat template {what} the answer of the assistant that is trained on"
-                yield Omission(f"{problem}; give one that writes all of its content")
+            problem = f"the chat template {what} the answer of the assistant that is trained on"
+            yield Omission(f"{problem}; give one that writes all of its content")
+
+
+def end_of(forms: list[str], text: str, start: int) -> int | None:
+    """Return the end of the first of these forms that is in a text; None if none is."""
+    for form in forms:
+        for begin in (start, 0):  # a template may move a system prompt
+            found = text.find(form, begin)
+            if found >= 0:
+                return found + len(form)
+    return None
 
 
 def without_space(text: str) -> str:
@@ -458,10 +465,6 @@ def texts_in(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from texts_in(item)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Errors
 
 
 def no_assistant_mask(problem: str) -> base.UserError:

@@ -3,18 +3,20 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import re
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
 from harness import base, flags
-from harness.data import files, own
+from harness.data import files, registered
 from harness.data.files import DataFile, Listing
 from harness.data.formats import find_format, is_token_file, read_records, report_read_errors
-from harness.data.schema import KINDS, LAYOUTS, MASKED_KINDS, BadRecord, Conversation, Field, describe_layouts, kind_of
+from harness.data.schema import KINDS, LAYOUTS, MASKED_KINDS, BadRecord, Conversation, describe_layouts, kind_of
 
 DEFAULT_EVAL_SPLIT = "validation"
 MAX_INSPECTED = 100  # files, and records of each; the first valid record decides the kind of a corpus
@@ -26,8 +28,8 @@ class Corpus:
 
     source: flags.Source
     listing: Listing
-    split: str  # to train on, with its slice
-    text_field: Field  # or the layout of conversations
+    split: str  # with its slice: to train on, or to evaluate if it is an eval dataset
+    fields: tuple[str, ...]  # the first of these that a record has is read; of conversations only their layout
     from_token_files: bool  # True if its files are token files
     kind: str  # of its records, one of `schema.KINDS`; "ids" for token files
     is_eval_dataset: bool = False  # an eval dataset of its own: evaluated in full, never trained on
@@ -46,6 +48,11 @@ class Corpus:
         return self.kind == "chat"
 
     @property
+    def layout(self) -> str:
+        """The layout of its conversations."""
+        return self.fields[0]
+
+    @property
     def has_loss_mask(self) -> bool:
         """True if some of its tokens are not trained on."""
         return self.kind in MASKED_KINDS
@@ -54,27 +61,30 @@ class Corpus:
 def find(args: flags.Args) -> list[Corpus]:
     """Find the corpora of a run: its sources (none for synthetic data), then the eval dataset if --eval-split is a
     dataset of its own; the eval dataset alone if nothing is trained. Rank 0 lists the files. Every rank calls this."""
+    registered.write_all(args)
+    corpora = base.broadcast_from_rank_0(lambda: list_corpora(args))
     chat_flags = {"chat_template": "--chat-template", "chat_loss": "--chat-loss"}
-    typed = [flag for name, flag in chat_flags.items() if name in args.explicit and args.trains()]
-    own.write_all(args)
-    corpora = base.broadcast_from_rank_0(lambda: find_all(args))
-    refuse_unused(typed, corpora)
+    refuse_unused([flag for name, flag in chat_flags.items() if name in args.explicit and args.trains()], corpora)
     return corpora
 
 
-def find_all(args: flags.Args) -> list[Corpus]:
+def list_corpora(args: flags.Args) -> list[Corpus]:
     """The corpora of `find`, listed by this process."""
     has_eval_dataset = args.eval_interval and flags.is_eval_dataset(args.eval_split) and not args.show_samples
-    if has_eval_dataset and args.num_steps == 0:
-        return [find_eval_dataset(args)]
     corpora = []
-    if args.dataset != "synthetic":
+    if args.dataset != "synthetic" and not (has_eval_dataset and args.num_steps == 0):
         corpora = [find_corpus(args, source) for source in args.sources()]
-    if not has_eval_dataset:
-        return corpora
-    eval_corpus = find_eval_dataset(args)
-    refuse_trained_files(eval_corpus, {file.real_path for corpus in corpora for file in corpus.files})
-    return [*corpora, eval_corpus]
+    if has_eval_dataset:
+        eval_corpus = find_eval_dataset(args)
+        refuse_trained_files(eval_corpus, {file.real_path for corpus in corpora for file in corpus.files})
+        corpora.append(eval_corpus)
+    return corpora
+
+
+def find_corpus(settings: flags.Flags, source: flags.Source) -> Corpus:
+    """Find the corpus of a source of --dataset."""
+    split = settings.dataset_split or flags.default_split(source.dataset, settings.streaming)
+    return inspect_source(source, [split], *fields_of(settings), settings.dataset_config, settings.cache_dir)
 
 
 def find_eval_dataset(settings: flags.Flags) -> Corpus:
@@ -83,10 +93,16 @@ def find_eval_dataset(settings: flags.Flags) -> Corpus:
     name = str(settings.eval_split)
     source = flags.Source(flags.source_name(name), name, None)
     with blame_eval_split():
-        listing = list_source(source, None, settings.cache_dir)
-        split = next((split for split in (DEFAULT_EVAL_SPLIT, "test") if split in listing.splits), "train")
-        corpus = inspect_listing(source, listing, split, wanted_text_field(settings))
+        splits = [DEFAULT_EVAL_SPLIT, "test", "train"]
+        corpus = inspect_source(source, splits, *fields_of(settings), cache_dir=settings.cache_dir)
     return dataclasses.replace(corpus, is_eval_dataset=True)
+
+
+def fields_of(settings: flags.Flags) -> tuple[tuple[str, ...], bool]:
+    """(the fields to read, the best first; True if they are read in place of conversations, as a typed one is)."""
+    if "text_field" in settings.explicit:
+        return (settings.text_field,), True
+    return ("input_ids", settings.text_field), False
 
 
 def refuse_trained_files(eval_corpus: Corpus, trained: Container[str]) -> None:
@@ -101,11 +117,14 @@ def refuse_trained_files(eval_corpus: Corpus, trained: Container[str]) -> None:
 
 @contextlib.contextmanager
 def blame_eval_split() -> Iterator[None]:
-    """Replace --dataset by --eval-split at the beginning of error messages."""
+    """Replace the flag --dataset by --eval-split in error messages, which begin with it."""
     try:
         yield
     except base.UserError as error:
-        raise base.UserError(re.sub("^--dataset", "--eval-split", str(error)), error.exit_code) from error
+        message = str(error)
+        if message.startswith("--dataset"):
+            message = f"--eval-split{message.removeprefix('--dataset')}"
+        raise base.UserError(message, error.exit_code) from error
 
 
 def refuse_unused(chat_flags: list[str], corpora: list[Corpus]) -> None:
@@ -117,50 +136,51 @@ def refuse_unused(chat_flags: list[str], corpora: list[Corpus]) -> None:
         raise base.UserError(f"{', '.join(chat_flags)}: {problem}; leave it out")
 
 
-def find_corpus(settings: flags.Flags, source: flags.Source) -> Corpus:
-    text_field = wanted_text_field(settings)
-    return inspect_source(
-        source, settings.dataset_split, text_field, settings.dataset_config, settings.streaming, settings.cache_dir
-    )
-
-
-def wanted_text_field(settings: flags.Flags) -> Field:
-    """The field to read: a typed --text-field, also in place of conversations; else `input_ids`, or its default, of
-    records without conversations."""
-    return settings.text_field if "text_field" in settings.explicit else ("input_ids", settings.text_field)
-
-
 def inspect_source(
     source: flags.Source,
-    split: str | None,
-    text_field: Field,
-    subset: str | None,
-    streaming: bool = False,
+    splits: list[str],
+    fields: tuple[str, ...],
+    fields_first: bool,
+    subset: str | None = None,
     cache_dir: str | os.PathLike | None = None,
 ) -> Corpus:
-    """A source as it is found, with its default split without a `split`."""
-    listing = list_source(source, subset, cache_dir)
-    return inspect_listing(source, listing, split or flags.default_split(source.dataset, streaming), text_field)
+    """List the files of a source and read their records up to the first valid one, which decides its kind.
 
-
-def list_source(source: flags.Source, subset: str | None, cache_dir: str | os.PathLike | None) -> Listing:
+    Args:
+        splits: the first of these that the source has is its split.
+        fields_first: True if `fields` are read also of a record that has a conversation.
+    """
     path = source.dataset
     if path == "demo":
         path = str(flags.ASSETS / "demo" / "stories")
     elif path in flags.DATASETS:
-        path = str(own.write_once(path, cache_dir))
-    return files.find_files(path, subset)
-
-
-def inspect_listing(source: flags.Source, listing: Listing, split: str, text_field: Field) -> Corpus:
-    """The corpus of a split, by its files and the first of their records."""
+        path = str(registered.write_once(path, cache_dir))
+    listing = files.find_files(path, subset)
+    split = next((split for split in splits if parse_split(split)[0] in listing.splits), splits[-1])
     split_files = listing.files_in_split(parse_split(split)[0])
-    from_token_files = are_token_files(split_files)
-    kind = "ids"
-    if not from_token_files:
-        found = (inspect_records(file, text_field) for file in split_files[:MAX_INSPECTED])
-        kind, text_field = next(filter(None, found), ("text", text_field))
-    return Corpus(source, listing, split, text_field, from_token_files, kind)
+    if are_token_files(split_files):
+        return Corpus(source, listing, split, fields, True, "ids")
+    names = (*fields, *LAYOUTS) if fields_first else (*LAYOUTS, *fields)
+    kinds = (inspect_records(file, names) for file in split_files[:MAX_INSPECTED])
+    kind, layout = next(filter(None, kinds), ("text", ""))
+    return Corpus(source, listing, split, (layout,) if layout else fields, False, kind)
+
+
+def inspect_records(file: DataFile, names: tuple[str, ...]) -> tuple[str, str] | None:
+    """Return (the kind of a file's records, the layout if they are conversations) from the first valid record, of which
+    the first of `names` is read, fields or layouts; None if there is none. Files that cannot be read are reported
+    later."""
+    if find_format(file.name).SUFFIXES[0] not in flags.FIELD_SUFFIXES:
+        return "text", ""
+    try:
+        for _, record in itertools.islice(read_records(file, names), MAX_INSPECTED):
+            if isinstance(record, Conversation) or (isinstance(record, BadRecord) and record.layout):
+                return "chat", record.layout
+            if record is not None and not isinstance(record, BadRecord) and len(record):
+                return kind_of(record), ""
+    except base.UserError:
+        pass
+    return None
 
 
 def are_token_files(split_files: list[DataFile]) -> bool:
@@ -181,27 +201,6 @@ def are_token_files(split_files: list[DataFile]) -> bool:
     return True
 
 
-def inspect_records(file: DataFile, text_field: Field) -> tuple[str, Field] | None:
-    """Return (the kind of a file's records, the field or layout to read) from the first valid record; None if there is
-    none. If a record has a conversation and a field of `text_field`, the conversation is read, unless `text_field` is
-    one name, which the user gave. Files that cannot be read are reported later."""
-    if {*find_format(file.name).SUFFIXES}.isdisjoint(flags.FIELD_SUFFIXES):
-        return "text", text_field
-    names = (text_field, *LAYOUTS) if isinstance(text_field, str) else (*LAYOUTS, *text_field)
-    try:
-        for _, record in itertools.islice(read_records(file, names), MAX_INSPECTED):
-            if isinstance(record, BadRecord):
-                if record.layout:
-                    return "chat", record.layout
-            elif isinstance(record, Conversation):
-                return "chat", record.layout
-            elif record is not None and len(record):
-                return kind_of(record), text_field
-    except base.UserError:
-        pass
-    return None
-
-
 def needs_tokenizer(settings: flags.Flags, corpora: list[Corpus]) -> bool:
     """True if a run takes a tokenizer: unless all its tokens are random or come from token files, and no flag needs
     text or document boundaries."""
@@ -215,15 +214,19 @@ def needs_tokenizer(settings: flags.Flags, corpora: list[Corpus]) -> bool:
     return not all(corpus.from_token_files for corpus in corpora)
 
 
-def masks_documents(settings: flags.Flags, corpora: Sequence[Corpus]) -> bool:
+def masks_documents(document_mask: bool | None, packing: str | None, corpora: Sequence[Corpus]) -> bool:
     """True if documents do not see each other: by --document-mask, by default if a run trains on conversations or
     labels, or evaluates them without training; never with --packing none, as a sequence has one document then."""
-    if settings.packing == "none":
+    if packing == "none":
         return False
-    if settings.document_mask is None:
+    if document_mask is None:
         sources = [corpus for corpus in corpora if not corpus.is_eval_dataset] or corpora
         return any(corpus.has_loss_mask for corpus in sources)
-    return settings.document_mask
+    return document_mask
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Splits and slices
 
 
 def parse_split(split: str) -> tuple[str, list[str]]:
@@ -236,41 +239,40 @@ def parse_split(split: str) -> tuple[str, list[str]]:
     return part[1], [part[3] or "0%", part[4] or "100%"]
 
 
-def parse_bound(bound: str, documents: int) -> tuple[int, int]:
-    """Return (number, size): a slice's bound, such as 95% or -100, is at number / size of the documents."""
-    number = int(bound.rstrip("%"))
-    size = 100 if bound.endswith("%") else documents
-    return (number + size if number < 0 else number), size
-
-
-def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
-    """The number of documents before each bound of a slice; None if a percentage would cut off none or all of them."""
-    cuts: list[int | None] = []
+def parse_bounds(bounds: list[str], num_documents: int) -> list[Fraction]:
+    """The share of the documents that is before each bound of a slice, such as 95% or -100."""
+    shares = []
     for bound in bounds:
-        number, size = parse_bound(bound, documents)
+        number = int(bound.rstrip("%"))
+        size = 100 if bound.endswith("%") else num_documents
+        if number < 0:
+            number += size
         if not 0 <= number <= size:
-            raise bad_slice(bounds, f"{bound} is beyond the {documents:,} documents")
-        cut = round(documents * number / size) if size else 0
-        cuts_nothing = 0 < number < size and cut in (0, documents)
-        cuts.append(None if cuts_nothing else cut)
-    first, last = cuts
-    if first is not None and last is not None and first > last:
+            raise bad_slice(bounds, f"{bound} is beyond the {num_documents:,} documents")
+        shares.append(Fraction(number, size or 1))
+    if shares[0] > shares[1]:
         raise bad_slice(bounds, "it ends before it begins")
-    return cuts
+    return shares
 
 
-def cut_positions(bounds: list[str], ends: np.ndarray, length: int) -> list[int]:
-    """The positions at which the bounds of a slice cut tokens whose documents end at `ends`: there, or, if these are
-    too few for a percentage, at that share of the tokens, as in a file of one document."""
+def documents_before(share: Fraction, num_documents: int) -> int | None:
+    """The number of documents in a share of them; None if they are too few to divide at it: 5 % of 3 documents."""
+    number = round(num_documents * share)
+    return None if 0 < share < 1 and number in (0, num_documents) else number
+
+
+def cut_positions(bounds: list[str], doc_ends: np.ndarray, length: int) -> list[int]:
+    """The positions at which the bounds of a slice cut `length` tokens: at the end of a document, or, if there are too
+    few documents for a percentage, at that share of the tokens, as in a file of one document."""
     positions = []
-    for cut, bound in zip(cut_documents(bounds, len(ends)), bounds, strict=True):
-        if cut is None:
-            number, size = parse_bound(bound, len(ends))
-            positions.append(length * number // size)
+    for share in parse_bounds(bounds, len(doc_ends)):
+        number = documents_before(share, len(doc_ends))
+        if number is None:
+            positions.append(math.floor(length * share))
         else:
-            positions.append(int(ends[cut - 1]) if cut else 0)
-    if positions[0] > positions[1]:  # a share of the tokens, and an end of a document
-        raise bad_slice(bounds, f"it ends before it begins in these {len(ends):,} documents")
+            positions.append(int(doc_ends[number - 1]) if number else 0)
+    if positions[0] > positions[1]:  # also of [5%:1] if 5 % of the tokens are more than the first document
+        raise bad_slice(bounds, f"it ends before it begins in these {len(doc_ends):,} documents")
     return positions
 
 
@@ -280,7 +282,7 @@ def bad_slice(bounds: list[str], problem: str) -> base.UserError:
 
 def slice_rows(split_files: list[DataFile], bounds: list[str]) -> tuple[int, int] | None:
     """(first, last) row of a slice of a hub data set, so that only these rows are tokenized; None if its files do not
-    say how many rows they have, or if a bound cuts off nothing."""
+    say how many rows they have, or if there are too few for a percentage."""
     count = getattr(find_format(split_files[0].name), "count", None)
     if count is None or any(find_format(file.name) is not find_format(split_files[0].name) for file in split_files):
         return None
@@ -288,5 +290,5 @@ def slice_rows(split_files: list[DataFile], bounds: list[str]) -> tuple[int, int
     for file in split_files:
         with report_read_errors(file), file.open() as raw:
             rows += count(raw)
-    first, last = cut_documents(bounds, rows)
+    first, last = (documents_before(share, rows) for share in parse_bounds(bounds, rows))
     return None if first is None or last is None else (first, last)

@@ -16,7 +16,7 @@ class DataFile:
 
     path: str  # local, or a URL
     size: int  # bytes
-    mark: str = field(compare=False)  # changes with the content: the mtime, or a store's ETag
+    version: tuple[str, str] = field(compare=False)  # (name, value) that changes with the content: the mtime, an ETag
 
     def __str__(self) -> str:
         return stores.without_query(self.path)
@@ -37,7 +37,7 @@ class DataFile:
     def open(self) -> io.RawIOBase:
         """Open it unbuffered. A UserError if it has changed since it was listed, an OSError if it cannot be read."""
         if self.is_remote:
-            return stores.RangeReader(self.path, self.size, self.mark)
+            return stores.RangeReader(self.path, self.size, self.version)
         opened = open(self.path, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
         if os.fstat(opened.fileno()).st_size != self.size:  # a copy on another node may have another mtime
             opened.close()
@@ -49,6 +49,6 @@ class DataFile:
         """Its URL, or its path without links."""
         return self.path if self.is_remote else os.path.realpath(self.path)
 
-    def version(self) -> list:
-        """Return its real path, size and mark, which tell it from other files and from other versions of it."""
-        return [self.real_path, self.size, self.mark]
+    def identity(self) -> list:
+        """Return its real path, size and version, which no other file and no other content of it has."""
+        return [self.real_path, self.size, self.version]

@@ -1,11 +1,11 @@
 """Data sets: the sources of a run opened, divided into training and eval data, and mixed."""
 
 import bisect
-import copy
 import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -14,26 +14,24 @@ import torch.distributed as dist
 from torch.utils.data import Subset
 
 from harness import base, flags, job
-from harness.data import stream
-from harness.data.corpora import Corpus, are_token_files, blame_eval_split, inspect_source, parse_split, refuse_unused
-from harness.data.eval_split import (
-    BY_CONTENT,
-    BY_NUMBER,
-    EVERY,
-    EvalData,
-    choose_eval_split,
-    divide,
-    find_trained_spec,
-    refuse_changed_source,
+from harness.data import eval_split
+from harness.data.corpora import (
+    Corpus,
+    are_token_files,
+    blame_eval_split,
+    inspect_source,
+    masks_documents,
+    parse_split,
+    refuse_unused,
 )
+from harness.data.eval_split import BY_CONTENT, BY_NUMBER, RULES, EvalData, choose_eval_split, find_trained_spec
 from harness.data.header import describe, describe_eval_data, describe_packing, describe_step
 from harness.data.loader import evaluating_ranks
 from harness.data.mixture import DataRecord, SequenceOrder, Spec, make_record, read_record
 from harness.data.packing import PackedDataset, SyntheticDataset
 from harness.data.prompts import first_words
 from harness.data.reader import CorpusReader
-from harness.data.schema import Field
-from harness.data.stream import Stream
+from harness.data.stream import Stream, max_shards
 from harness.data.tokens import differing_tokenizer
 from harness.data.training_data import OpenedSource, TrainingData, mix, tokens_per_sample
 
@@ -44,14 +42,32 @@ SYNTHETIC_EVAL_SEQUENCES = 1024
 STREAM_EVAL_SEQUENCES = 256  # if a stream has no eval split: its eval documents are spread over all its files
 
 
+@dataclass
+class Sources:
+    """The sources of a run, opened, and what decided how; see `load`."""
+
+    reader: CorpusReader
+    before: DataRecord | None  # of the checkpoint; None for a new run
+    trained_on: Sequence[Spec]
+    samples_per_step: int
+    num_shards: int
+    opened: dict[str, OpenedSource] = field(default_factory=dict)  # by name
+
+    def recorded_spec(self, corpus: Corpus, beginning: str) -> Spec | None:
+        """The spec of a source when it was trained on: by its name in the checkpoint, or by its `beginning`."""
+        if self.before:
+            return self.before.sources.get(corpus.name)
+        return find_trained_spec(self.trained_on, beginning)
+
+
 def load(
     settings: flags.Settings,
     corpora: list[Corpus],
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
     manifest: dict | None = None,
-    trained_on: list[Spec] | None = None,
-    sources: dict[str, OpenedSource] | None = None,
+    trained_on: Sequence[Spec] = (),
+    sources: Sources | None = None,
 ) -> TrainingData:
     """Open the training and eval data of a run, with the header's lines about them; the eval data alone if nothing is
     trained and --eval-split is a dataset of its own. Every rank calls this.
@@ -59,29 +75,29 @@ def load(
     Args:
         manifest: of the checkpoint that the run resumes from, or whose own data are evaluated or shown: its specs
             decide how sources are read, and its mixture continues.
-        trained_on: None if the run trains, or evaluates its checkpoint's own sources. Else the specs of the sources
-            that the weights were trained on, [] if none is known: a source that is not among them and has no eval split
-            is evaluated in full.
+        trained_on: the specs of the sources that the weights were trained on, to evaluate other data than the
+            checkpoint's own: a source that is not among them and has no eval split is evaluated in full.
         sources: what `open_sources` returned, if it was called before.
     """
     eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_dataset), None)
-    corpora = [corpus for corpus in corpora if not corpus.is_eval_dataset]
-    reader = make_reader(settings, tokenizer, config)
     if eval_corpus and not settings.num_steps:
-        return load_eval_dataset(settings, eval_corpus, reader, trained_on or [])
-    samples_per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
-    before = recorded_data(settings, manifest)
-    if before and (settings.num_epochs or settings.eval_interval == "epoch"):
-        refuse_other_sources(settings, corpora, before)
-    opened = sources or open_sources(settings, corpora, tokenizer, config, manifest, trained_on)
+        name, reader = eval_corpus.name, make_reader(settings, tokenizer, config)
+        evaluated = open_eval_dataset(settings, eval_corpus, reader, trained_on)
+        # as of any run, with samples that are never read
+        data = mix({name: evaluated.sequences}, {name: None}, settings.sequence_length, settings.seed)
+        data.eval_data, data.header = {name: evaluated.sequences}, {"eval data": describe_eval_data(evaluated)}
+        return data
+    corpora = [corpus for corpus in corpora if not corpus.is_eval_dataset]
+    sources = sources or open_sources(settings, corpora, tokenizer, config, manifest, trained_on)
+    opened = sources.opened
     record = make_record(
         settings=settings,
         sources={name: source.spec for name, source in opened.items()},
         weights=source_weights(settings, opened),
         per_sample={name: tokens_per_sample(source.train, settings.sequence_length) for name, source in opened.items()},
-        samples_per_step=samples_per_step,
-        num_shards=choose_num_shards(settings, corpora, before, samples_per_step),
-        before=before,
+        samples_per_step=sources.samples_per_step,
+        num_shards=sources.num_shards,
+        before=sources.before,
         step=manifest["step"] if manifest else 0,
         samples=manifest["samples"] if manifest else 0,
     )
@@ -90,17 +106,14 @@ def load(
     )
     eval_data = {name: source.eval_data for name, source in opened.items() if source.eval_data}
     if eval_corpus:
-        eval_data = {
-            eval_corpus.name: open_eval_dataset(
-                settings, eval_corpus, reader, [source.spec for source in opened.values()]
-            )
-        }
+        specs = [source.spec for source in opened.values()]
+        eval_data = {eval_corpus.name: open_eval_dataset(settings, eval_corpus, sources.reader, specs)}
     if settings.eval_interval:
         data.eval_data = {name: source_eval.sequences for name, source_eval in eval_data.items()}
         data.eval_identity = {name: source_eval.sequences.fingerprint() for name, source_eval in eval_data.items()}
     if settings.num_steps:
-        check_size(settings, data, corpora, samples_per_step)
-    data.header = describe(settings, data, opened, corpora, samples_per_step, tokenizer)
+        check_size(settings, data, corpora, sources.samples_per_step)
+    data.header = describe(settings, data, opened, corpora, sources.samples_per_step, tokenizer)
     if eval_corpus:
         data.header["eval data"] = describe_eval_data(eval_data[eval_corpus.name])
     # eval data first: those of a stream are at hand, its training data are not
@@ -111,14 +124,14 @@ def load(
 
 
 def make_reader(
-    settings: flags.Flags, tokenizer: "PreTrainedTokenizerBase | None", config: "PretrainedConfig"
+    settings: flags.Settings, tokenizer: "PreTrainedTokenizerBase | None", config: "PretrainedConfig"
 ) -> CorpusReader:
     """The reader of a run's corpora."""
     from accelerate import PartialState  # not with this file: it loads much that nothing here needs
 
     return CorpusReader(
         tokenizer=tokenizer,
-        seq_len=int(settings.sequence_length or 0),
+        seq_len=settings.sequence_length,
         vocab_size=config.get_text_config().vocab_size,
         cache_dir=settings.cache_dir,
         skip_bad_records=settings.skip_bad_records,
@@ -137,34 +150,33 @@ def open_sources(
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
     manifest: dict | None = None,
-    trained_on: list[Spec] | None = None,
-) -> dict[str, OpenedSource]:
-    """Open the sources of a run, by name; arguments as `load` has them. Every rank calls this."""
-    reader, before = make_reader(settings, tokenizer, config), recorded_data(settings, manifest)
-    if settings.dataset == "synthetic":
-        return {"synthetic": open_synthetic(settings, reader.vocab_size)}
+    trained_on: Sequence[Spec] = (),
+) -> Sources:
+    """Open the sources of a run; arguments as `load` has them. Every rank calls this."""
     corpora = [corpus for corpus in corpora if not corpus.is_eval_dataset]
+    before = recorded_data(settings, manifest)
+    if before and (settings.num_epochs or settings.eval_interval == "epoch"):
+        refuse_other_sources(settings, corpora, before)
     samples_per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
     num_shards = choose_num_shards(settings, corpora, before, samples_per_step)
-    opened = {}
+    sources = Sources(make_reader(settings, tokenizer, config), before, trained_on, samples_per_step, num_shards)
+    if settings.dataset == "synthetic":
+        sources.opened["synthetic"] = open_synthetic(settings, sources.reader.vocab_size)
     for corpus in corpora:
-        spec = before.sources.get(corpus.name) if before else None
-        if before and spec is None and not settings.num_steps:
+        if before and corpus.name not in before.sources and not settings.num_steps:
             known = ", ".join(before.sources)
             raise base.UserError(
                 f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}"
             )
-        if settings.streaming and not corpus.from_token_files:
-            opened[corpus.name] = open_stream(settings, corpus, reader, spec, num_shards, trained_on)
-        else:
-            opened[corpus.name] = open_cached(settings, corpus, reader, spec, trained_on)
-    return opened
+        open_source = open_stream if settings.streaming and not corpus.from_token_files else open_cached
+        sources.opened[corpus.name] = open_source(settings, corpus, sources)
+    return sources
 
 
 def refuse_other_sources(settings: flags.Flags, corpora: list[Corpus], before: DataRecord) -> None:
     """Raise a UserError if a run that counts epochs has other sources than its checkpoint, or if its mixture had
     weights or stages: then sources end their epochs at different steps, and there is no epoch of all."""
-    had_weights = len(before.names) > 1 and any(before.asked["weights"].values())
+    had_weights = len(before.names) > 1 and any(before.typed_weights.values())
     has_changed = any(segment.weights != before.segments[0].weights for segment in before.segments)
     if had_weights or has_changed or {corpus.name for corpus in corpora} != set(before.names):
         flag, advice = "--eval-interval epoch", "a number of steps"
@@ -175,38 +187,28 @@ def refuse_other_sources(settings: flags.Flags, corpora: list[Corpus], before: D
 
 
 def open_eval_dataset(
-    settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: list[Spec]
+    settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: Sequence[Spec]
 ) -> EvalData:
     """Open an --eval-split that is a dataset of its own, from the token cache or token files, also with --streaming. It
     is an error if one of the sources in `trained_on` has the same tokens."""
     name = settings.eval_split
-    is_chosen = settings.document_mask or settings.packing == "none" or "document_mask" in settings.explicit
-    if corpus.has_loss_mask and not is_chosen:
+    is_typed = "document_mask" in settings.explicit
+    # the default of the training data would let conversations see each other, and change the eval loss without a word
+    if corpus.has_loss_mask and not settings.document_mask and settings.packing != "none" and not is_typed:
         problem = "it would have a document mask by default, the training data have none"
         raise base.UserError(f"--eval-split {name}: {problem}; give --document-mask or --no-document-mask")
     with blame_eval_split():
-        tokens, line = reader.open_tokens(corpus, corpus.split)
+        tokens, origin = reader.open_tokens(corpus, corpus.split)
         if find_trained_spec(trained_on, tokens.beginning()):
             raise base.UserError(f"--eval-split {name}: its tokens were trained on; give what was not")
         sequences = reader.pack(tokens, f"{name}, split {corpus.split!r}")
-    job.print0("data      ", f"{name}: {line}")
+    job.print0("data      ", f"{name}: {origin}")
     if corpus.is_chat:
         lines = base.broadcast_from_rank_0(lambda: reader.chat_encoder(corpus).describe())
         job.print0("format    ", f"{name}: {lines['format']}")
     documents = f", {base.counted(len(tokens.doc_ends), 'document')}" if tokens.has_doc_ends else ""
     split = f", {corpus.split}" if len(corpus.listing.splits) > 1 else ""
     return EvalData(sequences, f"{name}{split}, all of it{documents}")
-
-
-def load_eval_dataset(
-    settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: list[Spec]
-) -> TrainingData:
-    """Open an --eval-split that is a dataset of its own for an evaluation without training."""
-    eval_data = open_eval_dataset(settings, corpus, reader, trained_on)
-    # callers take a TrainingData; its samples are never read here
-    data = mix({corpus.name: eval_data.sequences}, {corpus.name: None}, settings.sequence_length, settings.seed)
-    data.eval_data, data.header = {corpus.name: eval_data.sequences}, {"eval data": describe_eval_data(eval_data)}
-    return data
 
 
 def recorded_data(settings: flags.Flags, manifest: dict | None) -> DataRecord | None:
@@ -232,123 +234,99 @@ def open_synthetic(settings: flags.Settings, vocab_size: int) -> OpenedSource:
     return OpenedSource(train, eval_data, {"dataset": f"synthetic, {vocab_size:,} ids"})
 
 
-def open_cached(
-    settings: flags.Settings,
-    corpus: Corpus,
-    reader: CorpusReader,
-    spec_before: Spec | None,
-    trained_on: list[Spec] | None,
-) -> OpenedSource:
-    """A source from the token cache or from token files."""
-    tokens_and_line = None
-    if trained_on:  # else the eval split is checked first: a wrong one is an error before anything is tokenized
-        tokens_and_line = reader.open_tokens(corpus, corpus.split)
-        spec_before = find_trained_spec(trained_on, tokens_and_line[0].beginning())
-    evaluates_all = trained_on is not None and not spec_before
-    split, rule = choose_eval_split(settings, corpus, spec_before, BY_NUMBER, evaluates_all)
-    data_name = f"{corpus.source.dataset}, split {corpus.split!r}"
-    tokens, line = tokens_and_line or reader.open_tokens(corpus, corpus.split)
-    beginning = tokens.beginning()
+def open_cached(settings: flags.Settings, corpus: Corpus, sources: Sources) -> OpenedSource:
+    """Open a source from the token cache or from token files."""
+    reader, dataset = sources.reader, corpus.source.dataset
+    data_name = f"{dataset}, split {corpus.split!r}"
     prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
-    job.print0("data      ", prefix + line)
+    tokens, origin = reader.open_tokens(corpus, corpus.split)
+    beginning = tokens.beginning()
+    recorded = sources.recorded_spec(corpus, beginning)
+    choice = choose_eval_split(settings, corpus, recorded, BY_NUMBER)
+    job.print0("data      ", prefix + origin)
     warning = differing_tokenizer(tokens.files, reader.tokenizer)
     if warning:
         job.warn(warning)
     eval_data = None
-    if rule:
+    if choice.rule:
         tokens = reader.with_doc_ends(tokens)
-        documents = len(tokens.doc_ends)
-        tokens, eval_tokens = divide(tokens)
-        name = f"{rule}, {len(eval_tokens.doc_ends):,} of {documents:,}"
-        if documents < EVERY:
-            name = f"the last {100 // EVERY} % of it"
-        if not flags.is_eval_dataset(settings.eval_split):
-            eval_data = EvalData(reader.pack(eval_tokens, f"{data_name}, {rule}"), name)
-    if split:  # with a rule too: a resumed run keeps its eval documents out of training, and evaluates this split
-        evaluates_training_split = split == corpus.split
-        split_tokens = tokens
-        if not evaluates_training_split:
-            split_tokens, line = reader.open_tokens(corpus, split)
-            job.print0("data      ", prefix + line)
-        eval_data = EvalData(reader.pack(split_tokens, f"{corpus.source.dataset}, split {split!r}"), split)
-        if evaluates_training_split and tokens.has_doc_ends:  # else all tokens would be read to count them
+        num_documents = len(tokens.doc_ends)
+        tokens, eval_tokens = eval_split.divide(tokens)
+        name = f"{RULES[choice.rule]}, {len(eval_tokens.doc_ends):,} of {num_documents:,}"
+        if num_documents < eval_split.EVERY:
+            name = f"the last {100 // eval_split.EVERY} % of it"
+        if choice.evaluates_rule:
+            eval_data = EvalData(reader.pack(eval_tokens, f"{data_name}, {RULES[choice.rule]}"), name)
+    if choice.split == corpus.split:
+        eval_data = EvalData(reader.pack(tokens, data_name), corpus.split)
+        if tokens.has_doc_ends:  # else all tokens would be read to count them
             eval_data.name = f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
+    elif choice.split:
+        eval_tokens, origin = reader.open_tokens(corpus, choice.split)
+        job.print0("data      ", prefix + origin)
+        eval_data = EvalData(reader.pack(eval_tokens, f"{dataset}, split {choice.split!r}"), choice.split)
     train = reader.pack(tokens, data_name)
     trains = settings.num_steps > 0 and not settings.show_samples
     for word, line in describe_packing(corpus, train, reader, with_example=trains).items():
         job.print0(f"{word:10}", prefix + line)
-    spec: Spec = {"held_out": rule, "dataset": tokens.fingerprint(), "beginning": beginning}
+    spec: Spec = {"eval_rule": choice.rule, "dataset": tokens.fingerprint(), "beginning": beginning}
     if corpus.is_chat:
         spec["chat"] = True
-    if train.tokens.needs_end_of_text and (train.document_mask or train.tokens.known_doc_ends is not None):
+    if train.depends_on_end_of_text:
         spec["end_of_text"] = reader.end_of_text
-    if rule and not split and not settings.num_steps:
-        refuse_changed_source(corpus.name, spec_before, spec)
+    if choice.evaluates_rule and not settings.num_steps:
+        eval_split.refuse_changed_source(corpus.name, recorded, spec)
     return OpenedSource(train, eval_data, spec)
 
 
-def open_stream(
-    settings: flags.Settings,
-    corpus: Corpus,
-    reader: CorpusReader,
-    spec_before: Spec | None,
-    num_shards: int,
-    trained_on: list[Spec] | None,
-) -> OpenedSource:
-    """A source that is read while training."""
+def open_stream(settings: flags.Settings, corpus: Corpus, sources: Sources) -> OpenedSource:
+    """Open a source that is read while training."""
     dataset = corpus.source.dataset
     if corpus.has_loss_mask:
         holds = "conversations" if corpus.is_chat else "token ids with labels"
         raise base.UserError(
             f"--dataset {dataset}: holds {holds}, whose masks are in the token cache; leave out --streaming"
         )
-
-    def open_split(split: str) -> Stream:
-        name, bounds = parse_split(split)
-        if bounds:
-            raise base.UserError(
-                f"--dataset {dataset}, split {split!r}: a stream takes whole splits; leave out --streaming"
-            )
-        split_files = corpus.listing.files_in_split(name)
-        if are_token_files(split_files):
-            raise base.UserError(
-                f"--dataset {dataset}: has token files, which are read in place; leave out --streaming"
-            )
-        return Stream(
-            files=split_files,
-            encoder=reader.encoder(corpus),
-            text_field=corpus.text_field,
-            seq_len=settings.sequence_length,
-            seed=settings.seed,
-            skip_bad=settings.skip_bad_records,
-            num_shards=num_shards,
-            document_mask=bool(settings.document_mask),
-        )
-
-    train = open_split(corpus.split)
-    fingerprint = base.broadcast_from_rank_0(train.fingerprint)
-    if trained_on:
-        spec_before = find_trained_spec(trained_on, fingerprint["beginning"])
-    evaluates_all = trained_on is not None and not spec_before
-    split, rule = choose_eval_split(settings, corpus, spec_before, BY_CONTENT, evaluates_all)
-    eval_stream = open_split(split) if split else copy.copy(train)
-    if rule:
-        train.reads = "training"
-    if rule and not split:
-        eval_stream.reads = "eval"
+    stream = open_split(settings, corpus, sources, corpus.split)
+    fingerprint = base.broadcast_from_rank_0(stream.fingerprint)
+    recorded = sources.recorded_spec(corpus, fingerprint["beginning"])
+    choice = choose_eval_split(settings, corpus, recorded, BY_CONTENT)
     eval_data = None
-    if settings.eval_interval and not flags.is_eval_dataset(settings.eval_split):
+    if choice.split or choice.evaluates_rule:
         count = settings.eval_sequences
-        if not split:
+        if choice.split:
+            name, eval_stream = choice.split, open_split(settings, corpus, sources, choice.split)
+        else:
+            name, eval_stream = RULES[BY_CONTENT], stream.reading("eval")
             count = count or STREAM_EVAL_SEQUENCES
-        sequences = eval_stream.eval_sequences(count, functools.partial(evaluating_ranks, settings))
-        eval_data = EvalData(sequences, split or rule or "")
+        eval_data = EvalData(eval_stream.eval_sequences(count, functools.partial(evaluating_ranks, settings)), name)
         if len(eval_data.sequences) == count:
             eval_data.name += f", the first {base.counted(count, 'sequence')}"
-    spec: Spec = {"held_out": rule, **fingerprint}
-    if rule and not split and not settings.num_steps:
-        refuse_changed_source(corpus.name, spec_before, spec)
-    return OpenedSource(train, eval_data, spec)
+    spec: Spec = {"eval_rule": choice.rule, **fingerprint}
+    if choice.evaluates_rule and not settings.num_steps:
+        eval_split.refuse_changed_source(corpus.name, recorded, spec)
+    return OpenedSource(stream.reading("training") if choice.rule else stream, eval_data, spec)
+
+
+def open_split(settings: flags.Settings, corpus: Corpus, sources: Sources, split: str) -> Stream:
+    """Open a split of a source as a stream; a UserError for a slice or token files."""
+    name, bounds = parse_split(split)
+    subject = f"--dataset {corpus.source.dataset}"
+    if bounds:
+        raise base.UserError(f"{subject}, split {split!r}: a stream takes whole splits; leave out --streaming")
+    split_files = corpus.listing.files_in_split(name)
+    if are_token_files(split_files):
+        raise base.UserError(f"{subject}: has token files, which are read in place; leave out --streaming")
+    return Stream(
+        files=split_files,
+        encoder=sources.reader.encoder(corpus),
+        fields=corpus.fields,
+        seq_len=settings.sequence_length,
+        seed=settings.seed,
+        skip_bad=settings.skip_bad_records,
+        num_shards=sources.num_shards,
+        document_mask=bool(settings.document_mask),
+    )
 
 
 def choose_num_shards(
@@ -359,7 +337,7 @@ def choose_num_shards(
     sequence or none of each shard, and a shard reads about a file or less. A UserError if the checkpoint's is another
     number than --streams, or more than the chunks of a source that is added."""
     streamed = [corpus for corpus in corpora if settings.streaming and not corpus.from_token_files]
-    chunks = {corpus.name: stream.max_shards(corpus.files) for corpus in streamed}  # at most
+    chunks = {corpus.name: max_shards(corpus.files) for corpus in streamed}  # at most
     if before:
         shards = base.counted(before.num_shards, "stream shard")
         for name, count in chunks.items():
@@ -401,8 +379,8 @@ def check_size(settings: flags.Settings, data: TrainingData, corpora: list[Corpu
     more often than --max-epochs."""
     if len(data.sources) == 1 and data.orders:
         (order,) = data.orders.values()
-        if order.sequences < samples_per_step:
-            sequences = f"{base.counted(order.sequences, 'sequence')} of {settings.sequence_length} tokens"
+        if order.num_sequences < samples_per_step:
+            sequences = f"{base.counted(order.num_sequences, 'sequence')} of {settings.sequence_length} tokens"
             problem = f"{sequences}, too few for one global batch"
             advice = "use a smaller batch, a shorter sequence or more text"
             split = f", split {corpora[0].split!r}" if corpora else ""
@@ -445,7 +423,7 @@ def open_sequences(
     reader: CorpusReader,
     dataset: str | Sequence[str],
     split: str | None,
-    text_field: Field,
+    text_field: str | tuple[str, ...],
     subset: str | None,
     shuffle: bool,
 ) -> PackedDataset | Subset | TrainingData:
@@ -455,21 +433,25 @@ def open_sequences(
     dataset = dataset if isinstance(dataset, str) else tuple(dataset)
     if problem := flags.mixture_problem(dataset, None):
         raise base.UserError(problem)
+    fields = (text_field,) if isinstance(text_field, str) else text_field
+
+    def look(source: flags.Source) -> Corpus:
+        wanted = split or flags.default_split(source.dataset, streaming=False)
+        return inspect_source(source, [wanted], fields, isinstance(text_field, str), subset, reader.cache_dir)
+
     sources = flags.parse_sources(dataset)
-    look = functools.partial(
-        inspect_source, split=split, text_field=text_field, subset=subset, cache_dir=reader.cache_dir
-    )
     corpora = base.broadcast_from_node_main(lambda: [look(source) for source in sources], reader.is_main)
     refuse_unused(["--chat-template"] if reader.chat_template else [], corpora)
+    document_mask = masks_documents(reader.document_mask, reader.packing, corpora)
+    reader = dataclasses.replace(reader, document_mask=document_mask)
     sequences = {}
-    for source, corpus in zip(sources, corpora, strict=True):
-        name = f"{source.dataset}, split {corpus.split!r}"
+    for corpus in corpora:
         tokens, _ = reader.open_tokens(corpus, corpus.split)
-        sequences[source.name] = reader.pack(tokens, name)
-    if isinstance(dataset, str):
-        packed = sequences[sources[0].name]
-        if not shuffle:
-            return packed
-        order: Any = SequenceOrder(len(packed), reader.seed)  # computes each index on demand
-        return Subset(packed, order)
-    return mix(sequences, {source.name: source.weight for source in sources}, reader.seq_len, reader.seed)
+        sequences[corpus.name] = reader.pack(tokens, f"{corpus.source.dataset}, split {corpus.split!r}")
+    if not isinstance(dataset, str):
+        return mix(sequences, {source.name: source.weight for source in sources}, reader.seq_len, reader.seed)
+    (packed,) = sequences.values()
+    if not shuffle:
+        return packed
+    order: Any = SequenceOrder(len(packed), reader.seed)  # computes each index on demand
+    return Subset(packed, order)

@@ -8,28 +8,38 @@ documents. A checkpoint records which rule it was.
 
 import dataclasses
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from harness import base, flags
 from harness.data.corpora import DEFAULT_EVAL_SPLIT, Corpus, find_corpus, find_eval_dataset, refuse_trained_files
 from harness.data.mixture import Spec
+from harness.data.packing import EvalSequences
 from harness.data.tokens import Tokens
 
 EVERY = 20  # one of so many documents is an eval document
-# How eval documents are chosen from a training split, as checkpoints record it.
-BY_NUMBER = f"one of every {EVERY} documents of it"
-BY_CONTENT = f"{BY_NUMBER}, by content"
+BY_NUMBER, BY_CONTENT = "by_number", "by_content"  # how eval documents are chosen, as checkpoints record it
+RULES = {BY_NUMBER: f"one of every {EVERY} documents of it"}  # in words
+RULES[BY_CONTENT] = f"{RULES[BY_NUMBER]}, by content"
 
 
 @dataclass
 class EvalData:
     """Sequences that are evaluated."""
 
-    sequences: Any  # a data set of packed, held or synthetic sequences
+    sequences: EvalSequences
     name: str  # in words
+
+
+class EvalChoice(NamedTuple):
+    """What is evaluated of a source, and what is not trained on."""
+
+    split: str | None = None  # an eval split; None for eval documents of the training split, or if nothing is evaluated
+    rule: str | None = None  # by which eval documents are taken out of the training split; None if all are trained on
+    evaluates_rule: bool = False  # True if the documents that are taken out are evaluated
 
 
 def divide(tokens: Tokens) -> tuple[Tokens, Tokens]:
@@ -45,12 +55,12 @@ def divide(tokens: Tokens) -> tuple[Tokens, Tokens]:
     return tokens.cut(kept_starts, kept_stops), tokens.cut(eval_starts, eval_stops)
 
 
-def eval_document_numbers(documents: int) -> np.ndarray:
+def eval_document_numbers(num_documents: int) -> np.ndarray:
     """The numbers, from 0 on, of the eval documents among so many, int64."""
-    groups = -(-documents // EVERY)
+    groups = -(-num_documents // EVERY)
     checksums = np.fromiter((zlib.crc32(str(group).encode()) for group in range(groups)), np.int64, groups)
     numbers = EVERY * np.arange(groups) + checksums % EVERY
-    return numbers[numbers < documents]
+    return numbers[numbers < num_documents]
 
 
 def is_eval_document(document: str | np.ndarray) -> bool:
@@ -60,49 +70,49 @@ def is_eval_document(document: str | np.ndarray) -> bool:
     return zlib.crc32(content) % EVERY == 0
 
 
-def choose_eval_split(
-    settings: flags.Flags, corpus: Corpus, spec: Spec | None, rule: str, evaluates_all: bool
-) -> tuple[str | None, str | None]:
-    """Return (eval split, `rule` if it takes eval documents out of the training split); None for what does not apply.
-
-    The eval split is --eval-split, by default `validation`. If there is none, `rule` chooses eval documents, or all are
-    evaluated if `evaluates_all`. If --eval-split is a dataset of its own, documents are eval documents only if they
-    were when the run began.
+def choose_eval_split(settings: flags.Flags, corpus: Corpus, spec: Spec | None, rule: str) -> EvalChoice:
+    """Choose what is evaluated of a source: --eval-split; by default its split `validation`; if it has none, the eval
+    documents that `rule` chooses, or all of it if nothing was or is trained on it. What was not trained on because of
+    its rule stays out of training, whatever is evaluated.
 
     Args:
-        spec: the source's spec in the checkpoint that the run resumes from; None for a new run or source.
+        spec: what was recorded of the source when it was trained on; None if it was not.
     """
     if not settings.eval_interval:
-        return None, None
-    was_divided = bool(spec and spec["held_out"])
-    split, has_own_dataset = settings.eval_split, flags.is_eval_dataset(settings.eval_split)
-    if split is None and not was_divided and DEFAULT_EVAL_SPLIT in corpus.listing.splits:
-        split = DEFAULT_EVAL_SPLIT
-    if split is None and evaluates_all:
-        split = corpus.split
-    if spec and split is None and not was_divided:
-        problem = f"the run held out nothing of {corpus.source.dataset}, it trained on all of it"
-        raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
-    if was_divided and spec["held_out"] != rule:
+        return EvalChoice()
+    was_divided = bool(spec and spec["eval_rule"])
+    if was_divided and spec["eval_rule"] != rule:
         advice = "add" if rule == BY_NUMBER else "leave out"
         problem = "the run chose its eval documents differently"
         raise base.UserError(f"--dataset {corpus.source.dataset}: {problem}; {advice} --streaming")
-    if has_own_dataset:
-        return None, rule if was_divided else None
-    return split, rule if split is None or was_divided else None
+    split = settings.eval_split
+    if flags.is_eval_dataset(split):
+        return EvalChoice(rule=rule if was_divided else None)
+    if split:
+        return EvalChoice(split, rule if was_divided else None)
+    if was_divided:
+        return EvalChoice(rule=rule, evaluates_rule=True)
+    if DEFAULT_EVAL_SPLIT in corpus.listing.splits:
+        return EvalChoice(DEFAULT_EVAL_SPLIT)
+    if spec:
+        problem = f"the run has no eval documents of {corpus.source.dataset}: it trained on all of it"
+        raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
+    if not settings.num_steps:
+        return EvalChoice(corpus.split)
+    return EvalChoice(rule=rule, evaluates_rule=True)
 
 
-def find_trained_spec(trained_on: list[Spec], beginning: str) -> Spec | None:
+def find_trained_spec(trained_on: Sequence[Spec], beginning: str) -> Spec | None:
     """The spec of the source in `trained_on` whose tokens have this `beginning`, read from the token cache or streamed;
-    None if none has. If several runs trained on it with different rules, no document is an eval document of all."""
+    None if none has. If several runs trained on it with different rules, no rule tells what none of them trained on."""
     found = [spec for spec in trained_on if spec.get("beginning") == beginning]
-    if len({spec["held_out"] for spec in found}) > 1:
-        return {**found[0], "held_out": None}
+    if len({spec["eval_rule"] for spec in found}) > 1:
+        return {**found[0], "eval_rule": None}
     return found[0] if found else None
 
 
 def refuse_changed_source(name: str, before: Spec | None, now: Spec) -> None:
-    """Raise a UserError if a source is not what its spec recorded before: then its eval documents are not known."""
+    """Raise a UserError if a source is not as recorded `before`: then its eval documents are not known."""
     for key, value in (before or {}).items():
         if now.get(key) != value:
             problem = f"{name} is not what it was at the checkpoint ({key}), so the run's eval split is not known"
@@ -110,9 +120,8 @@ def refuse_changed_source(name: str, before: Spec | None, now: Spec) -> None:
 
 
 def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
-    """True if an evaluation reads exactly the files and splits of some of the run's sources: then the run's record
-    tells their eval documents. A UserError if it reads only some of a source's training data, or other files with
-    them."""
+    """True if an evaluation reads exactly the files and splits of some of the run's sources, whose eval documents are
+    recorded. A UserError if it reads only some of a source's training data, or other files with them."""
     before = manifest["flags"]
     dataset = before["dataset"] if isinstance(before["dataset"], str) else tuple(before["dataset"])
     others = {name: before[name] for name in ("dataset_split", "dataset_config", "text_field", "streaming")}
@@ -120,19 +129,21 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
     if flags.is_eval_dataset(settings.eval_split):
         refuse_trained_files(find_eval_dataset(settings), training_files(run))
         return False
-    trained, read = training_files(run), training_files(settings)
-    shared = trained.keys() & read.keys()
-    for file in shared:
-        if settings.eval_split and flags.splits_overlap(trained[file][1], settings.eval_split):
-            problem = f"it overlaps {trained[file][1]!r}, which the run trained on"
+    trained, read = training_files(run), training_files(settings)  # by file: (source, training split)
+    in_both = trained.keys() & read.keys()
+    for file in in_both:
+        _, trained_split = trained[file]
+        if settings.eval_split and flags.splits_overlap(trained_split, settings.eval_split):
+            problem = f"it overlaps {trained_split!r}, which the run trained on"
             raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give one that does not")
-    shared_sources = {trained[file][0] for file in shared}
-    files_of_shared_sources = {file: split for file, (name, split) in trained.items() if name in shared_sources}
-    if shared and files_of_shared_sources == {file: split for file, (_, split) in read.items()}:
+    names = {trained[file][0] for file in in_both}
+    their_files = {file: split for file, (name, split) in trained.items() if name in names}
+    if in_both and their_files == {file: split for file, (_, split) in read.items()}:
         return True
-    for file in shared:
-        if flags.splits_overlap(trained[file][1], read[file][1]):
-            problem = f"the run trained on {trained[file][1]!r} of {file}"
+    for file in in_both:
+        _, trained_split = trained[file]
+        if flags.splits_overlap(trained_split, read[file][1]):
+            problem = f"the run trained on {trained_split!r} of {file}"
             advice = "leave out --dataset and --dataset-split, or give what it did not train on"
             raise base.UserError(f"--dataset {settings.describe_dataset()}: {problem}; {advice}")
     return False
@@ -147,7 +158,7 @@ def training_files(settings: flags.Flags) -> dict[str, tuple[str, str]]:
     for source in settings.sources():
         try:
             corpus = find_corpus(settings, source)
-        except base.UserError:  # nor can it be read then
+        except base.UserError:  # deleted since: if it is to be evaluated, opening it raises the error
             found[source.dataset] = (source.name, settings.dataset_split or "train")
             continue
         for file in corpus.files:

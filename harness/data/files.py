@@ -25,9 +25,9 @@ NO_DATA = re.compile(  # in a folder; cache-*.arrow are the results of maps and 
 )
 
 
-def size_and_mark(status: os.stat_result) -> tuple[int, str]:
-    """Return (size, mark) of a local file."""
-    return status.st_size, str(status.st_mtime_ns)
+def size_and_version(status: os.stat_result) -> tuple[int, tuple[str, str]]:
+    """Return (size, version) of a local file."""
+    return status.st_size, ("mtime", str(status.st_mtime_ns))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def find_files(dataset: str, subset: str | None = None) -> Listing:
     left_out: list[str] = []
     if base.is_url(path):
         is_pattern = stores.has_pattern(path)
-        candidates = [DataFile(url, *stores.size_and_mark(url, info)) for url, info in stores.list_url(path)]
+        candidates = [DataFile(url, *stores.size_and_version(url, info)) for url, info in stores.list_url(path)]
     elif os.path.exists(path) or glob.has_magic(path):
         is_pattern = not os.path.exists(path)
         candidates, left_out = list_paths(path)
@@ -148,13 +148,13 @@ def list_paths(path: str) -> tuple[list[DataFile], list[str]]:
         paths = [found for found in glob.glob(path, recursive=True) if not os.path.isdir(found)]
     files: dict[str, DataFile] = {}
     left_out = []
-    for found in sorted(paths, key=lambda found: (os.path.islink(found), found)):
+    for found in sorted(paths, key=lambda found: (os.path.islink(found), found)):  # of a file and a link the file stays
         name = os.path.relpath(found, path) if os.path.isdir(path) else found
         real = os.path.realpath(found)
         if real in files:
             left_out.append(f"{name} (the same as {os.path.relpath(files[real].path, os.path.dirname(found))})")
         elif os.path.isfile(found):
-            files[real] = DataFile(found, *size_and_mark(os.stat(found)))
+            files[real] = DataFile(found, *size_and_version(os.stat(found)))
         else:
             left_out.append(f"{name} (no regular file)")
     return list(files.values()), left_out
@@ -169,7 +169,7 @@ def walk(top: str) -> Iterator[str]:
             below.clear()
             continue
         entered.add(real)
-        below.sort(key=lambda name: os.path.islink(os.path.join(folder, name)))
+        below.sort(key=lambda name: os.path.islink(os.path.join(folder, name)))  # enter a folder before links to it
         below[:] = [name for name in below if not name.startswith(".")]
         yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
 
@@ -193,11 +193,11 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
         hint = f"without a network use a local {'/'.join(formats.suffixes())} file or folder, 'synthetic' or 'demo'"
         raise base.UserError(f"--dataset {dataset}: {problem}; {hint}") from error
     splits, left_out = {}, []
-    # the root of a data set at a revision, hf://datasets/OWNER/NAME@REVISION; "" of a file that is not on the hub
-    roots = {re.match(r"(hf://(?:[^/]+/){2}[^/]+)?", path)[0] for paths in found.values() for path in paths}
-    known = dict(entry for root in roots if root for entry in stores.list_url(root))
+    # one request lists the files of each data set at a revision, hf://datasets/OWNER/NAME@REVISION
+    matches = [re.match("hf://[^/]+/[^/]+/[^/]+", path) for paths in found.values() for path in paths]
+    infos = dict(entry for root in {match[0] for match in matches if match} for entry in stores.list_url(root))
     for split, paths in found.items():
-        files = [hub_file(path, known) for path in paths if is_data(path.rpartition("/")[2])]
+        files = [hub_file(path, infos) for path in paths if is_data(path.rpartition("/")[2])]
         left_out += [name for path in paths if not is_data(name := path.rpartition("/")[2])]
         if files:
             splits[str(split)] = files
@@ -206,8 +206,8 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
     return Listing(dataset, splits, left_out, is_hub=True)
 
 
-def hub_file(path: str, known: dict[str, dict]) -> DataFile:
-    """Return a file that `datasets` resolved; `known` has the hub's information on files, by URL."""
+def hub_file(path: str, infos: dict[str, dict]) -> DataFile:
+    """Return a file that `datasets` resolved; `infos` has the hub's information on files, by URL."""
     if not base.is_url(path):
-        return DataFile(path, *size_and_mark(os.stat(path)))
-    return DataFile(path, *stores.size_and_mark(path, known.get(path) or stores.ask(path, "info")))
+        return DataFile(path, *size_and_version(os.stat(path)))
+    return DataFile(path, *stores.size_and_version(path, infos.get(path) or stores.ask(path, "info")))

@@ -13,11 +13,11 @@ from harness import base, flags, job
 from harness.data.corpora import Corpus, parse_split
 from harness.data.eval_split import EvalData
 from harness.data.formats import read_records
-from harness.data.packing import HeldSequences, PackedDataset, SyntheticDataset, WholeDocumentDataset, sequence_tokens
+from harness.data.packing import EvalSequences, PackedDataset, WholeDocumentDataset, sequence_tokens
 from harness.data.reader import CorpusReader
 from harness.data.schema import Conversation, calls_of, read_documents
 from harness.data.stream import Stream
-from harness.data.tokenize import Encoded, TextEncoder, own_tokens_around
+from harness.data.tokenize import Encoded, TextEncoder, added_special_tokens
 from harness.data.training_data import OpenedSource, SampleReader, TrainingData
 
 if TYPE_CHECKING:
@@ -57,13 +57,13 @@ def describe(
             size = f"{train.total_tokens():,} tokens, {read}{describe_left_out(train)}"
         name = ", ".join(filter(None, [corpus.source.dataset, settings.dataset_config, corpus.split]))
         files = corpus.listing.describe(parse_split(corpus.split)[0])
-        own = {"data": f"{name}: {size}", "files": files, "eval data": describe_eval_data(source.eval_data)}
-        for word, text in own.items():
+        texts_by_line = {"data": f"{name}: {size}", "files": files, "eval data": describe_eval_data(source.eval_data)}
+        for word, text in texts_by_line.items():
             if text:
                 found[word].append(text if is_single else f"{corpus.name}: {text}")
     lines = {word: "; ".join(texts) for word, texts in found.items() if texts}
     if any(corpus.kind == "text" for corpus in corpora):
-        lines["documents"] = describe_ends(tokenizer)
+        lines["documents"] = describe_eos(tokenizer)
     if not is_single:
         shares = [data.record.segments[0].describe()]
         for before, segment in itertools.pairwise(data.record.segments):
@@ -97,25 +97,25 @@ def describe_eval_data(eval_data: EvalData | None) -> str:
         return ""
     sequences = eval_data.sequences
     line = f"{eval_data.name}: {sequences.total_tokens():,} tokens"
-    if sequences.has_loss_mask:
+    if isinstance(sequences, PackedDataset) and sequences.has_loss_mask:
         line += f", {sequences.total_trained():,} of them in the loss"
     return line + describe_left_out(sequences)
 
 
-def describe_left_out(sequences: PackedDataset | SyntheticDataset | HeldSequences) -> str:
+def describe_left_out(sequences: EvalSequences) -> str:
     """The number of sequences without a token to train on, in words to append; "" for none."""
     if not sequences.left_out:
         return ""
     return f", left out {base.counted(sequences.left_out, 'sequence')} without a trained token"
 
 
-def describe_ends(tokenizer: "PreTrainedTokenizerBase") -> str:
+def describe_eos(tokenizer: "PreTrainedTokenizerBase") -> str:
     """The header's text about the token after each text, and the special tokens that the tokenizer would add."""
-    before, after = own_tokens_around(tokenizer)
-    own = [*before, *(token for token in after if token != tokenizer.eos_token_id)]
+    before, after = added_special_tokens(tokenizer)
+    added = [*before, *(token for token in after if token != tokenizer.eos_token_id)]
     line = f"{tokenizer.eos_token} after each text"
-    if own:
-        names = " ".join(tokenizer.convert_ids_to_tokens(own))
+    if added:
+        names = " ".join(tokenizer.convert_ids_to_tokens(added))
         line += f"; not {names}, which this tokenizer would add, see docs/DATA.md (Text)"
     return line
 
@@ -151,7 +151,7 @@ def warn_of_cuts(train: WholeDocumentDataset, document: str) -> str:
 
 def find_examples(corpus: Corpus, reader: CorpusReader) -> str:
     """The first conversations of each kind in the files of a corpus, also if they are not in its slice."""
-    records = itertools.chain.from_iterable(read_records(file, corpus.text_field) for file in corpus.files)
+    records = itertools.chain.from_iterable(read_records(file, corpus.fields) for file in corpus.files)
     first = itertools.islice(records, EXAMPLE_RECORDS)
     documents = read_documents(first, reader.vocab_size, True, Counter(), corpus.kind)
     return describe_examples(documents, dataclasses.replace(reader, skip_bad_records=True).encoder(corpus))
@@ -229,7 +229,7 @@ def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None
             continue
         source, index = data.locate(sample)
         lines.append(f"sample {sample:,}: {name}, sequence {index:,} of {len(source):,}")
-        borders = [*source.starts_in(index), source.real_tokens(index)]
+        borders = [*source.doc_starts_in(index), source.real_tokens(index)]
         for start, end in itertools.pairwise(borders):
             lines.append(f"  from token {start:,}: {decode_beginning(tokens[start:end], tokenizer)}")
     return "\n".join(lines)

@@ -14,14 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from harness import base, flags, job
 from harness.base import IGNORE_INDEX
-from harness.data.packing import (
-    HeldSequences,
-    PackedDataset,
-    PackedSequence,
-    SyntheticDataset,
-    create_collate_fn,
-    document_lengths,
-)
+from harness.data.packing import EvalSequences, PackedSequence, create_collate_fn, document_lengths
 from harness.data.training_data import Positions, SampleReader, TrainingData
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a shard reads its next chunk
@@ -38,8 +31,8 @@ class DataPosition(Protocol):
 
 
 class Batches:
-    """An iterator over a run's batches that remembers the last one, and the one with which the state was last checked
-    before a save."""
+    """An iterator over a run's batches that remembers the last one, and the last one that `find_non_finite` used to
+    check the state before a save."""
 
     def __init__(self, batches: Iterator[dict[str, Any]]):
         self.batches = batches
@@ -136,7 +129,7 @@ def join_rows(
     while True:
         sequences: dict[int, Any] = {}  # by row
         bad = 0
-        for item in itertools.islice(items, workers):
+        for item in itertools.islice(items, workers):  # a DataLoader gives one item of each worker in turn
             sequences |= item["sequences"]
             bad += item["bad_records"]
             state.move_positions(item["positions"])
@@ -174,7 +167,7 @@ class RankBatches(IterableDataset):
         try:
             yield from read(worker.id if worker else 0, worker.num_workers if worker else 1)
         except base.UserError as error:
-            yield base.UserError(str(error), exit_code=1)
+            yield base.UserError(str(error), exit_code=1)  # the run has begun: no wrong usage any more
 
     def worker_batches(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Every batch of one of so many workers: a DataLoader takes one of each in turn."""
@@ -206,19 +199,19 @@ class RankBatches(IterableDataset):
 
 
 def eval_batches(
-    settings: flags.Settings, dataset: PackedDataset | SyntheticDataset | HeldSequences, device: torch.device
+    settings: flags.Settings, dataset: EvalSequences, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The share of the eval sequences of this rank's group. Each sequence is taken once over all groups, and every rank
     gets the same number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
     group, groups = find_group(settings)
     per_round = settings.batch_size * groups
-    sequences = min(len(dataset), settings.eval_sequences or len(dataset))
+    num_sequences = min(len(dataset), settings.eval_sequences or len(dataset))
     collate = create_collate_fn(shift_labels=False)
-    for number in range(math.ceil(sequences / per_round)):
+    for number in range(math.ceil(num_sequences / per_round)):
         first = number * per_round + group * settings.batch_size
         indices = range(first, first + settings.batch_size)
-        batch = collate([dataset[index if index < sequences else 0] for index in indices])
-        left_over = [index >= sequences for index in indices]
+        batch = collate([dataset[index if index < num_sequences else 0] for index in indices])
+        left_over = [index >= num_sequences for index in indices]
         batch["labels"][left_over] = IGNORE_INDEX
         yield {name: tensor.to(device) for name, tensor in batch.items()}
 

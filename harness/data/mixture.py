@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple, TypedDict
@@ -88,8 +89,8 @@ class Mixture:
             only_batch_differs = (
                 segment.weights == before.weights and segment.samples_per_step != before.samples_per_step
             )
-            # a segment that changes the batch alone continues the blocks; any other begins new ones, also with equal
-            # weights: checkpoints continue in that order
+            # a segment that changes the batch alone continues the blocks; any other begins new ones, also a stage with
+            # the weights that were there before: that is the order which recorded runs have
             if not only_batch_differs:
                 self.segments.append(segment)
         self.firsts = [segment.first for segment in self.segments]
@@ -110,7 +111,9 @@ class Mixture:
             if len(self.blocks) >= MAX_BLOCKS + self.num_shards:
                 self.blocks.pop(next(iter(self.blocks)))
             before, after = segment.divide(offset), segment.divide(offset + BLOCK)
-            taken = self.taken_before(segment, shard)
+            taken = np.zeros(len(self.names), np.int64)
+            if begin:  # what was taken before this segment needs the last block of the one before it, and so on
+                taken += self.count_in_shard(begin, shard)
             for name, count in before.items():
                 taken[self.names.index(name)] += count
             parts = spread([after[name] - before[name] for name in after], f"{self.seed} mixture {first}")
@@ -121,11 +124,6 @@ class Mixture:
     def samples_in_shard(self, samples: int, shard: int) -> int:
         """The number of the first `samples` of the run that are in a shard."""
         return -((shard - samples) // self.num_shards)  # ceil((samples - shard) / num_shards)
-
-    def taken_before(self, segment: Segment, shard: int) -> np.ndarray:
-        """Samples of each source in a shard before a segment."""
-        first = self.samples_in_shard(segment.first, shard)
-        return self.count_in_shard(first, shard) if first else np.zeros(len(self.names), np.int64)
 
     def count_in_shard(self, samples: int, shard: int) -> np.ndarray:
         """Samples of each source among the first `samples`, at least 1, of a shard."""
@@ -149,28 +147,6 @@ class Mixture:
         return taken
 
 
-def begin_segments(
-    *,
-    weights: dict[str, Fraction],
-    per_sample: dict[str, Fraction],
-    stages: list[flags.Stage],
-    num_steps: int,
-    samples_per_step: int,
-    steps_before: int,
-    first: int,
-) -> list[Segment]:
-    """The segments of a run from sample `first` on, which comes after `steps_before` steps: first the weights, then
-    each stage from the step nearest to its share of the planned run. Stages due earlier begin at `first`."""
-    segments = [Segment(first, weights, per_sample, steps_before, samples_per_step)]
-    for stage in stages:
-        steps = max(round(stage.begin * num_steps), steps_before)
-        if steps == steps_before:
-            segments.clear()
-        begin = first + (steps - steps_before) * samples_per_step
-        segments.append(Segment(begin, stage.weights, per_sample, steps, samples_per_step))
-    return segments
-
-
 def with_batch(segments: list[Segment], samples_per_step: int, steps_before: int, first: int) -> list[Segment]:
     """The same mixture with another global batch from sample `first` on, which comes after `steps_before` steps: a
     segment begins there, and those that are planned keep their steps."""
@@ -187,23 +163,23 @@ class SequenceOrder:
     """The order of a source's sequences: each epoch is one permutation of its sequences, so nothing
     repeats before all is seen. A pure function of (seed, name, sample); with no name, of (seed, sample)."""
 
-    def __init__(self, sequences: int, seed: int, name: str | None = None):
-        self.sequences = sequences
-        # with the name, as sources of equal length get different orders
+    def __init__(self, num_sequences: int, seed: int, name: str | None = None):
+        self.num_sequences = num_sequences
+        # the name gives sources of equal length different orders
         self.key = f"{seed}" if name is None else f"{seed} {name!r}"
 
     def sequence_at(self, sample: int) -> int:
         """The sequence that the source's sample of this number is."""
-        epoch, offset = divmod(sample, self.sequences)
-        return permuted(offset, self.sequences, f"{self.key} {epoch}")
+        epoch, offset = divmod(sample, self.num_sequences)
+        return permuted(offset, self.num_sequences, f"{self.key} {epoch}")
 
     def __len__(self) -> int:
-        return self.sequences
+        return self.num_sequences
 
     def __getitem__(self, sample: int) -> int:
         """The index of a sequence in the first epoch: with this and a length, the order can be the indices of a
         `Subset`."""
-        if not 0 <= sample < self.sequences:
+        if not 0 <= sample < self.num_sequences:
             raise IndexError(sample)
         return self.sequence_at(sample)
 
@@ -213,9 +189,9 @@ class SequenceOrder:
 
 
 class Spec(TypedDict, total=False):
-    """How a source is read and what tells it from others, as a checkpoint records it."""
+    """How a source is read and by what it is recognized, as a checkpoint records it."""
 
-    held_out: str | None  # the rule by which its eval documents are chosen; None if it has none
+    eval_rule: str | None  # by_number or by_content: how its eval documents are chosen; None if it has none
     dataset: str  # a checksum of its tokens, or of its files if it is streamed
     beginning: str  # a checksum of its first tokens, by which weights recognize what they were trained on
     chat: bool  # True for conversations; absent for all else
@@ -228,17 +204,25 @@ class DataRecord:
     know which sample comes when."""
 
     sources: dict[str, Spec]  # by name, of each source that the run has or had
-    # The source whose order does not depend on its name (`SequenceOrder`): the only one when the run first started;
-    # None if there were several.
+    # The source whose order does not depend on its name (`SequenceOrder`), so that it may be renamed: the only one when
+    # the run first started; None if there were several.
     ordered_without_name: str | None
     num_shards: int
-    asked: dict[str, Any]  # the weights and stages of the command line
+    typed_weights: dict[str, str | None]  # by source, of the command line; None if it is by size
+    typed_stages: list[str]  # of the command line
     segments: list[Segment]  # all that have begun, and those that are planned
 
     @property
     def names(self) -> list[str]:
         """The names of the sources that the run has."""
-        return list(self.asked["weights"])
+        return list(self.typed_weights)
+
+    def typed_shares(self) -> list[tuple[Fraction, dict[str, Fraction | None]]]:
+        """(the fraction of the run, the shares from there on) of the weights and stages that were typed: equal for
+        weights that are the same shares, such as 5 and 3, and 0.625 and 0.375."""
+        stages = flags.parse_stages(tuple(self.typed_stages))
+        begin = (Fraction(0), normalize(self.typed_weights))
+        return [begin, *((stage.begin, normalize(stage.weights)) for stage in stages)]
 
     def to_json(self) -> dict[str, Any]:
         """The record in types of JSON, as a manifest has it."""
@@ -288,52 +272,42 @@ def make_record(
         weights: of each source; `per_sample` the tokens of one of its samples, on average.
         before: what its checkpoint recorded; None for a new run.
     """
+    # first the weights, then each stage from the step nearest to its share of the run; stages that are past begin now
+    planned = [Segment(samples, weights, per_sample, step, samples_per_step)]
+    for stage in flags.parse_stages(settings.mixture_stage):
+        begin = max(round(stage.begin * settings.num_steps), step)
+        if begin == step:
+            planned.clear()
+        first = samples + (begin - step) * samples_per_step
+        planned.append(Segment(first, stage.weights, per_sample, begin, samples_per_step))
     typed = {source.name: None if source.weight is None else str(source.weight) for source in settings.sources()}
-    asked = {"weights": typed, "stages": list(settings.mixture_stage or ())}
-    stages = flags.parse_stages(settings.mixture_stage)
-    planned = begin_segments(
-        weights=weights,
-        per_sample=per_sample,
-        stages=stages,
-        num_steps=settings.num_steps,
-        samples_per_step=samples_per_step,
-        steps_before=step,
-        first=samples,
-    )
+    only_source = next(iter(sources)) if len(sources) == 1 else None
+    now = DataRecord(sources, only_source, num_shards, typed, list(settings.mixture_stage or ()), planned)
     if before is None:
-        only_source = next(iter(sources)) if len(sources) == 1 else None
-        return DataRecord(sources, only_source, num_shards, asked, planned)
+        return now
     segments = before.segments
-    if not same_mixture(before.asked, asked):
+    if before.typed_shares() != now.typed_shares():
         segments = [segment for segment in segments if segment.first < samples] + planned
     elif segments[-1].samples_per_step != samples_per_step:
         segments = with_batch(segments, samples_per_step, step, samples)
-    return DataRecord(before.sources | sources, before.ordered_without_name, before.num_shards, asked, segments)
+    sources = before.sources | sources
+    return DataRecord(sources, before.ordered_without_name, before.num_shards, typed, now.typed_stages, segments)
 
 
-def same_mixture(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """True if weights and stages of the command line are the same shares, as 5 and 3 are 0.625 and 0.375."""
-
-    def shares(weights: dict[str, Any]) -> dict[str, Fraction | None]:
-        """The share of each source that has one; None if it is by size."""
-        numbers = {name: None if weight is None else Fraction(weight) for name, weight in weights.items()}
-        if len(numbers) == 1:
-            return dict.fromkeys(numbers, Fraction(1))
-        total = sum(number for number in numbers.values() if number)
-        return {name: number and number / total for name, number in numbers.items() if number != 0}
-
-    def parts(asked: dict[str, Any]) -> list[tuple]:
-        stages = flags.parse_stages(tuple(asked["stages"]))
-        return [(0, shares(asked["weights"])), *((stage.begin, shares(stage.weights)) for stage in stages)]
-
-    return parts(one) == parts(other)
+def normalize(weights: Mapping[str, str | Fraction | None]) -> dict[str, Fraction | None]:
+    """The share of each source with a weight, without those of weight 0; None for a source that is mixed by size."""
+    if len(weights) == 1:
+        return dict.fromkeys(weights, Fraction(1))
+    numbers = {name: None if weight is None else Fraction(weight) for name, weight in weights.items()}
+    total = sum(number for number in numbers.values() if number)
+    return {name: number / total if number else None for name, number in numbers.items() if number != 0}
 
 
 def describe_changes(before: DataRecord, now: DataRecord, samples: int) -> list[str]:
     """The changes of a run's mixture since its checkpoint, after so many samples, in words."""
     changes = [f"source {name} added" for name in now.names if name not in before.names]
     changes += [f"source {name} removed" for name in before.names if name not in now.names]
-    if not same_mixture(before.asked, now.asked):
+    if before.typed_shares() != now.typed_shares():
         old, new = ([part for part in record.segments if part.first <= samples][-1] for record in (before, now))
         changes.append(f"mixture {old.describe()} -> {new.describe()}")
     return changes

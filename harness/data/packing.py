@@ -18,7 +18,7 @@ from harness.base import IGNORE_INDEX
 from harness.data.cache import make_once
 from harness.data.tokens import TokenFile, Tokens, map_numbers
 
-VERSION = 1  # of a packing's files; another version is not read
+VERSION = 2  # of a packing's files; another version is not read
 MASK_PART = 2**22  # tokens whose mask is read at once
 
 
@@ -28,7 +28,7 @@ class PackedSequence:
 
     tokens: np.ndarray  # unsigned integers, shape (seq_len + 1,); there may be padding at its end
     trained: np.ndarray | None = None  # bool, shape (seq_len,): which labels count; None for all
-    starts: np.ndarray | None = None  # input positions where documents begin, 0 first, and where padding begins
+    doc_starts: np.ndarray | None = None  # inputs at which documents begin, 0 first, and at which padding begins
     real: int | None = None  # inputs before the padding; None for all
 
 
@@ -43,7 +43,7 @@ def document_lengths(sequence: np.ndarray | PackedSequence) -> np.ndarray:
     if not isinstance(sequence, PackedSequence):
         return np.array([len(sequence) - 1])
     real = len(sequence.tokens) - 1 if sequence.real is None else sequence.real
-    starts = np.array([0]) if sequence.starts is None else sequence.starts
+    starts = np.array([0]) if sequence.doc_starts is None else sequence.doc_starts
     return np.diff(np.append(starts[starts < real], real))
 
 
@@ -74,17 +74,17 @@ class PackedDataset(Dataset):
         mask = self.tokens.trained(1, last)
         counts = mask.reshape(-1, self.seq_len).sum(1, dtype=np.int32)
         if self.document_mask:
-            labels = self.tokens.starts_between(0, last)[1:] - 1  # that begin a document
+            labels = self.tokens.doc_starts_between(0, last)[1:] - 1  # that begin a document
             counts -= np.bincount(labels // self.seq_len, mask[labels], self.total_sequences).astype(np.int32)
         return counts
 
     @functools.cached_property
     def kept(self) -> np.ndarray | range:
         """The indices, among all sequences, of those with a label that counts: the sequences of the data set. Without a
-        mask these are all, assuming that no sequence consists of one-token documents only."""
+        loss mask these are all: one that consists of one-token documents only is not looked for, and has no loss."""
         return np.flatnonzero(self.label_counts) if self.has_loss_mask else range(self.total_sequences)
 
-    @functools.cached_property
+    @property
     def left_out(self) -> int:
         """The number of sequences that were left out because none of their labels counts."""
         return self.total_sequences - len(self.kept)
@@ -97,14 +97,13 @@ class PackedDataset(Dataset):
         if not 0 <= index < len(self):
             raise IndexError(index)
         first, last = self.input_range(index)
-        tokens, trained, starts = self.tokens[first : last + 1], None, None
+        tokens, trained, doc_starts = self.tokens[first : last + 1], None, None
         if self.has_loss_mask:
             trained = self.tokens.trained(first + 1, last + 1).astype(bool)
         if self.document_mask:
-            trained, starts = mask_boundaries(self.tokens.starts_between(first, last + 1), self.seq_len, trained)
-        if starts is None and trained is None:
-            return tokens
-        return PackedSequence(tokens, trained, starts)
+            doc_starts = self.tokens.doc_starts_between(first, last + 1)
+            trained, doc_starts = mask_boundaries(doc_starts, self.seq_len, trained)
+        return tokens if trained is None else PackedSequence(tokens, trained, doc_starts)
 
     def input_range(self, index: int) -> tuple[int, int]:
         """(the first input of a sequence, the one after its last) among the tokens."""
@@ -127,37 +126,40 @@ class PackedDataset(Dataset):
         """A checksum of its tokens."""
         return self.tokens.fingerprint()
 
+    @property
+    def depends_on_end_of_text(self) -> bool:
+        """True if the end-of-text token decides the sequences: it ends documents, and these were divided or matter."""
+        return self.tokens.needs_end_of_text and (self.document_mask or self.tokens.known_doc_ends is not None)
+
     def num_documents(self) -> int:
         """Documents of all tokens."""
         return len(self.tokens.doc_ends)
 
-    def starts_in(self, index: int) -> list[int]:
+    def doc_starts_in(self, index: int) -> list[int]:
         """The positions at which documents begin among the inputs of a sequence, 0 first."""
-        return self.tokens.starts_between(*self.input_range(index)).tolist()
-
-    def count_cut(self) -> int:
-        """The number of documents that are longer than a sequence, and are cut."""
-        return int((np.diff(self.tokens.doc_ends, prepend=0) > self.seq_len + 1).sum())
+        return self.tokens.doc_starts_between(*self.input_range(index)).tolist()
 
     def describe(self) -> str:
         """The packing in words; "" if no document is known to be longer than a sequence."""
-        cut = self.count_cut() if self.tokens.has_doc_ends else 0  # else all tokens would be read
+        if not self.tokens.has_doc_ends:  # all tokens would be read
+            return ""
+        lengths = np.diff(self.tokens.doc_ends, prepend=0)
+        cut = int((lengths > self.seq_len + 1).sum())
         if not cut:
             return ""
-        documents = base.counted(len(self.tokens.doc_ends), "document")
-        share = 100 * cut / len(self.tokens.doc_ends)
+        documents, share = base.counted(len(lengths), "document"), 100 * cut / len(lengths)
         return f"concatenate, {cut:,} of {documents} ({share:.1f} %) longer than a sequence of {self.seq_len:,} tokens"
 
 
 def mask_boundaries(
-    begins: np.ndarray, seq_len: int, trained: np.ndarray | None = None
+    doc_starts: np.ndarray, seq_len: int, trained: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mask the labels that cross a document boundary. Return (labels that count, positions of inputs that begin a
-    document): the labels in `trained`, by default all, without those that begin a document. `begins` are the positions
-    in 0..`seq_len`, 0 first, of the tokens that begin a document."""
+    """Mask the labels that cross a document boundary. Return (labels that count, inputs that begin a document): the
+    labels in `trained`, by default all, without those that begin a document. `doc_starts` are the positions of tokens
+    that begin a document, 0 first, among the `seq_len + 1` of a sequence."""
     trained = np.ones(seq_len, bool) if trained is None else trained
-    trained[begins[1:] - 1] = False  # the label of a position is the token behind it
-    return trained, begins[begins < seq_len]
+    trained[doc_starts[1:] - 1] = False  # the label of a position is the token behind it
+    return trained, doc_starts[doc_starts < seq_len]
 
 
 class WholeDocumentDataset(PackedDataset):
@@ -168,61 +170,58 @@ class WholeDocumentDataset(PackedDataset):
     """
 
     def __init__(
-        self, tokens: Tokens, seq_len: int, path: pathlib.Path, counts: dict, padding: int, document_mask: bool
+        self, tokens: Tokens, seq_len: int, folder: pathlib.Path, counts: dict, padding: int, document_mask: bool
     ):
-        """`path` and `counts` are from `pack_once`; `padding` is a token id; without `document_mask` the documents of a
-        sequence see those before them."""
+        """`folder` and `counts` are from `pack_once`; `padding` is a token id; without `document_mask` the documents of
+        a sequence see those before them."""
         super().__init__(tokens, seq_len, document_mask)
-        self.is_uniform, self.path, self.counts, self.padding = False, path, counts, padding
-        self.left_out = counts["left out"]
+        self.is_uniform, self.folder, self.counts, self.padding = False, folder, counts, padding
 
     def __reduce__(self) -> Any:
         """Pickled without what is mapped: a data worker that is not forked maps it too, and gets no copy."""
-        arguments = (self.tokens, self.seq_len, self.path, self.counts, self.padding, self.document_mask)
+        arguments = (self.tokens, self.seq_len, self.folder, self.counts, self.padding, self.document_mask)
         return WholeDocumentDataset, arguments
 
     @functools.cached_property
-    def piece_starts(self) -> np.ndarray:
-        """The first token of each piece, sequence after sequence."""
-        return map_numbers(str(self.path.with_suffix(".starts")), np.int64)
+    def pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(the first token of each piece, its number of tokens, the first piece of each sequence and the number of
+        pieces), sequence after sequence, mapped."""
+        dtypes = {"starts": np.int64, "lengths": np.int32, "first_pieces": np.int64}
+        starts, lengths, first_pieces = (map_numbers(f"{self.folder}/{name}.bin", dtypes[name]) for name in dtypes)
+        return starts, lengths, first_pieces
 
-    @functools.cached_property
-    def piece_lengths(self) -> np.ndarray:
-        """The number of tokens in each piece."""
-        return map_numbers(str(self.path.with_suffix(".lengths")), np.int32)
+    def sequence_pieces(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(the first token, the number of tokens) of each piece of a sequence, the longest first."""
+        starts, lengths, first_pieces = self.pieces
+        first, last = first_pieces[index : index + 2].tolist()
+        return starts[first:last], lengths[first:last]
 
-    @functools.cached_property
-    def first_pieces(self) -> np.ndarray:
-        """The index of each sequence's first piece, and the number of pieces."""
-        return map_numbers(str(self.path.with_suffix(".begins")), np.int64)
-
-    def sequence_pieces(self, index: int) -> slice:
-        """The pieces of a sequence."""
-        return slice(int(self.first_pieces[index]), int(self.first_pieces[index + 1]))
+    @property
+    def left_out(self) -> int:
+        return self.counts["left out"]
 
     def __len__(self) -> int:
         return self.counts["sequences"]
 
     def __getitem__(self, index: int) -> PackedSequence:
-        """The documents of a bin, the longest first."""
+        """The documents of a sequence, and padding."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         tokens = np.full(self.seq_len + 1, self.padding, self.tokens.dtype)
-        trained, starts, filled = np.zeros(self.seq_len + 1, bool), [], 0
-        pieces = self.sequence_pieces(index)
-        for start, length in zip(self.piece_starts[pieces].tolist(), self.piece_lengths[pieces].tolist(), strict=True):
+        trained, doc_starts, filled = np.zeros(self.seq_len + 1, bool), [], 0
+        for start, length in np.stack(self.sequence_pieces(index), axis=1).tolist():
             tokens[filled : filled + length] = self.tokens[start : start + length]
             trained[filled + 1 : filled + length] = True
             if self.has_loss_mask:
                 trained[filled + 1 : filled + length] = self.tokens.trained(start + 1, start + length)
-            starts.append(filled)
+            doc_starts.append(filled)
             filled += length
-        starts.append(filled)  # of the padding
-        begins = np.array([start for start in starts if start < self.seq_len], np.int64)
-        return PackedSequence(tokens, trained[1:], begins if self.document_mask else None, min(filled, self.seq_len))
+        doc_starts.append(filled)  # of the padding
+        inputs = np.array([start for start in doc_starts if start < self.seq_len], np.int64)
+        return PackedSequence(tokens, trained[1:], inputs if self.document_mask else None, min(filled, self.seq_len))
 
     def real_tokens(self, index: int) -> int:
-        return min(int(self.piece_lengths[self.sequence_pieces(index)].sum()), self.seq_len)
+        return min(int(self.sequence_pieces(index)[1].sum()), self.seq_len)
 
     def total_trained(self) -> int:
         return self.counts["trained"]
@@ -233,8 +232,8 @@ class WholeDocumentDataset(PackedDataset):
     def num_documents(self) -> int:
         return self.counts["documents"]
 
-    def starts_in(self, index: int) -> list[int]:
-        lengths = self.piece_lengths[self.sequence_pieces(index)]
+    def doc_starts_in(self, index: int) -> list[int]:
+        _, lengths = self.sequence_pieces(index)
         return (np.cumsum(lengths) - lengths).tolist()
 
     def describe(self) -> str:
@@ -249,16 +248,15 @@ class WholeDocumentDataset(PackedDataset):
 def pack_once(
     tokens: Tokens, seq_len: int, packing: str, seed: int, cache_dir: str | os.PathLike | None
 ) -> tuple[pathlib.Path, dict]:
-    """Pack documents, unless the cache has it; return (the path of its files without suffix, counts). One process of a
-    node calls this for all."""
+    """Pack documents, unless the cache has it; return (its folder, counts). One process of a node calls this."""
 
     def make(folder: pathlib.Path) -> dict:
         arrays, counts = pack_documents(tokens, seq_len, packing, seed)
         for name, array in arrays.items():
-            array.tofile(folder / name)
+            array.tofile(folder / f"{name}.bin")
         return counts
 
-    # of files without a key nothing but the document boundaries decides: they have no mask
+    # token files have no key: they have no mask, so the lengths of documents are all that matters
     keys = [file.cache_key for file in tokens.files]
     digests = [hashlib.sha256(array.data).hexdigest() for array in (tokens.starts, tokens.stops, tokens.doc_ends)]
     return make_once("packing", [VERSION, keys, digests, seq_len, packing, seed], make, cache_dir)
@@ -270,18 +268,19 @@ def pack_documents(
     """(arrays of a `WholeDocumentDataset` by name, counts). `packing` is best-fit, or none for one document, or a piece
     of one, in each sequence. Sequences without a label that is trained on are left out."""
     starts, lengths = cut_long(tokens.doc_ends, seq_len)
-    if packing == "none":
-        # sequence i has the pieces items[begins[i] : begins[i + 1]]
-        items, begins = np.arange(len(lengths)), np.arange(len(lengths) + 1)
-    else:
-        items, begins = best_fit(lengths, seq_len + 1, seed)
+    # sequence i has the pieces items[first_items[i] : first_items[i + 1]]
+    items, first_items = np.arange(len(lengths)), np.arange(len(lengths) + 1)
+    if packing == "best-fit":
+        items, first_items = best_fit(lengths, seq_len + 1, seed)
 
     def sums(piece_values: np.ndarray) -> np.ndarray:
         """The sum of a number of each piece over each sequence."""
-        return np.add.reduceat(piece_values[items], begins[:-1], dtype=np.int64) if len(items) else np.zeros(0, int)
+        return (
+            np.add.reduceat(piece_values[items], first_items[:-1], dtype=np.int64) if len(items) else np.zeros(0, int)
+        )
 
     trained = sums(count_trained(tokens, starts, lengths))
-    is_trained, sizes = trained > 0, np.diff(begins)
+    is_trained, sizes = trained > 0, np.diff(first_items)
     doc_lengths = np.diff(tokens.doc_ends, prepend=0)
     counts: dict[str, int | str] = {
         "packing": packing,
@@ -294,8 +293,8 @@ def pack_documents(
         "tokens": int(np.minimum(sums(lengths), seq_len)[is_trained].sum()),
     }
     items = items[np.repeat(is_trained, sizes)]
-    begins = np.concatenate([[0], np.cumsum(sizes[is_trained])])
-    return {"starts": starts[items], "lengths": lengths[items], "begins": begins}, counts
+    first_pieces = np.concatenate([[0], np.cumsum(sizes[is_trained])])
+    return {"starts": starts[items], "lengths": lengths[items], "first_pieces": first_pieces}, counts
 
 
 def count_trained(tokens: Tokens, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -307,29 +306,31 @@ def count_trained(tokens: Tokens, starts: np.ndarray, lengths: np.ndarray) -> np
     for last in np.searchsorted(starts, parts).tolist():  # the pieces that begin in this part
         if first < last:
             begin, end = int(starts[first]), int(starts[last - 1] + lengths[last - 1])
-            mask = np.append(tokens.trained(begin, end), np.uint8(0))
-            borders = np.stack([starts[first:last] + 1, starts[first:last] + lengths[first:last]], axis=1).ravel()
-            trained[first:last] = np.add.reduceat(mask, borders - begin, dtype=np.int64)[::2]
+            # sums[i]: trained tokens before token i of the part; the first token of a piece is no label
+            sums = np.concatenate([[0], np.cumsum(tokens.trained(begin, end), dtype=np.int64)])
+            starts_in_part = starts[first:last] - begin
+            trained[first:last] = sums[starts_in_part + lengths[first:last]] - sums[starts_in_part + 1]
             first = last
-    trained[lengths == 1] = 0  # for an empty range reduceat returns the item at its start
     return trained
 
 
-def cut_long(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+def cut_long(doc_ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """(where each piece begins, its tokens): documents as pieces of at most `seq_len + 1` tokens, what a sequence has.
     Consecutive pieces of a document share one token, as consecutive sequences do: each token but a document's first is
-    a label exactly once."""
-    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-    lengths = ends - starts
-    counts = np.where(lengths > seq_len + 1, -(-(lengths - 1) // seq_len), 1)
-    documents = np.repeat(np.arange(len(lengths)), counts)
-    offsets = (np.arange(len(documents)) - (np.cumsum(counts) - counts)[documents]) * seq_len
+    a label exactly once. With `seq_len` 4 a document of 8 tokens is 2 pieces: its tokens 0..4 and 4..7."""
+    starts = np.concatenate([[0], doc_ends[:-1]]).astype(np.int64)
+    lengths = doc_ends - starts
+    counts = np.where(lengths > seq_len + 1, -(-(lengths - 1) // seq_len), 1)  # pieces of each document
+    documents = np.repeat(np.arange(len(lengths)), counts)  # the document of each piece
+    numbers = np.arange(len(documents)) - (np.cumsum(counts) - counts)[documents]  # of a piece in its document
+    offsets = numbers * seq_len
     return starts[documents] + offsets, np.minimum(lengths[documents] - offsets, seq_len + 1).astype(np.int32)
 
 
 def best_fit(lengths: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack items into bins of `size`, best-fit decreasing: the longest first, each into the bin with the least room
-    that is enough, or a new one. A pure function of its arguments.
+    that is enough, or a new one. A pure function of its arguments. Example: of the lengths 5, 4, 3, 3, 1 in bins of 8,
+    5 opens bin 0, 4 opens bin 1, one 3 fills bin 0, the other 3 and the 1 fill bin 1.
 
     `lengths` are from 1 to `size`. Returns the items, bin after bin, and where each bin begins among them, with their
     number at the end. Which items of a length meet, and the order of the bins, are drawn with `seed`.
@@ -339,7 +340,7 @@ def best_fit(lengths: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.
     items = items[np.argsort(-lengths[items].astype(np.int64), kind="stable")]
     items_by_length = np.bincount(lengths, minlength=size + 1)
     bins_with_room: list[list[int]] = [[] for _ in range(size + 1)]
-    rooms = 0  # bit r is set where a bin has room for r more
+    rooms = 0  # bit r is set if a bin has room for r more: 0b1001 for bins with room for 0 and for 3
     chosen = np.empty(len(lengths), np.int32)  # the bin of each item
     bins = placed = 0
     for length in np.flatnonzero(items_by_length)[::-1].tolist():
@@ -367,8 +368,8 @@ def best_fit(lengths: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.
                     bins_with_room[rest].extend(some_bins)
                     rooms |= 1 << rest
     item_bins = generator.permutation(bins).astype(np.int32)[chosen]
-    begins = np.concatenate([[0], np.cumsum(np.bincount(item_bins, minlength=bins))])
-    return items[np.argsort(item_bins, kind="stable")], begins
+    first_items = np.concatenate([[0], np.cumsum(np.bincount(item_bins, minlength=bins))])
+    return items[np.argsort(item_bins, kind="stable")], first_items
 
 
 class SyntheticDataset(Dataset):
@@ -378,31 +379,31 @@ class SyntheticDataset(Dataset):
     has_loss_mask = False
     left_out = 0
 
-    def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, sequences: int = 2**20):
-        self.vocab_size, self.seq_len, self.seed, self.sequences = vocab_size, seq_len, seed, sequences
+    def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, num_sequences: int = 2**20):
+        self.vocab_size, self.seq_len, self.seed, self.num_sequences = vocab_size, seq_len, seed, num_sequences
 
     def __len__(self) -> int:
-        return self.sequences
+        return self.num_sequences
 
     def __getitem__(self, index: int) -> np.ndarray:
         generator = np.random.Generator(np.random.Philox(key=(self.seed << 32) + index))
         return generator.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.uint32)
 
     def total_tokens(self) -> int:
-        return self.sequences * self.seq_len
+        return self.num_sequences * self.seq_len
 
     def fingerprint(self) -> str:
         return "synthetic"
 
 
 @dataclass(frozen=True, eq=False)
-class HeldSequences:
+class StreamEvalSequences:
     """Eval sequences of a stream. A rank holds those that it evaluates."""
 
     held: dict[int, np.ndarray | PackedSequence]  # by number
     count: int  # of all ranks
     seq_len: int
-    identity: str  # what tells them from others
+    identity: str  # the fingerprint
     has_loss_mask = False
     left_out = 0
 
@@ -420,6 +421,9 @@ class HeldSequences:
         return self.identity
 
 
+EvalSequences = PackedDataset | SyntheticDataset | StreamEvalSequences
+
+
 def create_collate_fn(
     shift_labels: bool = True,
 ) -> Callable[[list[np.ndarray | PackedSequence]], dict[str, torch.Tensor]]:
@@ -434,14 +438,14 @@ def create_collate_fn(
     def collate(sequences: list[np.ndarray | PackedSequence]) -> dict[str, torch.Tensor]:
         tokens = np.stack([sequence_tokens(sequence) for sequence in sequences])
         batch = {"input_ids": tokens[:, :-1].astype(np.int64), "labels": tokens[:, 1:].astype(np.int64)}
-        richer = [(row, sequence) for row, sequence in enumerate(sequences) if isinstance(sequence, PackedSequence)]
-        if any(sequence.starts is not None for _, sequence in richer):
-            starts = np.zeros_like(batch["labels"])  # at each token where a document begins, its position
-            for row, sequence in richer:
-                if sequence.starts is not None:
-                    starts[row, sequence.starts] = sequence.starts
+        packed_rows = [(row, packed) for row, packed in enumerate(sequences) if isinstance(packed, PackedSequence)]
+        if any(sequence.doc_starts is not None for _, sequence in packed_rows):
+            starts = np.zeros_like(batch["labels"])  # at each input that begins a document, its position; 0 elsewhere
+            for row, sequence in packed_rows:
+                if sequence.doc_starts is not None:
+                    starts[row, sequence.doc_starts] = sequence.doc_starts
             batch["position_ids"] = np.arange(starts.shape[1]) - np.maximum.accumulate(starts, axis=1)
-        for row, sequence in richer:
+        for row, sequence in packed_rows:
             if sequence.trained is not None:
                 batch["labels"][row, ~sequence.trained] = IGNORE_INDEX
         if shift_labels:

@@ -35,15 +35,16 @@ def keyed(text: str) -> int:
 
 
 def spread(counts: Sequence[int], key: str) -> np.ndarray:
-    """The numbers of parts, each as many times as its count says, spread evenly over a circle in another order for each
-    key. The circle is divided into c equal stretches for a part that comes c times, and each stretch has one of them at
-    a random place. The circle is then turned by a random amount, so each position is equally likely to have any item;
-    without it light parts would be rare at the beginning."""
+    """The numbers of parts, each as many times as its count says, spread evenly, in another order for each key.
+
+    The k-th item of a part with `count` items is at (k + a random fraction) / count. Items are sorted by this position,
+    then rotated by a random number: without that, parts with few items would be rare at the beginning.
+    """
     total = sum(counts)
     if total == max(counts):  # one part, as most runs have: nothing to sort
         return np.full(total, np.argmax(counts))
     bits = np.frombuffer(hashlib.shake_256(key.encode()).digest(8 * (total + 1)), "<u8")
     numbers = np.concatenate([np.arange(count) for count in counts])
-    places = (numbers + bits[:total] / 2**64) / np.repeat(counts, counts)
-    order = np.repeat(np.arange(len(counts)), counts)[np.argsort(places, kind="stable")]
+    positions = (numbers + bits[:total] / 2**64) / np.repeat(counts, counts)
+    order = np.repeat(np.arange(len(counts)), counts)[np.argsort(positions, kind="stable")]
     return np.roll(order, int(bits[total]) % total)

@@ -112,7 +112,8 @@ def is_record_of_chats(record: DataRecord) -> bool:
 
 
 def first_words(corpora: list[Corpus], sequences: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """The first words of the first source of `sequences`, as a prompt for a sample; empty if it has no text."""
+    """The first words of the first source of `sequences`, which --demo with another --dataset continues as its sample;
+    empty if it has no text."""
     dataset = next(iter(sequences.values()))
     is_chat = any(corpus.is_chat for corpus in corpora[:1])
     if tokenizer is None or is_chat or isinstance(dataset, Stream | SyntheticDataset):

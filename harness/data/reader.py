@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from harness import base, job
-from harness.data import formats
+from harness.data import formats, tokenize
 from harness.data.cache import make_once
 from harness.data.chat import ChatEncoder, no_assistant_mask
 from harness.data.corpora import Corpus, are_token_files, cut_positions, parse_split, slice_rows
@@ -21,7 +21,7 @@ from harness.data.files import DataFile
 from harness.data.formats import read_records
 from harness.data.packing import PackedDataset, WholeDocumentDataset, pack_once
 from harness.data.schema import read_documents
-from harness.data.tokenize import RowEncoder, TextEncoder, describe_cache, open_cache, take, tokenize_once, warnings_in
+from harness.data.tokenize import RowEncoder, TextEncoder, take
 from harness.data.tokens import Tokens, describe_files, map_numbers
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
@@ -39,7 +39,7 @@ class CorpusReader:
     packing: str | None = None
     chat_template: str | None = None
     chat_loss: str = "assistant"
-    document_mask: bool | None = None
+    document_mask: bool | None = None  # None: the default of the corpora, which `open_sequences` resolves
     seed: int = 0
     is_main: bool = True  # True for the process of each node that tokenizes for the others
 
@@ -58,8 +58,9 @@ class CorpusReader:
 
     def chat_encoder(self, corpus: Corpus) -> ChatEncoder:
         template = base.read_template(self.chat_template)
-        layout = str(corpus.text_field)
-        return ChatEncoder(self.tokenizer, self.vocab_size, template, self.chat_loss, self.skip_bad_records, layout)
+        return ChatEncoder(
+            self.tokenizer, self.vocab_size, template, self.chat_loss, self.skip_bad_records, corpus.layout
+        )
 
     def open_tokens(self, corpus: Corpus, split: str) -> tuple[Tokens, str]:
         """(the tokens of a split, mapped; where they come from, in words). Text is tokenized unless the cache has it. A
@@ -78,11 +79,11 @@ class CorpusReader:
                 rows = base.broadcast_from_rank_0(functools.partial(slice_rows, split_files, bounds))
             if rows:
                 bounds = []  # only these rows are tokenized: nothing is left to cut
-            path, counts = base.broadcast_from_node_main(
+            folder, counts = base.broadcast_from_node_main(
                 functools.partial(self._tokenize, corpus, split_files, rows), self.is_main
             )
-            opened, line = [open_cache(path, self.vocab_size)], describe_cache(path, counts)
-            for warning in warnings_in(counts):
+            opened, line = [tokenize.open_cache(folder, self.vocab_size)], tokenize.describe_cache(folder, counts)
+            for warning in counts["warnings"]:
                 job.warn(warning)
         tokens = Tokens(opened, self.vocab_size, self.end_of_text)
         if bounds:
@@ -90,31 +91,38 @@ class CorpusReader:
             tokens = tokens.between(*cut_positions(bounds, tokens.doc_ends, len(tokens)))
         return tokens, line
 
-    def _tokenize(self, corpus: Corpus, split_files: list[DataFile], rows: tuple[int, int] | None) -> tuple:
-        """Call `tokenize_once` for these files, or for some of their rows."""
-        encoder = self.encoder(corpus)
-        content = [file.version() for file in split_files]
-        identity = [content, rows, corpus.text_field, corpus.has_loss_mask, *encoder.identity()]
+    def _tokenize(
+        self, corpus: Corpus, split_files: list[DataFile], rows: tuple[int, int] | None
+    ) -> tuple[pathlib.Path, dict]:
+        """Tokenize files, or some of their rows, unless the cache has them; return (the folder of the cache, counts).
 
-        def tokenize(counts: Counter) -> Iterator:
-            records = itertools.chain.from_iterable(read_records(file, corpus.text_field) for file in split_files)
+        With --skip-bad-records a cache may lack bad records. Without it they are an error, with or without a cache.
+        """
+        encoder = self.encoder(corpus)
+        content = [file.identity() for file in split_files]
+        identity = [tokenize.VERSION, content, rows, corpus.fields, corpus.has_loss_mask, *encoder.identity()]
+
+        def encode(counts: Counter) -> Iterator[tokenize.Encoded]:
+            """Yield all documents in batches; `counts` counts those that were yielded."""
+            records = itertools.chain.from_iterable(read_records(file, corpus.fields) for file in split_files)
             if rows:
                 records = itertools.islice(records, *rows)  # type: ignore[assignment]
             documents = read_documents(records, self.vocab_size, self.skip_bad_records, counts, corpus.kind)
             while batch := list(take(documents, TOKENIZE_BATCH)):
                 yield encoder.encode(batch, counts)
-            if not counts["tokens"]:
-                if left_out := counts["conversations without a trained token"]:
-                    problem = f"none of its {base.counted(left_out, 'conversation')} has a turn with the role assistant"
-                    raise no_assistant_mask(f"--dataset {corpus.source.dataset}: {problem} that the template marks")
-                if left_out := counts["rows without a trained token"]:
-                    problem = f"none of its {left_out:,} rows has a token to train on by its labels and masks"
-                    raise base.UserError(f"--dataset {corpus.source.dataset}: {problem}; fix these, or drop them")
-                bad = counts["bad records"]
-                without = f", {base.counted(bad, 'bad record')} left out" if bad else ""
-                raise base.UserError(f"--dataset {corpus.source.dataset}: it holds no text{without}")
 
-        return tokenize_once(identity, tokenize, self.cache_dir, self.skip_bad_records)
+        def make(folder: pathlib.Path) -> dict:
+            counts: Counter = Counter()
+            tokenize.write_tokens(tokenize.with_progress(encode(counts), counts), folder)
+            if not counts["tokens"]:
+                raise no_tokens(f"--dataset {corpus.source.dataset}", counts)
+            return {**counts, "warnings": encoder.warnings() if isinstance(encoder, ChatEncoder) else []}
+
+        folder, counts = make_once("tokens", identity, make, self.cache_dir)
+        if counts.get("bad records") and not self.skip_bad_records:
+            for _ in encode(Counter()):  # raises the error of the first one
+                pass
+        return folder, counts
 
     def with_doc_ends(self, tokens: Tokens) -> Tokens:
         """The tokens of token files or of the cache with their document boundaries. If the files do not have these, one
@@ -125,15 +133,15 @@ class CorpusReader:
         self.check_doc_ends(tokens)
 
         def write(folder: pathlib.Path) -> dict:
-            tokens.file_doc_ends.tofile(folder / "ends")
+            tokens.file_doc_ends.tofile(folder / "doc_ends.bin")
             return {}
 
-        # with the dtype, as a .ds without metadata has that of the vocabulary
-        identity = [[[file.version, file.tokens.dtype.str] for file in tokens.files], tokens.end_of_text]
-        path, _ = base.broadcast_from_node_main(
+        # the dtype too: of a .ds without metadata it depends on the vocabulary, not on the file
+        identity = [[[file.identity, file.tokens.dtype.str] for file in tokens.files], tokens.end_of_text]
+        folder, _ = base.broadcast_from_node_main(
             lambda: make_once("ends", identity, write, self.cache_dir), self.is_main
         )
-        return dataclasses.replace(tokens, known_doc_ends=map_numbers(str(path.with_suffix(".ends")), np.int64))
+        return dataclasses.replace(tokens, known_doc_ends=map_numbers(str(folder / "doc_ends.bin"), np.int64))
 
     def check_doc_ends(self, tokens: Tokens) -> None:
         """Raise a UserError if neither the files nor an end-of-text token say where documents end."""
@@ -146,8 +154,7 @@ class CorpusReader:
     def pack(self, tokens: Tokens, name: str) -> PackedDataset:
         """Pack tokens as sequences; a UserError, which names the data `name`, if there is not one to train on."""
         packing = self.packing or ("best-fit" if tokens.has_loss_mask else "concatenate")
-        mask = tokens.has_loss_mask if self.document_mask is None else self.document_mask
-        mask = mask and packing != "none"  # a sequence has one document
+        mask = bool(self.document_mask)
         packed: PackedDataset
         if packing != "concatenate":
             tokenizer = self.tokenizer
@@ -155,10 +162,10 @@ class CorpusReader:
             # an added padding token may have no embedding
             padding = next(token for token in ids if token is not None and token < self.vocab_size)
             tokens = self.with_doc_ends(tokens)
-            path, counts = base.broadcast_from_node_main(
+            folder, counts = base.broadcast_from_node_main(
                 lambda: pack_once(tokens, self.seq_len, packing, self.seed, self.cache_dir), self.is_main
             )
-            packed = WholeDocumentDataset(tokens, self.seq_len, path, counts, padding, mask)
+            packed = WholeDocumentDataset(tokens, self.seq_len, folder, counts, padding, mask)
         else:
             if mask:
                 self.check_doc_ends(tokens)
@@ -171,3 +178,16 @@ class CorpusReader:
             problem = f"{found}, too few for one sequence of --sequence-length {self.seq_len}"
             raise base.UserError(f"--dataset {name}: {problem}; use a shorter sequence or more text")
         return packed
+
+
+def no_tokens(subject: str, counts: Counter) -> base.UserError:
+    """Make the error for a corpus without a token to train on, from the counts of what was left out."""
+    if left_out := counts["conversations without a trained token"]:
+        problem = f"none of its {base.counted(left_out, 'conversation')} has a turn with the role assistant"
+        return no_assistant_mask(f"{subject}: {problem} that the template marks")
+    if left_out := counts["rows without a trained token"]:
+        problem = f"none of its {left_out:,} rows has a token to train on by its labels and masks"
+        return base.UserError(f"{subject}: {problem}; fix these, or drop them")
+    bad = counts["bad records"]
+    without = f", {base.counted(bad, 'bad record')} left out" if bad else ""
+    return base.UserError(f"{subject}: it holds no text{without}")

@@ -24,10 +24,9 @@ import numpy as np
 
 from harness import base
 
-DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a text, as in the original TinyStories files
+DOC_SEPARATOR = "<|endoftext|>"  # separates the documents of a text, as in the original TinyStories files
 MAX_TOKEN_ID = 2**32 - 1
 
-Field = str | tuple[str, ...]  # the field that is trained on, or several: the first that a record has
 LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")  # 1 for each trained token
 PER_TOKEN_FIELDS = ("labels", "attention_mask", "position_ids", *LOSS_MASKS)  # an integer for each token id
 ID_FIELDS = (*PER_TOKEN_FIELDS, "seq_lengths")  # read together with token ids
@@ -52,8 +51,8 @@ class Conversation:
     position: str = ""  # of the record, for messages to the user
 
     def __len__(self) -> int:
-        """The approximate number of characters; never 0."""
-        return len(self.messages) + sum(len(message.get("content") or "") for message in self.messages)
+        """The number of characters as JSON, about those of the rendered text; never 0."""
+        return len(json.dumps([self.messages, self.tools], default=str))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +83,9 @@ def kind_of(document: Document) -> str:
     return "text" if isinstance(document, str) else "ids"
 
 
-def field_names(text_field: Field) -> tuple[str, ...]:
-    return (text_field,) if isinstance(text_field, str) else text_field
-
-
 def read_value(fields: dict[str, Any], field: str) -> Record:
     """Return the document in a field that has no conversation: token ids in `input_ids`, text or token ids in any
-    other; with what ID_FIELDS of the record say about ids."""
+    other. Ids go through `check_ids`."""
     value = fields[field]
     if field == "input_ids" or isinstance(value, list):
         are_ints = isinstance(value, list) and set(map(type, value)) <= {int}
@@ -194,7 +189,7 @@ def read_documents(
         elif not isinstance(record, str):
             yield record
         else:
-            texts = [part.strip("\n") for part in record.split(DOCUMENT_MARK)] if DOCUMENT_MARK in record else [record]
+            texts = [part.strip("\n") for part in record.split(DOC_SEPARATOR)] if DOC_SEPARATOR in record else [record]
             texts = [text for text in texts if text]
             if not texts:
                 counts["empty documents"] += 1
@@ -218,12 +213,11 @@ ROLES = {  # of chat templates, by ShareGPT's `from`
     **dict.fromkeys(("tool", "observation", "function_response", "tool_response"), "tool"),
     "system": "system",
 }
-CALLS = ("function_call", "tool_call")  # of functions, by the assistant
-# By field, the values with which a turn stays in the loss. For `mask` there is no such value: its 1 means trained on in
-# some data and masked out in others.
-KEEPS_TURN = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)) | {"mask": ()}
+TOOL_CALL_SPEAKERS = ("function_call", "tool_call")  # ShareGPT's `from` of calls by the assistant
+# By field, the values that mean trained on. `mask` has none: its 1 means trained on in some data, masked in others.
+TRAINED_VALUES = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)) | {"mask": ()}
 # Fields of a message that a template need not write; contents and calls are checked one by one.
-NAMES_AND_WEIGHTS = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *KEEPS_TURN}
+NAMES_AND_WEIGHTS = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *TRAINED_VALUES}
 SYSTEM = ("system", "system_prompt", "system_message")
 NOT_READ = {  # fields that would change the text of a conversation, and what to do instead
     "functions": "name them tools",
@@ -266,7 +260,7 @@ def find_document(record: Any, names: tuple[str, ...]) -> Record:
         if is_there:
             return read_fields(fields, name)
     wanted = names[-1]
-    if isinstance(fields.get(wanted), str):  # `--text-field messages` for texts
+    if isinstance(fields.get(wanted), str):  # --text-field messages, and the column has texts
         return read_fields(fields, wanted)
     missing = missing_in(fields, LAYOUTS[wanted]) if wanted in LAYOUTS else wanted
     others = f", only {', '.join(fields)}" if len(fields) > 1 else ""
@@ -288,16 +282,16 @@ def optional_columns(layout: Layout, columns: list[str]) -> list[str]:
     return [name for name in columns if name in optional or (is_named_like_tools(name) and name not in layout.needs)]
 
 
-def choose_field(columns: list[str], flat_columns: set[str], text_field: Field) -> str:
-    """Return the column or layout of `text_field` that is read of a file, as `find_document` does of a record; a
-    ValueError if it has none. `flat_columns` have no lists or objects, so no messages."""
-    names = field_names(text_field)
+def choose_field(columns: list[str], flat_columns: set[str], names: tuple[str, ...]) -> str:
+    """Return the first of `names`, columns or layouts, that a file has: what `find_document` finds in a record, for all
+    rows at once, so that other columns are not read. A ValueError if it has none. `flat_columns` have no lists or
+    objects, so no messages."""
     for name in names:
         needs = layout_of(name).needs
         is_text = name in LAYOUTS and len(needs) == 1 and needs[0] in flat_columns
         if set(needs) <= set(columns) and not is_text:
             return name
-    if names[-1] in flat_columns:  # `--text-field messages` for texts
+    if names[-1] in flat_columns:  # --text-field messages, and the column has texts
         return names[-1]
     missing = " and ".join(layout_of(names[-1]).needs)
     raise ValueError(f"no field {missing}, only {', '.join(columns)}; {field_advice(names[-1], columns)}")
@@ -344,7 +338,8 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
             raise ValueError(f"{field} is {excerpt(system)} instead of text")
         if system.strip() and first["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": system}, *messages]
-            first_trained = first_trained and first_trained + 1  # 0 if there is no prompt
+            if first_trained:  # else there is no prompt, and all turns are trained on
+                first_trained += 1
         elif system.strip() and first.get("content") != system:
             raise ValueError(f"{field} is {excerpt(system)}, and the first message is another system prompt")
     for field, value in fields.items():
@@ -408,7 +403,7 @@ def messages_in(items: Any, name: str) -> list[dict]:
                 wanted += ", or with from and value"
             raise ValueError(f"{position} is {excerpt(message)} instead of {wanted}")
         if message["role"] == "assistant":
-            for field, values in KEEPS_TURN.items():
+            for field, values in TRAINED_VALUES.items():
                 if field in message and message[field] not in values:
                     problem = f"{position} has {field} {excerpt(message[field])}, but all turns of the assistant are"
                     raise ValueError(f"{problem} trained on; remove that field, or the turn")
@@ -444,8 +439,8 @@ def from_sharegpt(message: dict, position: str) -> dict:
     others = {name: field for name, field in message.items() if name not in ("from", "value")}
     if speaker in ROLES:
         return {"role": ROLES[speaker], "content": value, **others}
-    if speaker not in CALLS:
-        known = ", ".join([*ROLES, *CALLS])
+    if speaker not in TOOL_CALL_SPEAKERS:
+        known = ", ".join([*ROLES, *TOOL_CALL_SPEAKERS])
         raise ValueError(f"{position} is from {excerpt(message['from'])} instead of one of {known}")
     calls = None
     with contextlib.suppress(ValueError, TypeError):

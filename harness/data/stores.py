@@ -19,8 +19,8 @@ TIMEOUT_SECONDS = 30  # of a request for a range, or for information on a file
 LISTING_SECONDS = 600  # of a request for the names in a folder
 TRIES = 8
 FIRST_WAIT = 0.5  # seconds before the second try, doubled for each further one
-# Names of the mark that changes with a file's content; the first that a store gives counts.
-MARKS = ("generation", "ETag", "etag", "blob_id", "md5Hash", "mtime")
+# What changes with a file's content; the first that a store gives counts.
+VERSIONS = ("generation", "ETag", "etag", "blob_id", "md5Hash", "mtime", "size")
 
 
 def is_http(url: str) -> bool:
@@ -115,11 +115,12 @@ def list_url(url: str) -> list[tuple[str, dict]]:
             found = ask(url, "find", detail=True, seconds=LISTING_SECONDS)
     except FileNotFoundError:
         return []
+    # the store gives paths in its file system: bucket/folder/a.txt for s3://bucket/folder/
     path_of_top = filesystem_of(top)[1].rstrip("/")
     files = []
     for path, info in found.items():
-        within = path.removeprefix(path_of_top).strip("/")
-        file = f"{top.rstrip('/')}/{within}" if within else url
+        name = path.removeprefix(path_of_top).strip("/")
+        file = f"{top.rstrip('/')}/{name}" if name else url  # no name: `url` is a file without a suffix
         if info["type"] == "directory" or path.endswith("/"):  # an empty folder
             continue
         if info.get("size") is None:  # a page of links
@@ -128,24 +129,24 @@ def list_url(url: str) -> list[tuple[str, dict]]:
     return files
 
 
-def size_and_mark(url: str, info: dict) -> tuple[int, str]:
-    """Return (size in bytes, mark) of a file from its store's information."""
+def size_and_version(url: str, info: dict) -> tuple[int, tuple[str, str]]:
+    """Return (size in bytes, version) of a file from its store's information."""
     if info.get("size") is None:
         problem = "the server does not give its size"
         raise base.UserError(f"--dataset {without_query(url)}: {problem}; copy it to a local disk")
-    marks = [f"{name} {info[name]}" for name in MARKS if info.get(name)]
-    return info["size"], marks[0] if marks else ""
+    name = next((name for name in VERSIONS if info.get(name)), "size")
+    return info["size"], (name, str(info[name]))
 
 
 class RangeReader(io.RawIOBase):
     """The bytes of a file in a store; each read is one request for a range. A UserError if the file has changed since
     it was listed, or if a request fails for good."""
 
-    def __init__(self, url: str, size: int, mark: str):
+    def __init__(self, url: str, size: int, version: tuple[str, str]):
         self.url, self.size, self.position = url, size, 0
-        name = mark.partition(" ")[0]
+        name, value = version
         now = self._ask("info")
-        if now.get("size") != size or (mark and f"{name} {now.get(name)}" != mark):
+        if now.get("size") != size or str(now.get(name)) != value:
             raise changed(without_query(url))
 
     def readable(self) -> bool:

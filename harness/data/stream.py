@@ -30,8 +30,8 @@ from harness.data.eval_split import is_eval_document
 from harness.data.files import DataFile
 from harness.data.formats import find_format, read_records
 from harness.data.mixture import Spec
-from harness.data.packing import HeldSequences, PackedSequence, mask_boundaries, sequence_tokens
-from harness.data.schema import Field, read_documents
+from harness.data.packing import PackedSequence, StreamEvalSequences, mask_boundaries, sequence_tokens
+from harness.data.schema import read_documents
 from harness.data.tokenize import Encoded, TextEncoder, take
 from harness.data.tokens import BEGINNING_TOKENS, checksum_of_beginning
 
@@ -61,6 +61,9 @@ class Part(NamedTuple):
     end: int | None = None
 
 
+Documents = Literal["all", "training", "eval"]  # all documents, all but the eval documents, or these
+
+
 class Stream:
     """The documents of files in shards."""
 
@@ -69,25 +72,31 @@ class Stream:
         *,
         files: list[DataFile],
         encoder: TextEncoder,
-        text_field: Field,
+        fields: tuple[str, ...],
         seq_len: int,
         seed: int,
         skip_bad: bool = False,
         num_shards: int = 1,
         document_mask: bool = False,
     ):
-        self.files, self.encoder, self.text_field = files, encoder, text_field
+        self.files, self.encoder, self.fields = files, encoder, fields
         self.seq_len, self.seed, self.skip_bad, self.document_mask = seq_len, seed, skip_bad, document_mask
         self.is_uniform = not document_mask  # True if all labels of each sequence count
-        self.reads: Literal["all", "training", "eval"] = "all"  # all documents, all but the eval documents, or these
+        self.reads: Documents = "all"
         self.num_shards = num_shards
         self.chunks = cut_into_chunks(files, num_shards)
+
+    def reading(self, reads: Documents) -> "Stream":
+        """The same stream of other documents."""
+        stream = copy.copy(self)
+        stream.reads = reads
+        return stream
 
     def documents(self, chunk: list[Part], counts: Counter | None = None) -> Iterator:
         """The documents of a chunk; `counts` gets how many are left out."""
         counts = Counter() if counts is None else counts
         for part in chunk:
-            records = read_records(part.file, self.text_field, part.start, part.end)
+            records = read_records(part.file, self.fields, part.start, part.end)
             # texts and token ids only: a stream of conversations is refused
             documents: Iterator[Any] = read_documents(records, self.encoder.vocab_size, self.skip_bad, counts)
             for document in documents:
@@ -95,11 +104,12 @@ class Stream:
                     yield document
 
     def shard_chunks(self, shard: int) -> list[list[Part]]:
-        """The chunks of a shard. A shard gives sequences without end, so one without a document reads another's, whose
-        documents are then read more often."""
+        """The chunks of a shard, or of the next one that has a document, as a shard gives sequences without end: a text
+        of 10 MB without a separator has 40 chunks, and all but the first have no document."""
         for owner in range(shard, shard + self.num_shards):
             chunks = self.chunks[owner % self.num_shards :: self.num_shards]
-            if any(True for chunk in chunks for _ in self.documents(chunk)):
+            documents = itertools.chain.from_iterable(map(self.documents, chunks))
+            if next(documents, None) is not None:
                 return chunks
         raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
 
@@ -120,7 +130,7 @@ class Stream:
             order = np.random.default_rng([self.seed, shard, epoch]).permutation(len(chunks))
             documents = self.documents(chunks[order[number_in_epoch]], counts if epoch == 0 else None)
             for number in itertools.count():
-                portion_documents = list(take(documents, MAX_CHUNK, MAX_CHUNK))
+                portion_documents = list(take(documents, MAX_CHUNK, MAX_CHUNK))  # a document has a character at least
                 if not portion_documents:
                     break
                 if number >= portion:
@@ -129,11 +139,11 @@ class Stream:
                     yield chunk_number, number, shuffled
             chunk_number, portion = chunk_number + 1, 0
 
-    def first_documents(self, chunks: list[list[Part]], tokens: int) -> Encoded:
+    def first_documents(self, chunks: list[list[Part]], num_tokens: int) -> Encoded:
         """The first documents of chunks, with at least this number of tokens if there are that many."""
         found = [Encoded(np.empty(0, self.encoder.dtype), np.empty(0, np.int64))]
         documents, length = itertools.chain.from_iterable(map(self.documents, chunks)), 0
-        while length < tokens and (batch := list(take(documents, BATCH))):
+        while length < num_tokens and (batch := list(take(documents, BATCH))):
             found.append(self.encoder.encode(batch, Counter()))
             length += len(found[-1].tokens)
         return Encoded(
@@ -141,8 +151,8 @@ class Stream:
         )
 
     def fingerprint(self) -> Spec:
-        """What tells the corpus from others, wherever it is stored: the names and sizes of its files, and its first
-        tokens. A UserError if it holds no text."""
+        """What identifies the corpus, wherever it is stored: the names and sizes of its files, and its first tokens. A
+        UserError if it holds no text."""
         tolerant = copy.copy(self)
         tolerant.skip_bad = True  # a bad record is an error when training reads it
         in_file_order = [[Part(file)] for file in self.files]  # as in a token cache; chunks may have another order
@@ -156,14 +166,19 @@ class Stream:
         names = [[file.name, file.size] for file in self.files]
         return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:20]
 
-    def eval_sequences(self, count: int, ranks_of: Callable[[int], Iterable[int]]) -> HeldSequences:
+    def eval_sequences(self, count: int, ranks_of: Callable[[int], Iterable[int]]) -> StreamEvalSequences:
         """The first `count` sequences, or all if it is 0, in the order of the chunks. Ranks divide the reading, then
-        send each other the tokens: a sequence is held by `ranks_of(number)`, the first one by all. A UserError if there
-        are none. Every rank calls this."""
+        send each other the tokens: a sequence is held by `ranks_of(number)`, the first one by all, as `eval_batches`
+        fills the last batch with it. A UserError if there are none. Every rank calls this.
+
+        Example: with 4 tokens to a sequence, rank 0 read the tokens 0..5 and rank 1 the tokens 6..9. Sequence 0 is the
+        tokens 0..4, sequence 1 the tokens 4..8. So rank 0 sends the tokens 0..4 for sequence 0, at 0, and 4..5 for
+        sequence 1, at 0; rank 1 sends 6..8 for sequence 1, at 2.
+        """
         length = self.seq_len
         parts, total = self.read_in_turn(count * length + 1 if count else sys.maxsize)
-        sequences = min(count or sys.maxsize, max(0, total - 1) // length)
-        if not sequences:
+        num_sequences = min(count or sys.maxsize, max(0, total - 1) // length)
+        if not num_sequences:
             problem = (
                 f"{base.counted(total, 'token')} to evaluate, too few for one sequence of --sequence-length {length}"
             )
@@ -171,52 +186,56 @@ class Stream:
             raise base.UserError(f"--dataset {self.files[0]}: {problem}; {advice}")
         sent: list[list[tuple]] = [[] for _ in range(dist.get_world_size())]
         for first, encoded in parts.items():
-            last, ends = first + len(encoded.tokens), first + np.cumsum(encoded.lengths)
-            for sequence in range(max(0, (first - 1) // length), min(sequences, -(-last // length))):
+            last, doc_ends = first + len(encoded.tokens), first + np.cumsum(encoded.lengths)
+            for sequence in range(max(0, (first - 1) // length), min(num_sequences, -(-last // length))):
                 begin = sequence * length
                 start, stop = max(begin, first), min(begin + length + 1, last)
-                inside = ends[np.searchsorted(ends, start, "right") : np.searchsorted(ends, stop, "right")] - begin
+                first_end, last_end = np.searchsorted(doc_ends, (start, stop), "right")
+                inside = doc_ends[first_end:last_end] - begin
                 message = sequence, start - begin, encoded.tokens[start - first : stop - first], inside
                 for rank in ranks_of(sequence):
                     sent[rank].append(message)
         tokens: dict[int, np.ndarray] = {}
-        ends_by_sequence: dict[int, list[np.ndarray]] = {}
+        doc_ends_in: dict[int, list[np.ndarray]] = {}
         for sequence, start, stretch, inside in itertools.chain.from_iterable(base.all_to_all_lists(sent)):
             tokens.setdefault(sequence, np.zeros(length + 1, self.encoder.dtype))[start:][: len(stretch)] = stretch
-            ends_by_sequence.setdefault(sequence, []).append(inside)
+            doc_ends_in.setdefault(sequence, []).append(inside)
         held = {}
-        for sequence, found in ends_by_sequence.items():
+        for sequence, found in doc_ends_in.items():
             held[sequence] = self.first_sequence(tokens[sequence], np.sort(np.concatenate(found)))
         held[0] = base.broadcast_from_rank_0(lambda: held[0])
-        identity = [self.files_digest(), self.reads, hashlib.sha256(sequence_tokens(held[0]).tobytes()).hexdigest()]
-        return HeldSequences(held, sequences, length, f"{identity}, {base.counted(sequences, 'sequence')}")
+        first_digest = hashlib.sha256(sequence_tokens(held[0]).tobytes()).hexdigest()
+        fingerprint = f"{[self.files_digest(), self.reads, first_digest]}, {base.counted(num_sequences, 'sequence')}"
+        return StreamEvalSequences(held, num_sequences, length, fingerprint)
 
-    def read_in_turn(self, tokens: int) -> tuple[dict[int, Encoded], int]:
+    def read_in_turn(self, num_tokens: int) -> tuple[dict[int, Encoded], int]:
         """Read the first chunks until they have this number of tokens. Return ({tokens before it: what this rank has
-        read in one round}, the tokens of all ranks). Ranks divide the chunks of a round; each round has twice as many
-        chunks as the last, or as many as seem to be needed. Every rank calls this."""
+        read in one round}, the tokens of all ranks). Every rank calls this.
+
+        Ranks divide the chunks of a round. Each round has twice as many chunks as the last, or fewer, if the missing
+        tokens need fewer at the tokens per chunk so far.
+        """
         rank, world = dist.get_rank(), dist.get_world_size()
         mine: dict[int, Encoded] = {}
         first, found, width = 0, 0, 1
-        while first < len(self.chunks) and found < tokens:
+        while first < len(self.chunks) and found < num_tokens:
             width = min(width, len(self.chunks) - first)
             # ceil(width * number / world) chunks of the round are before those of rank `number`
             begin, end = (first + -(-width * number // world) for number in (rank, rank + 1))
             chunks = self.chunks[begin:end]
-            encoded = base.call_on_all_ranks(functools.partial(self.first_documents, chunks, tokens - found))
+            encoded = base.call_on_all_ranks(functools.partial(self.first_documents, chunks, num_tokens - found))
             sizes = base.all_gather_objects(len(encoded.tokens))
             mine[found + sum(sizes[:rank])] = encoded
             first, found = first + width, found + sum(sizes)
-            width = min(2 * width, math.ceil((tokens - found) * first / max(found, 1)))
+            width = min(2 * width, math.ceil((num_tokens - found) * first / max(found, 1)))
         return mine, found
 
-    def first_sequence(self, tokens: np.ndarray, ends: np.ndarray) -> np.ndarray | PackedSequence:
-        """The first `seq_len + 1` of these tokens as a sequence. `ends` are the positions after each document, counted
-        from the first token."""
-        sequence = tokens[: self.seq_len + 1].copy()  # without what comes after it
+    def first_sequence(self, tokens: np.ndarray, doc_ends: np.ndarray) -> np.ndarray | PackedSequence:
+        """The first `seq_len + 1` of these tokens as a sequence. `doc_ends` are counted from the first token."""
+        sequence = tokens[: self.seq_len + 1].copy()  # a view would keep the whole buffer in memory
         if not self.document_mask:
             return sequence
-        inside = ends[(ends > 0) & (ends <= self.seq_len)]
+        inside = doc_ends[(doc_ends > 0) & (doc_ends <= self.seq_len)]
         return PackedSequence(sequence, *mask_boundaries(np.concatenate([[0], inside]), self.seq_len))
 
 
@@ -228,54 +247,56 @@ def cut_into_chunks(files: list[DataFile], num_shards: int) -> list[list[Part]]:
     a large file is in several chunks, and a chunk may have several small files. A row group is a chunk of its
     own, and so is any other file.
     """
-    whole = [[part] for part in row_groups(tuple(files))]
-    whole += [[Part(file)] for file in files if not can_be_cut(file)]
-    cut = [file for file in files if can_be_cut(file) and not has_row_groups(file) and file.size]
-    ends = list(itertools.accumulate(file.size for file in cut))
-    if not cut:
-        return whole or [[Part(file)] for file in files]  # all files are empty: the error comes when they are read
+    cut_files, parts = divide_files(tuple(files))
+    cut_files = [file for file in cut_files if file.size]
+    ends = list(itertools.accumulate(file.size for file in cut_files))
+    if not ends:
+        return [[part] for part in parts or map(Part, files)]  # all files are empty: the error comes when they are read
     most = max(min(MAX_CHUNK, MAX_OPEN_BYTES // num_shards), MIN_CHUNK)
     count = num_shards * -(-ends[-1] // (num_shards * most))
     chunks = []
     for number in range(count):
+        # the bytes of this chunk, counted over all files, and the part of each file that lies in them
         first, last = ends[-1] * number // count, ends[-1] * (number + 1) // count
-        parts, at = [], bisect.bisect_right(ends, first)
-        while first < last:
-            before = ends[at] - cut[at].size
-            end = min(last, ends[at])
-            parts.append(Part(cut[at], first - before, end - before))
-            first, at = end, at + 1
-        if parts:
-            chunks.append(parts)
-    return chunks + whole
+        chunk = []
+        for index in range(bisect.bisect_right(ends, first), len(ends)):
+            if first == last:
+                break
+            before, end = ends[index] - cut_files[index].size, min(last, ends[index])
+            chunk.append(Part(cut_files[index], first - before, end - before))
+            first = end
+        if chunk:
+            chunks.append(chunk)
+    return chunks + [[part] for part in parts]
 
 
-def can_be_cut(file: DataFile) -> bool:
-    return file.compression is None and getattr(find_format(file.name), "CAN_BE_CUT", False)
-
-
-def has_row_groups(file: DataFile) -> bool:
-    return can_be_cut(file) and hasattr(find_format(file.name), "row_group_parts")
+def max_shards(files: list[DataFile]) -> int:
+    """The most shards that a corpus may have: no more than chunks. Every rank calls this."""
+    cut_files, parts = divide_files(tuple(files))
+    return max(1, sum(file.size for file in cut_files) // MIN_CHUNK + len(parts))
 
 
 @functools.cache
-def row_groups(files: tuple[DataFile, ...]) -> list[Part]:
-    """The row groups of the files that have some, by their footers, which rank 0 reads. Every rank calls this."""
-    grouped = [file for file in files if has_row_groups(file)]
+def divide_files(files: tuple[DataFile, ...]) -> tuple[list[DataFile], list[Part]]:
+    """(the files that can be cut anywhere, the parts that cannot: row groups, then other files). Rank 0 reads the
+    footers that say where row groups begin. Every rank calls this."""
+    cut_files, grouped, others = [], [], []
+    for file in files:
+        file_format = find_format(file.name)
+        if file.compression or not getattr(file_format, "CAN_BE_CUT", False):
+            others.append(Part(file))
+        elif hasattr(file_format, "row_group_parts"):
+            grouped.append(file)
+        else:
+            cut_files.append(file)
 
     def read_footers() -> list[list[tuple[int, int]]]:
         with ThreadPoolExecutor() as threads:  # one request for each file in a store
             return list(threads.map(lambda file: find_format(file.name).row_group_parts(file), grouped))
 
-    parts = base.broadcast_from_rank_0(read_footers) if grouped else []
-    return [Part(file, *part) for file, found in zip(grouped, parts, strict=True) for part in found]
-
-
-def max_shards(files: list[DataFile]) -> int:
-    """The most shards that a corpus may have: no more than chunks. Every rank calls this."""
-    size = sum(file.size for file in files if can_be_cut(file) and not has_row_groups(file))
-    whole = len(row_groups(tuple(files))) + sum(not can_be_cut(file) for file in files)
-    return max(1, size // MIN_CHUNK + whole)
+    found = base.broadcast_from_rank_0(read_footers) if grouped else []
+    row_groups = [Part(file, *part) for file, parts in zip(grouped, found, strict=True) for part in parts]
+    return cut_files, row_groups + others
 
 
 class ShardReader:
@@ -285,20 +306,23 @@ class ShardReader:
         self.stream, self.counts = stream, counts
         # number of the first token in the buffer, in the shard
         self.start = position.sequence * stream.seq_len - position.offset
-        self.tokens, self.ends = np.empty(0, stream.encoder.dtype), np.empty(0, np.int64)  # the buffer, documents' ends
-        self.marks: collections.deque[tuple[int, int, int]] = collections.deque()  # (first token, chunk, portion) in it
+        # the buffer, and the ends of its documents, counted in the shard
+        self.tokens, self.doc_ends = np.empty(0, stream.encoder.dtype), np.empty(0, np.int64)
+        # of the portions in the buffer: (first token in the shard, chunk, portion)
+        self.portion_starts: collections.deque[tuple[int, int, int]] = collections.deque()
         self.batches = self._read(stream.portions(shard, position.chunk, position.portion, counts))
         self.last_sequence = position.sequence
 
     def _read(self, portions: Iterator[tuple[int, int, list]]) -> Iterator[None]:
         """Append to the buffer, batch by batch."""
         for chunk_number, portion, documents in portions:
-            self.marks.append((self.start + len(self.tokens), chunk_number, portion))
+            self.portion_starts.append((self.start + len(self.tokens), chunk_number, portion))
             for first in range(0, len(documents), BATCH):
+                # its counts are of documents and tokens; `self.counts` are of what is left out
                 encoded = self.stream.encoder.encode(documents[first : first + BATCH], Counter())
                 end = self.start + len(self.tokens)
                 self.tokens = np.concatenate([self.tokens, encoded.tokens])
-                self.ends = np.concatenate([self.ends, end + np.cumsum(encoded.lengths)])
+                self.doc_ends = np.concatenate([self.doc_ends, end + np.cumsum(encoded.lengths)])
                 yield
 
     def sequence(self, number: int) -> np.ndarray | PackedSequence:
@@ -312,18 +336,18 @@ class ShardReader:
         self._drop(first)
         if first < self.start:
             raise ValueError(f"sequence {number:,} is wanted, the shard was read from token {self.start:,} on")
-        return self.stream.first_sequence(self.tokens, self.ends - first)
+        return self.stream.first_sequence(self.tokens, self.doc_ends - first)
 
     def _drop(self, first: int) -> None:
         """Drop the tokens before `first`, which may lie beyond all that was read."""
         dropped = max(0, min(first - self.start, len(self.tokens)))
         self.tokens, self.start = self.tokens[dropped:], self.start + dropped
-        self.ends = self.ends[self.ends > self.start]
-        while len(self.marks) > 1 and self.marks[1][0] <= first:
-            self.marks.popleft()
+        self.doc_ends = self.doc_ends[self.doc_ends > self.start]
+        while len(self.portion_starts) > 1 and self.portion_starts[1][0] <= first:
+            self.portion_starts.popleft()
 
     def position(self) -> Position:
         """The position from which the sequence that was given last, and those after it, are read again."""
-        begin, chunk_number, portion = self.marks[0]
+        begin, chunk_number, portion = self.portion_starts[0]
         offset = self.last_sequence * self.stream.seq_len - begin
         return Position(self.last_sequence, chunk_number, portion, offset)

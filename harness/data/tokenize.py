@@ -9,13 +9,12 @@ import os
 import pathlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from harness import base, job
-from harness.data.cache import make_once
 from harness.data.schema import LabelledIds
 from harness.data.tokens import TokenFile, id_dtype, map_numbers
 
@@ -24,15 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH_CHARACTERS = 2**21  # per call of the tokenizer, which takes a hundred times this in memory
-VERSION = 7  # of the files; another version is not read
-LEFT_OUT = (
-    "empty documents",
-    "bad records",
-    *(f"{name} without a trained token" for name in ("conversations", "rows")),
-)
-# Prefix of the counts of warnings. The rest of a count's key is the position of the first conversation and the text of
-# the warning, so that the text stays in the cache's counts, for later starts.
-WARNING = "warning: "
+VERSION = 8  # of the files; another version is not read
+LEFT_OUT = ["empty documents", "bad records"]  # counts
+LEFT_OUT += [f"{name} without a trained token" for name in ("conversations", "rows")]
 FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # until the first line of progress, and between lines
 
 
@@ -148,7 +141,7 @@ def vocabulary_of(tokenizer: "PreTrainedTokenizerBase") -> str:
     return f"{vocabulary}, special tokens as text" if tokenizer.split_special_tokens else vocabulary
 
 
-def own_tokens_around(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+def added_special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
     """Return the special tokens that a tokenizer adds (before, after) each text, such as BOS and EOS."""
     text, encoded = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
     for first in range(len(encoded) - len(text) + 1):
@@ -162,58 +155,37 @@ def own_tokens_around(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], 
 # The token cache
 
 
-def tokenize_once(
-    identity: list,
-    tokenize: Callable[[Counter], Iterator[Encoded]],
-    cache_dir: str | os.PathLike | None,
-    skip_bad: bool,
-) -> tuple[pathlib.Path, dict]:
-    """Tokenize a corpus, unless a complete cache of it exists; return (the path of its files without suffix, counts).
-
-    `tokenize(counts)` yields the encoded documents and counts them in `counts`. `identity` is the key of the cache: all
-    that decides what it yields. Counts have `seconds` only if the corpus was tokenized now. A UserError if the folder
-    cannot be written.
-    """
-
-    def make(folder: pathlib.Path) -> dict:
-        counts: Counter = Counter()
-        write_tokens(with_progress(tokenize(counts), counts), folder)
-        return counts
-
-    def is_wanted(counts: dict) -> bool:
-        return skip_bad or not counts.get("bad records")
-
-    return make_once("tokens", [VERSION, *identity], make, cache_dir, is_wanted)
-
-
 def write_tokens(batches: Iterator[Encoded], folder: pathlib.Path) -> None:
     """Write the tokens of documents end to end to files in a folder, with their ends and their loss mask."""
     total = 0
-    with open(folder / "bin", "wb") as tokens, open(folder / "ends", "wb") as ends, open(folder / "mask", "wb") as mask:
+    with (
+        open(folder / "tokens.bin", "wb") as tokens,
+        open(folder / "doc_ends.bin", "wb") as doc_ends,
+        open(folder / "trained.bin", "wb") as trained,
+    ):
         for encoded in batches:
             tokens.write(encoded.tokens.data)
-            ends.write((total + np.cumsum(encoded.lengths)).data)
+            doc_ends.write((total + np.cumsum(encoded.lengths)).data)
             if encoded.trained is not None:
-                mask.write(encoded.trained.data)
+                trained.write(encoded.trained.data)
             total += len(encoded.tokens)
 
 
-def open_cache(path: pathlib.Path, vocab_size: int) -> TokenFile:
-    """Map the tokens of a cache, whose files have this path without suffix."""
-    mask = path.with_suffix(".mask")
+def open_cache(folder: pathlib.Path, vocab_size: int) -> TokenFile:
+    """Map the tokens of a folder of the cache."""
+    trained = folder / "trained.bin"
     return TokenFile(
-        tokens=np.memmap(path.with_suffix(".bin"), id_dtype(vocab_size), "r").view(np.ndarray),
-        is_checked=True,
-        cache_key=path.name,
-        find_ends=functools.partial(map_numbers, str(path.with_suffix(".ends")), np.int64),
-        trained=np.memmap(mask, np.uint8, "r").view(np.ndarray) if mask.stat().st_size else None,
-        reopen=functools.partial(open_cache, path, vocab_size),
+        tokens=map_numbers(str(folder / "tokens.bin"), id_dtype(vocab_size)),
+        cache_key=folder.name,
+        read_doc_ends=functools.partial(map_numbers, str(folder / "doc_ends.bin"), np.int64),
+        trained=map_numbers(str(trained), np.uint8) if trained.stat().st_size else None,
+        reopen=functools.partial(open_cache, folder, vocab_size),
     )
 
 
-def describe_cache(path: pathlib.Path, counts: dict) -> str:
-    """Describe a cache in one line, from what `tokenize_once` returns."""
-    line = f"cached in {path}"
+def describe_cache(folder: pathlib.Path, counts: dict) -> str:
+    """Describe a folder of the cache and its counts in one line."""
+    line = f"cached in {folder}"
     if "seconds" in counts:
         tokenized = f"tokenized {base.counted(counts['documents'], 'document')}"
         line = f"{tokenized} in {counts['seconds']:.1f} s, {line}"
@@ -221,12 +193,6 @@ def describe_cache(path: pathlib.Path, counts: dict) -> str:
     if left_out:
         line += f", left out: {', '.join(left_out)}"
     return line
-
-
-def warnings_in(counts: dict) -> list[str]:
-    """Return the warnings in the counts of a cache, each with its number of conversations."""
-    found = {key.removeprefix(WARNING): count for key, count in counts.items() if key.startswith(WARNING)}
-    return [f"{text} ({base.counted(count, 'conversation')})" for text, count in found.items()]
 
 
 def with_progress(batches: Iterator[Encoded], counts: Counter) -> Iterator[Encoded]:

@@ -32,12 +32,11 @@ class TokenFile:
     name: str = ""  # of the file, as messages have it; empty for the token cache and for an array
     kind: str = ""  # what the file was taken for, in words
     # The position after each document, int64, ascending, the last one at the end; None if only end-of-text tokens tell.
-    find_ends: Callable[[], np.ndarray] | None = None
+    read_doc_ends: Callable[[], np.ndarray] | None = None
     tokenizer: str | None = None  # the name of the one that made it, if the format has it
-    is_checked: bool = False  # whether each id is known to be below the vocabulary's size
     trained: np.ndarray | None = None  # the mask, if there is one, uint8: 1 for each token that is trained on
-    cache_key: str = ""  # tells the content of a token cache from others; empty for a token file and for an array
-    version: list | None = None  # of a token file, see `DataFile.version`; None for a token cache and for an array
+    cache_key: str = ""  # the folder of a token cache, named by its content; empty for a token file and an array
+    identity: list | None = None  # of a token file, see `DataFile.identity`; None for a token cache and for an array
     reopen: Callable[[], "TokenFile"] | None = None  # opens the same file again; None for an array
 
     def __reduce__(self) -> Any:
@@ -93,17 +92,17 @@ def last_part(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Token files, or one array, end to end, or some stretches of them. Only the tokens of a slice are read, and
-    checked against the vocabulary there."""
+    """The tokens of files, or of one array, end to end; or stretches of these, such as all eval documents. Only the
+    tokens of a slice are read, and checked against the vocabulary there."""
 
     files: list[TokenFile]
     vocab_size: int | None = None
     end_of_text: int | None = None  # ends a document, as the end of a file does, if not all files have boundaries
     stretches: tuple[np.ndarray, np.ndarray] | None = None  # (starts, stops) of each in the files' tokens; None: all
-    known_doc_ends: np.ndarray | None = None  # `file_doc_ends`, if they were found before
+    known_doc_ends: np.ndarray | None = None  # `file_doc_ends`, if they were read before
 
     @functools.cached_property
-    def before_files(self) -> np.ndarray:
+    def file_offsets(self) -> np.ndarray:
         """Tokens before each file, and all."""
         return np.concatenate([[0], np.cumsum([len(file.tokens) for file in self.files], dtype=np.int64)])
 
@@ -113,10 +112,10 @@ class Tokens:
 
     @functools.cached_property
     def stops(self) -> np.ndarray:
-        return self.stretches[1] if self.stretches else self.before_files[-1:]
+        return self.stretches[1] if self.stretches else self.file_offsets[-1:]
 
     @functools.cached_property
-    def before(self) -> np.ndarray:
+    def stretch_offsets(self) -> np.ndarray:
         """Tokens before each stretch, and all."""
         return np.concatenate([[0], np.cumsum(self.stops - self.starts)])
 
@@ -125,7 +124,7 @@ class Tokens:
         return id_dtype(self.vocab_size or 2**32)
 
     def cut(self, starts: np.ndarray, stops: np.ndarray) -> "Tokens":
-        """Select stretches of these tokens, from `starts[i]` to before `stops[i]` each; they must be one stretch."""
+        """Select stretches of these tokens, `starts[i]` to before `stops[i]` each. They must be one stretch so far."""
         assert len(self.starts) == 1
         first = self.starts[0]
         return dataclasses.replace(self, stretches=(starts + first, stops + first), known_doc_ends=self.file_doc_ends)
@@ -134,7 +133,7 @@ class Tokens:
         return self.cut(np.array([first]), np.array([last]))
 
     def __len__(self) -> int:
-        return int(self.before[-1])
+        return int(self.stretch_offsets[-1])
 
     def __getitem__(self, span: slice) -> np.ndarray:
         """These tokens, unsigned integers: a view if they are one stretch of one file with this dtype. A UserError if
@@ -152,11 +151,11 @@ class Tokens:
             return read(self.files[0], start + first, start + max(first, last))
         parts = []
         while first < last:
-            stretch = int(np.searchsorted(self.before, first, "right")) - 1
-            position = first - int(self.before[stretch]) + int(self.starts[stretch])
-            number = int(np.searchsorted(self.before_files, position, "right")) - 1
-            until = min(last - first + position, int(self.stops[stretch]), int(self.before_files[number + 1]))
-            start = position - int(self.before_files[number])
+            stretch = int(np.searchsorted(self.stretch_offsets, first, "right")) - 1
+            position = first - int(self.stretch_offsets[stretch]) + int(self.starts[stretch])
+            number = int(np.searchsorted(self.file_offsets, position, "right")) - 1
+            until = min(last - first + position, int(self.stops[stretch]), int(self.file_offsets[number + 1]))
+            start = position - int(self.file_offsets[number])
             parts.append(read(self.files[number], start, start + until - position))
             first += until - position
         if not parts:
@@ -166,11 +165,12 @@ class Tokens:
     def _read_file(self, file: TokenFile, start: int, stop: int) -> np.ndarray:
         """Tokens of a file in the smallest type that holds the vocabulary."""
         tokens = file.tokens[start:stop]
-        if file.is_checked or self.vocab_size is None:
+        if file.cache_key or self.vocab_size is None:  # those of the cache were checked as they were written
             return tokens
         if not tokens.dtype.isnative:
             tokens = tokens.astype(tokens.dtype.newbyteorder("="))
-        unsigned = tokens.view(f"u{tokens.itemsize}")  # a negative id is above all that its signed type holds
+        # as unsigned integers a negative id is above all positive ones of its type, so one comparison finds both faults
+        unsigned = tokens.view(f"u{tokens.itemsize}")
         limit = min(self.vocab_size, np.iinfo(tokens.dtype).max + 1)
         if np.iinfo(unsigned.dtype).max >= limit and unsigned.max(initial=0) >= limit:
             wrong = int((unsigned >= limit).argmax())
@@ -185,18 +185,13 @@ class Tokens:
         return self.files[0].trained is not None
 
     @property
-    def from_token_files(self) -> bool:
-        """True if they lie in token files: the run's tokenizer has not made them."""
-        return bool(self.files[0].name)
-
-    @property
     def needs_end_of_text(self) -> bool:
         """True if documents of some of the files end after the end-of-text token only."""
-        return not all(file.find_ends for file in self.files)
+        return not all(file.read_doc_ends for file in self.files)
 
     @property
     def has_doc_ends(self) -> bool:
-        """True if document boundaries are known, or the files have them, so that no token is read for them."""
+        """True if no token need be read for the document boundaries: the files have them, or they were read before."""
         return self.known_doc_ends is not None or not self.needs_end_of_text
 
     @functools.cached_property
@@ -208,15 +203,15 @@ class Tokens:
         parts = [self._find_doc_ends(file) for file in self.files]
         ends = parts[0]  # of one file they stay mapped
         if len(parts) > 1:
-            ends = np.concatenate([part + first for part, first in zip(parts, self.before_files[:-1], strict=True)])
-        if 0 in ends[:1] or (ends[1:] == ends[:-1]).any():  # empty documents
+            ends = np.concatenate([part + first for part, first in zip(parts, self.file_offsets[:-1], strict=True)])
+        if 0 in ends[:1] or (ends[1:] == ends[:-1]).any():  # empty documents; without any the ends stay mapped
             ends = ends[np.diff(ends, prepend=0) > 0]
         return ends
 
     def _find_doc_ends(self, file: TokenFile) -> np.ndarray:
         """The position after each document of a file, counted in its tokens, empty ones too."""
-        if file.find_ends:
-            return file.find_ends()
+        if file.read_doc_ends:
+            return file.read_doc_ends()
         found = [
             np.flatnonzero(file.tokens[start : start + CHUNK] == self.end_of_text) + start + 1
             for start in range(0, len(file.tokens), CHUNK)
@@ -226,26 +221,29 @@ class Tokens:
     @functools.cached_property
     def doc_ends(self) -> np.ndarray:
         """The position after each document of the stretches, counted in their tokens; each stretch ends one."""
-        return self.file_doc_ends if self.stretches is None else ends_in(self.file_doc_ends, self.starts, self.stops)
+        return (
+            self.file_doc_ends if self.stretches is None else doc_ends_in(self.file_doc_ends, self.starts, self.stops)
+        )
 
-    def starts_between(self, first: int, last: int) -> np.ndarray:
+    def doc_starts_between(self, first: int, last: int) -> np.ndarray:
         """The positions at which documents begin among the tokens from `first` to before `last`, counted from `first`;
         0 always, also if a document continues there. Without boundaries only these tokens are read for them."""
         if self.has_doc_ends:
-            ends = ends_in(self.file_doc_ends, *self.stretches_between(first, last))[:-1]
+            ends = doc_ends_in(self.file_doc_ends, *self.stretches_between(first, last))[:-1]
         else:
             ends = np.flatnonzero(self[first : last - 1] == self.end_of_text) + first + 1
-            ends = np.union1d(ends, self.before_files)
+            ends = np.union1d(ends, self.file_offsets)
             ends = ends[(ends > first) & (ends < last)] - first
         return np.concatenate([[0], ends]).astype(np.int64)
 
     def stretches_between(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """(starts, stops) of the stretches, or parts of them, of the tokens from `first` to before `last`, at least
         one, counted in the files' tokens."""
-        number, end = np.searchsorted(self.before, first, "right") - 1, np.searchsorted(self.before, last, "left")
+        offsets = self.stretch_offsets
+        number, end = np.searchsorted(offsets, first, "right") - 1, np.searchsorted(offsets, last, "left")
         starts, stops = self.starts[number:end].copy(), self.stops[number:end].copy()
-        starts[0] += first - self.before[number]
-        stops[-1] -= self.before[end] - last
+        starts[0] += first - offsets[number]
+        stops[-1] -= offsets[end] - last
         return starts, stops
 
     def beginning(self) -> str:
@@ -263,20 +261,19 @@ class Tokens:
         return f"{digest.hexdigest()[:20]}, {len(self):,} tokens"
 
 
-def ends_in(file_ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """The position after each document of stretches of files, counted in the tokens of the stretches; each stretch ends
-    one. `file_ends` are those of the files, of which only the ones inside are read."""
-    # of each stretch: the index of its first end in `file_ends`
-    first = np.searchsorted(file_ends, starts, "right")
-    # of each stretch: the ends before its stop, and the stop itself, unless it is empty
-    counts = np.maximum(np.searchsorted(file_ends, stops, "left") - first, 0) + (stops > starts)
-    # of each end: the number of its stretch
-    stretch = np.repeat(np.arange(len(counts)), counts)
-    # of each end: its index in `file_ends`, which counts up from the first one of its stretch
-    number = first[stretch] + np.arange(len(stretch)) - np.repeat(np.cumsum(counts) - counts, counts)
-    # of each end: its position in the files; the last one of a stretch is the stop, also after all `file_ends`
-    ends = np.minimum(file_ends[np.minimum(number, len(file_ends) - 1)], stops[stretch])
-    # of each stretch: the tokens of those before it
+def doc_ends_in(file_doc_ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """The position after each document of ascending stretches of files, counted in the tokens of the stretches; each
+    stretch ends one. Of `file_doc_ends` only those from the first to the last stretch are read.
+
+    Example: of files with the ends 3, 5, 9 the stretches 1..3 and 6..7, with the starts 1, 6 and the stops 4, 8, have
+    the ends 2, 3, 5: the end 3, and the two stops.
+    """
+    first, last = np.searchsorted(file_doc_ends, (starts[0], stops[-1]), "right")
+    ends = np.sort(np.concatenate([file_doc_ends[first:last], stops]), kind="stable")  # joins two sorted arrays
+    ends = ends[np.diff(ends, prepend=-1) > 0]
+    stretch = np.searchsorted(stops, ends)  # of each end: the stretch in which it is, or before which
+    is_inside = ends > starts[stretch]
+    ends, stretch = ends[is_inside], stretch[is_inside]
     before = np.cumsum(stops - starts) - (stops - starts)
     return ends - starts[stretch] + before[stretch]
 

@@ -41,7 +41,7 @@ class TrainingData:
     seq_len: int
     seed: int
     eval_data: dict[str, Any] | None = None  # sequences of each source, or of an eval dataset; None: no evaluation
-    eval_identity: dict[str, str] = field(default_factory=dict)  # what tells each of these from others
+    eval_identity: dict[str, str] = field(default_factory=dict)  # the fingerprint of each of these
     header: dict[str, str] = field(default_factory=dict)  # lines of the header
     first_words: str = ""  # of the text, a prompt for a sample
 
@@ -57,7 +57,7 @@ class TrainingData:
         """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
         weights = self.record.segments[0].sample_weights
         total = sum(weights.values())
-        return max(-(-self.orders[name].sequences * total // weight) for name, weight in weights.items())
+        return max(-(-self.orders[name].num_sequences * total // weight) for name, weight in weights.items())
 
     def __getitem__(self, sample: int) -> np.ndarray | PackedSequence:
         """A global sample, also of further epochs; not of streams."""
@@ -88,7 +88,7 @@ class TrainingData:
     def from_token_files(self) -> bool:
         """True if all tokens lie in token files: the run's tokenizer has not made them."""
         tokens = [getattr(source, "tokens", None) for source in self.sources.values()]
-        return all(found is not None and found.from_token_files for found in tokens)
+        return all(found is not None and not found.files[0].cache_key for found in tokens)
 
     def locate(self, sample: int) -> tuple[Any, int]:
         """(the data set that a global sample comes from, its sequence there); not of streams."""
@@ -102,38 +102,38 @@ class TrainingData:
             return len(samples) * self.seq_len
         return sum(source.real_tokens(sequence) for source, sequence in map(self.locate, samples))
 
-    def epochs(self, samples: int) -> dict[str, float]:
-        """The times that each source is read by the first `samples` of the run; without streams, whose size is not
+    def epochs(self, num_samples: int) -> dict[str, float]:
+        """The times that each source is read by the first `num_samples` of the run; without streams, whose size is not
         known. Every rank calls this: with streams, ranks divide the shards among them."""
         if not self.orders:
             return {}
         if self.record.num_shards == 1:
-            taken = self.mixture.counts(samples)
+            taken = self.mixture.counts(num_samples)
         else:
-            taken = self.mixture.counts(samples, dist.get_rank(), dist.get_world_size())
+            taken = self.mixture.counts(num_samples, dist.get_rank(), dist.get_world_size())
             dist.all_reduce(torch.from_numpy(taken))
         counts = dict(zip(self.mixture.names, taken.tolist(), strict=True))
-        return {name: counts.get(name, 0) / order.sequences for name, order in self.orders.items()}
+        return {name: counts.get(name, 0) / order.num_sequences for name, order in self.orders.items()}
 
     def ends_epoch(self, step: int) -> bool:
         """True if this optimizer step completes an epoch, of one source or of several that are mixed by size. The step
         takes sequences of the next epoch too if the last ones do not fill it."""
-        sequences = sum(order.sequences for order in self.orders.values())
+        num_sequences = sum(order.num_sequences for order in self.orders.values())
         samples = self.record.samples_of_step(step)
-        return samples.stop // sequences > samples.start // sequences
+        return samples.stop // num_sequences > samples.start // num_sequences
 
-    def metrics(self, samples: int, tokens: int) -> dict[str, float]:
+    def metrics(self, num_samples: int, num_tokens: int) -> dict[str, float]:
         """The metrics of a log line after so many samples and tokens: for each source of a mixture its current share
         and its epochs; the share of padding so far. Every rank calls this."""
         metrics = {}
         if len(self.mixture.names) > 1:
-            shares = self.mixture.segment_at(max(samples - 1, 0)).shares()
+            shares = self.mixture.segment_at(max(num_samples - 1, 0)).shares()
             for name in self.sources:
                 metrics[f"share/{name}"] = shares.get(name, 0.0)
-            for name, epochs in self.epochs(samples).items():
+            for name, epochs in self.epochs(num_samples).items():
                 metrics[f"epochs/{name}"] = epochs
         if self.has_padding:
-            metrics["padding_percent"] = 100 * (1 - tokens / (samples * self.seq_len))
+            metrics["padding_percent"] = 100 * (1 - num_tokens / (num_samples * self.seq_len))
         return metrics
 
 
@@ -145,7 +145,8 @@ def mix(sequences: dict[str, Any], weights: dict[str, Fraction | None], seq_len:
         sources={name: {} for name in sequences},
         ordered_without_name=next(iter(sequences)) if len(sequences) == 1 else None,
         num_shards=1,
-        asked={"weights": {}},
+        typed_weights={},
+        typed_stages=[],
         segments=[Segment(0, resolved, per_sample)],
     )
     return TrainingData(sequences, record, seq_len, seed)

@@ -121,9 +121,8 @@ def report_of(chat: ChatEncoder, conversation: Conversation) -> str:
     except UserError as error:
         return f"error: {error}"
     assert counts["documents"] == 10
-    warnings = {key: count for key, count in counts.items() if key.startswith("warning: ")}
-    assert set(warnings.values()) <= {10}
-    return "\n".join(warnings)
+    assert all(warning.endswith("(10 conversations)") for warning in chat.warnings())
+    return "\n".join(chat.warnings())
 
 
 PAIRS = {(record, template) for record in RECORDS for template in TEMPLATES}

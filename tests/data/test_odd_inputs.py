@@ -82,7 +82,7 @@ def test_cached_and_streamed_tokens_are_those_of_the_tokenizers_own_call(saved, 
     once = load(file, with_tokenizer=saved, vocab_size=len(saved)).tokens[:].tolist()
     again = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     files, encoder = find_files(str(file)).files_in_split("train"), TextEncoder(again, len(again))
-    stream = Stream(files=files, encoder=encoder, text_field="text", seq_len=4, seed=0)
+    stream = Stream(files=files, encoder=encoder, fields=("text",), seq_len=4, seed=0)
     streamed = stream.first_documents(stream.chunks, 10**6).tokens.tolist()
     expected = [[*saved(text, add_special_tokens=False)["input_ids"], saved.eos_token_id] for text in texts]
     assert once == streamed == list(itertools.chain(*expected))
@@ -343,7 +343,7 @@ def test_a_row_with_labels_is_padded_and_trained_on_as_its_labels_say(tmp_path, 
     (sequence,) = [data[index] for index in range(len(data))]
     assert sequence.tokens.tolist()[:6] == [5, 6, 7, 8, 9, 10]
     assert sequence.trained.tolist() == [False, True, True, False, True, False]
-    assert sequence.starts.tolist() == [0, 4]
+    assert sequence.doc_starts.tolist() == [0, 4]
 
 
 def test_rows_of_another_kind_than_the_first_are_bad_records(tmp_path, load):

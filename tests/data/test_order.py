@@ -10,7 +10,7 @@ from harness.data.mixture import SequenceOrder
 
 
 def epoch_of(order: SequenceOrder, epoch: int = 0) -> list[int]:
-    return [order.sequence_at(epoch * order.sequences + number) for number in range(order.sequences)]
+    return [order.sequence_at(epoch * order.num_sequences + number) for number in range(order.num_sequences)]
 
 
 def test_an_epoch_of_any_size_has_each_sequence_once():

@@ -137,10 +137,10 @@ def test_documents_are_packed_once_by_starts_that_come_together_and_again_if_one
     with ThreadPoolExecutor() as threads:
         first, second = threads.map(read, range(2))
     assert first == second == read() and len(first) > 1 and len(packed) == 1
-    (record,) = (tmp_path / "cache").glob("packing-*.json")
+    (record,) = (tmp_path / "cache").glob("packing-*/record.json")
     record.unlink()  # the last file to be written
-    record.with_suffix(".begins").write_bytes(b"")
-    half = tmp_path / "cache" / f"{record.stem}abc"
+    (record.parent / "first_pieces.bin").write_bytes(b"")
+    half = tmp_path / "cache" / f"{record.parent.name}-abc"
     half.mkdir()
     assert read() == first and len(packed) == 2
     assert not half.exists()

@@ -265,7 +265,7 @@ def test_a_file_has_one_token_cache_by_whatever_name(tokenizer, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "./a.jsonl", str(tmp_path / "a.jsonl"), f"../{tmp_path.name}/a.jsonl"):
         utils.get_dataset(tokenizer, 32, dataset=name, cache_dir=tmp_path / "cache")
-    assert len([*(tmp_path / "cache").rglob("*.bin")]) == 1
+    assert len([*(tmp_path / "cache").rglob("tokens.bin")]) == 1
 
 
 @pytest.mark.parametrize("text_split", [None, "train", "val"])

@@ -66,7 +66,7 @@ def report_of_ranks(act) -> None:
 def slicing_rank(folder: str) -> None:
     """Half of a data set of the hub on this rank, and how many of its files were opened; then with a broken one."""
     listing = dataclasses.replace(find_files(folder), is_hub=True)
-    corpus = corpora.Corpus(Source("a", folder, None), listing, "train[:50%]", "text", False, False)
+    corpus = corpora.Corpus(Source("a", folder, None), listing, "train[:50%]", ("text",), False, "text")
     reading = CorpusReader(
         tokenizer=demo_tokenizer(),
         seq_len=16,
@@ -103,7 +103,7 @@ def mapping_rank(folder: str) -> None:
 
     formats.open_token_file = open_there
     reading = CorpusReader(tokenizer=None, seq_len=16, vocab_size=1536)
-    corpus = corpora.inspect_source(Source("a", folder, None), None, "text", None)
+    corpus = corpora.inspect_source(Source("a", folder, None), ["train"], ("text",), True)
     report_of_ranks(lambda: len(reading.open_tokens(corpus, "train")[0]))
 
 

@@ -11,7 +11,7 @@ from corpora import chat, write_records
 
 from harness.base.errors import UserError
 from harness.data.files import find_files
-from harness.data.schema import DOCUMENT_MARK
+from harness.data.schema import DOC_SEPARATOR
 from harness.data.stream import Stream
 from harness.data.tokenize import TextEncoder
 
@@ -26,7 +26,7 @@ def corpus(tmp_path_factory):
     stories = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").read_text().splitlines()[:400]]
     texts = [f"{number} {story}"[: 20 + 7 * (number % 9)] for number, story in enumerate(stories)]
     write_records(folder / "a.jsonl", texts[:150])
-    (folder / "b.txt").write_text(DOCUMENT_MARK.join(texts[150:250]))
+    (folder / "b.txt").write_text(DOC_SEPARATOR.join(texts[150:250]))
     write_records(folder / "c.jsonl.gz", texts[250:300])
     write_records(folder / "d.parquet", texts[300:], row_group_size=13)
     (folder / "e.jsonl").write_text("")
@@ -81,7 +81,7 @@ def shorten(folder):
 OTHER_DATA = {
     "a file added": (lambda data: (data / "z.jsonl").write_text('{"text": "A new story."}'), "", "--dataset: "),
     "a file shortened": (shorten, "", "--dataset: "),
-    "an eval split now": (None, "--eval-interval 1", "--eval-interval: the run held out nothing of "),
+    "an eval split now": (None, "--eval-interval 1", "--eval-interval: the run has no eval documents of "),
     "read at once": (None, "--no-streaming", "--streaming was True in the checkpoint and is False now"),
 }
 
@@ -155,12 +155,12 @@ def test_a_stream_and_a_token_cache_begin_alike_whatever_the_formats_of_the_file
         texts = [f"{file}, story {number}: the fox ran {number} times." for number in range(20)]
         path = tmp_path / "data" / file
         if file.endswith((".txt", ".md")):
-            path.write_text(DOCUMENT_MARK.join(texts))
+            path.write_text(DOC_SEPARATOR.join(texts))
         else:
             write_records(path, texts, **({"row_group_size": 3} if file.endswith(".parquet") else {}))
     files = find_files(str(tmp_path / "data")).files_in_split("train")
-    encoder, text_field = TextEncoder(tokenizer, 1536), ("input_ids", "text")
-    stream = Stream(files=files, encoder=encoder, text_field=text_field, **OPTIONS, num_shards=4)
+    encoder, fields = TextEncoder(tokenizer, 1536), ("input_ids", "text")
+    stream = Stream(files=files, encoder=encoder, fields=fields, **OPTIONS, num_shards=4)
     assert stream.fingerprint()["beginning"] == load(tmp_path / "data").tokens.beginning()
 
 

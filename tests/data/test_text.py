@@ -20,7 +20,7 @@ from harness.base.errors import UserError
 from harness.data.files import find_files
 from harness.data.formats import json as json_reader
 from harness.data.formats import read_records
-from harness.data.schema import DOCUMENT_MARK, read_documents
+from harness.data.schema import DOC_SEPARATOR, read_documents
 from harness.data.tokenize import TextEncoder
 
 TEXTS = ["Once upon a time there was a fox.", "The end.", "Tom had a red ball.\nHe liked it.", "A", "Ünïcödé 狐狸 🌊"]
@@ -35,10 +35,10 @@ def tokens_of(sequences) -> list[int]:
 
 
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-MARKED, IN_TWO = DOCUMENT_MARK.join(TEXTS), (LINES[:90].encode(), LINES[90:].encode())
+MARKED, IN_TWO = DOC_SEPARATOR.join(TEXTS), (LINES[:90].encode(), LINES[90:].encode())
 SAME = {  # a file, its content: all hold TEXTS
-    "a mark at the end": ("data.txt", (MARKED + DOCUMENT_MARK).encode()),
-    "marks in lines of their own": ("data.txt", MARKED.replace(DOCUMENT_MARK, f"{DOCUMENT_MARK}\n" * 2).encode()),
+    "a mark at the end": ("data.txt", (MARKED + DOC_SEPARATOR).encode()),
+    "marks in lines of their own": ("data.txt", MARKED.replace(DOC_SEPARATOR, f"{DOC_SEPARATOR}\n" * 2).encode()),
     "a byte order mark and CRLF": ("data.txt", b"\xef\xbb\xbf" + MARKED.replace("\n", "\r\n").encode()),
     "the same in lines of JSON": ("data.jsonl", b"\xef\xbb\xbf" + LINES.replace("\n", "\r\n").encode()),
     "UTF-16, little-endian": ("data.txt", f"\ufeff{MARKED}\n".replace("\n", "\r\n").encode("utf-16-le")),
@@ -100,7 +100,7 @@ def test_records_and_lists_of_records_follow_each_other_in_json(load, encoded, t
 def test_a_bad_byte_of_a_text_costs_its_line_and_a_pdf_is_left_out(load, line_of, encoded, tmp_path):
     novel = b"Call me Ishmael.\nSome y\xe9ars ago.\nHaving little money.\n\0\0\nIt is a way \xef\xbf\xbd."
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.txt").write_bytes(novel + DOCUMENT_MARK.encode() + b"Another \xef\xbf\xbd.")
+    (tmp_path / "data" / "a.txt").write_bytes(novel + DOC_SEPARATOR.encode() + b"Another \xef\xbf\xbd.")
     (tmp_path / "data" / "b.txt").write_bytes(b"%PDF-1.7\nText.\n")
     kept = ["Call me Ishmael.\nHaving little money.\nIt is a way \ufffd.", "Another \ufffd."]
     assert tokens_of(load(tmp_path / "data", skip_bad_records=True)) == encoded(kept)
@@ -117,9 +117,9 @@ LONG = ["Tom", "düne 🌊", "ж" * 9, "two\nlines", "long " * 60, "end", "x"]
 CUTTABLE = {
     "no last newline.jsonl": "\n\r\n".join(json.dumps({"text": text}) for text in LONG).encode(),
     "a mark of UTF-8.jsonl": b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n',
-    "nearly marks.txt": b"<|endoftext|" + DOCUMENT_MARK.join(LONG).encode() + b"<|endoftext|<|endoftext|>a<|endoftext",
+    "nearly marks.txt": b"<|endoftext|" + DOC_SEPARATOR.join(LONG).encode() + b"<|endoftext|<|endoftext|>a<|endoftext",
     "one document.md": b"only one\n" * 30,
-    "utf-16.txt": DOCUMENT_MARK.join(LONG).encode("utf-16"),
+    "utf-16.txt": DOC_SEPARATOR.join(LONG).encode("utf-16"),
 }
 
 
@@ -134,7 +134,7 @@ def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_p
     (file,) = find_files(str(tmp_path / name)).splits["train"]
 
     def documents(start: int, end: int | None) -> list[str]:
-        return list(read_documents(read_records(file, "text", start, end), 2**16, False, Counter()))
+        return list(read_documents(read_records(file, ("text",), start, end), 2**16, False, Counter()))
 
     whole = documents(0, None)
     assert whole
@@ -195,7 +195,7 @@ def test_a_percentage_that_cuts_off_no_document_cuts_tokens(load, tmp_path):
 
 
 def caches(tmp_path) -> list[pathlib.Path]:
-    return sorted((tmp_path / "cache").glob("*.bin"))
+    return sorted((tmp_path / "cache").glob("*/tokens.bin"))
 
 
 def test_a_changed_file_or_vocabulary_makes_another_cache_and_a_slice_does_not(load, encoded, tmp_path):
@@ -222,9 +222,9 @@ def test_a_slow_tokenizer_with_another_argument_or_class_makes_another_cache():
 
 
 DAMAGES = {
-    "cut": lambda path: os.truncate(path.with_suffix(".bin"), 2),
-    "without a record": lambda path: path.with_suffix(".json").unlink(),
-    "record of another shape": lambda path: path.with_suffix(".json").write_text("[1]"),
+    "cut": lambda path: os.truncate(path, 2),
+    "without a record": lambda path: (path.parent / "record.json").unlink(),
+    "record of another shape": lambda path: (path.parent / "record.json").write_text("[1]"),
 }
 
 

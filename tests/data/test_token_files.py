@@ -93,7 +93,7 @@ def test_eval_documents_are_the_same_by_an_index_and_by_end_of_text_tokens(tmp_p
         assert split[:].tolist() == expected
         assert sorted([*kept[:].tolist(), *expected]) == sorted(FLAT.tolist())
         assert split.doc_ends.tolist() == np.cumsum([len(DOCUMENTS[number]) for number in numbers]).tolist()
-    few = Tokens([TokenFile(FLAT[: ENDS[5]], find_ends=lambda: ENDS[:6])])
+    few = Tokens([TokenFile(FLAT[: ENDS[5]], read_doc_ends=lambda: ENDS[:6])])
     assert [len(part) for part in divide(few)] == [ENDS[5] * 95 // 100, ENDS[5] - ENDS[5] * 95 // 100]
 
 

@@ -142,9 +142,9 @@ def test_an_error_of_an_evaluation_as_json_is_an_object_and_a_line(runs):
 
 
 TRAINED_ON = {  # a run and flags: what the refusal names
-    "all": "--eval-interval: the run held out nothing",
-    "streamed": "--eval-interval: the run held out nothing",
-    "streamed --dataset {}/copy.jsonl": "the run held out nothing",
+    "all": "--eval-interval: the run has no eval documents",
+    "streamed": "--eval-interval: the run has no eval documents",
+    "streamed --dataset {}/copy.jsonl": "the run has no eval documents",
     "streamed --eval-split {}/copy.jsonl": "its tokens were trained on; give what was not",
     "held --dataset {}/copy.jsonl --streaming": "leave out --streaming",
     "held --dataset {}/both": "my.jsonl",
@@ -227,9 +227,9 @@ def test_training_data_of_weights_are_known_by_their_tokens_and_other_data_are_t
 
 
 def test_documents_that_one_of_two_runs_trained_on_are_no_eval_documents_of_their_weights():
-    specs = [{"held_out": rule, "beginning": "0123"} for rule in (BY_NUMBER, None)]
+    specs = [{"eval_rule": rule, "beginning": "0123"} for rule in (BY_NUMBER, None)]
     for trained_on in (specs, specs[::-1]):
-        assert find_trained_spec(trained_on, "0123")["held_out"] is None
+        assert find_trained_spec(trained_on, "0123")["eval_rule"] is None
     assert find_trained_spec(specs[:1], "0123") == specs[0] and find_trained_spec(specs, "4567") is None
 
 
@@ -238,7 +238,7 @@ def test_an_export_of_a_run_on_an_export_knows_what_both_were_trained_on(start, 
     assert train([*tuned, "--export", runs / "tuned-export"], device) == 0
     weights = ["--init", "pretrained", "--model", runs / "tuned-export", "--sequence-length", 32]
     evaluate(*weights, "--dataset", runs / "my.jsonl", printed=A_PART)
-    assert "the run held out nothing" in refused(*weights, "--dataset", runs / "other.jsonl")
+    assert "the run has no eval documents" in refused(*weights, "--dataset", runs / "other.jsonl")
     for name in ("my", "other"):
         line = refused(*weights, "--eval-split", runs / f"{name}.jsonl")
         assert line.endswith("its tokens were trained on; give what was not")

@@ -13,7 +13,7 @@ from checkpoints import write_checkpoint
 from conftest import ROOT, UserError, cold_python, forked, losses_of, metrics_of, parse, python, start, words
 
 from harness import flags
-from harness.data import own
+from harness.data import registered
 
 OWN = ROOT / "tests" / "own.py"
 FLAGS = f"--import {OWN} --model plain --tokenizer {ROOT}/assets/demo --dataset squares --optimizer sgd \
@@ -74,7 +74,7 @@ def test_two_ranks_at_stages_2_and_3_equal_a_bare_loop_resume_and_export(tmp_pat
     export = f"--export {tmp_path}/export"
     forked(2, multirank.program, *run_flags(tmp_path, "three", f"--zero-stage 3 --resume {checkpoint} {export}"))
     succeeds(python(*run_flags(tmp_path, "0", f"--export {tmp_path}/initial"), "--num-steps", "0"))
-    corpus = next((tmp_path / "cache").glob("squares-*.jsonl"))
+    corpus = next((tmp_path / "cache").glob("squares-*/squares.jsonl"))
     folders = tmp_path / "initial", tmp_path / "export"
     process = start([sys.executable, "-c", BARE_LOOP, ROOT, OWN.parent, corpus, *folders])
     losses, norm = json.loads(succeeds(process).splitlines()[-1])
@@ -212,11 +212,11 @@ UNUSABLE = {  # the function of a data set, and its error
 
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_a_data_set_that_cannot_be_repeated_is_refused(name, tmp_path, tables, monkeypatch):
-    monkeypatch.setattr(own, "MAX_RECORDS", 1000)
+    monkeypatch.setattr(registered, "MAX_RECORDS", 1000)
     function, error = UNUSABLE[name]
     flags.DATASETS[name] = flags.Dataset(function, "", None)
     with pytest.raises(UserError, match=rf"^--dataset {name}: {error}"):
-        own.write_once(name, tmp_path)
+        registered.write_once(name, tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
@@ -225,7 +225,7 @@ def test_a_fault_in_the_function_of_a_data_set_is_one_line(tmp_path, tables):
     file.write_text(f"{REGISTER}def records():\n    yield 'a'\n    1 / 0\n\nregister.dataset('mine', records)\n")
     assert parse(["--import", file, "--dataset", "mine"]).dataset_split == "train"
     with pytest.raises(UserError, match=rf"^--import {file}, line 4: ZeroDivisionError: division by zero$"):
-        own.write_once("mine", tmp_path)
+        registered.write_once("mine", tmp_path)
 
 
 def test_records_are_written_once_for_each_version_and_up_to_the_limit(tmp_path, tables):
@@ -238,7 +238,7 @@ def test_records_are_written_once_for_each_version_and_up_to_the_limit(tmp_path,
 
     for version in ("1", "1", "2"):
         flags.DATASETS["numbers"] = flags.Dataset(numbers, version, 4)
-        path = own.write_once("numbers", tmp_path)
+        path = registered.write_once("numbers", tmp_path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"text": "a text"}, {"input_ids": [1, 2]}, {"messages": []}, {"text": "0"}]
     assert len(calls) == 2 * 2  # each time they are compared with a second call

@@ -229,7 +229,7 @@ def test_a_script_and_a_card_in_a_data_folder_change_nothing(mark, tmp_path):
     (data / "data.py").write_text(f"import pathlib; pathlib.Path({str(mark)!r}).touch()")
     (data / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: ../secret.jsonl\n---\n")
     files = find_files(str(data)).files_in_split("train")
-    records = (record for file in files for record in read_records(file, "text"))
+    records = (record for file in files for record in read_records(file, ("text",)))
     assert [*read_documents(records, 2**32, True, collections.Counter())] == ["Once"]
     assert not mark.exists()
     exec((data / "data.py").read_text())

@@ -2,21 +2,25 @@
 
 A format has `SUFFIXES`, the ends of its files' names, and one of these:
 
-- `read(stream, text_field)`, a generator: for each record its text, its token ids, a conversation, a `schema.BadRecord`
-  that says what is wrong, or None for nothing. `stream` has the file's bytes, decompressed. `RECORD_NAME` is what its
-  records are called ("line", "row"). In `schema`, `find_document` (for objects) or `choose_field` and `read_fields`
-  (for columns) find what is read of a record and check it. `text_field` may be several names, the best first.
+- `read(stream, names)`, a generator: for each record its text, its token ids, a conversation, a `schema.BadRecord` that
+  says what is wrong, or None for nothing. `stream` has the file's bytes, decompressed; `names` are those of fields and
+  layouts, the best first. In `schema`, `find_document` (for objects) or `choose_field` and `read_fields` (for columns)
+  find what is read of a record and check it.
 - `open_tokens(file, vocab_size)`: maps a file of token ids as a `tokens.TokenFile`. Tokens are neither copied nor
   read. What is cheap to check is checked here; a fault is `tokens.damaged`.
 
-`CAN_BE_CUT = True`: `read(stream, text_field, start, end)` gives the records that begin within these bytes, so parts
-end to end hold each record once. If it also has `row_group_parts(file)`, a file is cut only at the ends of the parts
-that this returns, and all records of a row group count as beginning at its first byte. Other files, and compressed
-ones, are read as a whole.
+A format that has `read` may have, and one of records must have the first:
 
-Files that cannot be read raise an OSError or a ValueError. `IS_FALLBACK = True`: files are data only if the corpus has
-no data files of other formats. `COMPANIONS`: suffixes of files that belong to a data file. `harness/flags/choices.py`
-has the suffixes too, and which of them are of records with fields.
+- `RECORD_NAME`: what a record is called in messages ("line", "row").
+- `CAN_BE_CUT = True`: `read(stream, names, start, end)` gives the records that begin within these bytes, so parts end
+  to end hold each record once. Other files, and compressed ones, are read as a whole.
+- `row_group_parts(file)`: (start, end) of the parts at whose ends alone a file is cut. All records of a row group count
+  as beginning at its first byte.
+- `count(stream)`: the number of records, if that is cheap.
+- `IS_FALLBACK = True`: files are data only if the corpus has no data files of other formats.
+
+`COMPANIONS` are suffixes of files that belong to a data file. Files that cannot be read raise an OSError or a
+ValueError. `harness/flags/choices.py` has the suffixes too, and which of them are of records with fields.
 """
 
 import bz2
@@ -34,7 +38,7 @@ from typing import Any, BinaryIO, cast
 
 from harness import base
 from harness.data.data_file import COMPRESSIONS, DataFile
-from harness.data.schema import Field, Record
+from harness.data.schema import Record
 from harness.data.tokens import TokenFile, damaged
 
 READ_BYTES = 2**18  # at once
@@ -91,7 +95,7 @@ def decompressed(file: DataFile, raw: io.RawIOBase) -> Iterator[BinaryIO]:
         return
     buffered: Any = io.BufferedReader(raw, READ_BYTES)
     stream: Any
-    if file.compression == "gzip":  # Arrow refuses zeros after the end, which tapes and block devices leave
+    if file.compression == "gzip":  # Arrow refuses zeros after the end, as padding to a block leaves them
         stream = gzip.GzipFile(fileobj=buffered)
     elif file.compression == "bz2":  # as gzip
         stream = bz2.BZ2File(buffered)
@@ -104,15 +108,15 @@ def decompressed(file: DataFile, raw: io.RawIOBase) -> Iterator[BinaryIO]:
 
 
 def read_records(
-    file: DataFile, text_field: Field, start: int = 0, end: int | None = None
+    file: DataFile, names: tuple[str, ...], start: int = 0, end: int | None = None
 ) -> Iterator[tuple[str, Record]]:
     """Yield (position in words, record) of a file, or of the part [start, end) of one that can be cut; a UserError if
     it cannot be read."""
     file_format = find_format(file.name)
     after = f" after byte {start:,}" if start else ""
-    part = (start, end) if (start, end) != (0, None) else ()
+    part = () if start == 0 and end is None else (start, end)  # formats that cannot be cut take none
     with report_read_errors(file), file.open() as raw, decompressed(file, raw) as stream:
-        for number, record in enumerate(file_format.read(stream, text_field, *part), 1):
+        for number, record in enumerate(file_format.read(stream, names, *part), 1):
             yield f"{file}, {file_format.RECORD_NAME} {number:,}{after}", record
 
 
@@ -122,6 +126,6 @@ def open_token_file(file: DataFile, vocab_size: int) -> TokenFile:
         raise damaged(file, "it is compressed, and token files are mapped", "decompress it")
     with report_read_errors(file), file.open():  # which compares its size with the listing
         opened = find_format(file.name).open_tokens(file.path, vocab_size)
-    opened.version = file.version()
+    opened.identity = file.identity()
     opened.reopen = functools.partial(open_token_file, file, vocab_size)
     return opened

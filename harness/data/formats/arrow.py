@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from harness.data.formats.parquet import BATCH_ROWS, READ_AHEAD, choose_columns, read_batch
-from harness.data.schema import Field, Record
+from harness.data.schema import Record
 
 SUFFIXES = (".arrow",)
 RECORD_NAME = "row"
@@ -14,7 +14,7 @@ RECORD_NAME = "row"
 FILE_MAGIC = b"ARROW1"  # first bytes of the file format, not of a stream
 
 
-def read(stream: BinaryIO, text_field: Field) -> Iterator[Record]:
+def read(stream: BinaryIO, names: tuple[str, ...]) -> Iterator[Record]:
     """Yield the rows of a file; an empty file has none, as in other formats."""
     import pyarrow.ipc
 
@@ -27,7 +27,7 @@ def read(stream: BinaryIO, text_field: Field) -> Iterator[Record]:
         batches = map(reader.get_batch, range(reader.num_record_batches))
     else:
         batches = reader = pyarrow.ipc.open_stream(buffered)
-    field, columns = choose_columns(reader.schema, text_field)
+    field, columns = choose_columns(reader.schema, names)
     for batch in batches:
         for first in range(0, batch.num_rows, BATCH_ROWS):
             yield from read_batch(batch.select(columns)[first : first + BATCH_ROWS], field)

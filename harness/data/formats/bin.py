@@ -46,6 +46,7 @@ def open_headless(file: str, vocab_size: int) -> TokenFile:
     """Map a file of nanoGPT; an error if its tokens seem to have 4 bytes."""
     tokens = map_numbers(file, "<u2")
     start = tokens[:SAMPLE]
+    # of little-endian uint32, every second uint16 is the high half of an id, which the vocabulary limits
     largest_high_half = (vocab_size - 1) >> 16
     if len(start) >= 4 and start[::2].any() and (start[1::2] <= largest_high_half).all():
         name = pathlib.Path(file)
@@ -74,8 +75,8 @@ def open_megatron(file: str, index: str) -> TokenFile:
     count = int(offset) // tokens.itemsize + int(length)
     if count != len(tokens):
         raise damaged(file, f"it has {len(tokens):,} tokens, its index {index} has {count:,}")
-    find_ends = functools.partial(document_ends, index, sequences, documents)  # read on demand
-    return TokenFile(tokens, file, f"Megatron's .bin with .idx, {tokens.dtype.name}", find_ends)
+    read_doc_ends = functools.partial(document_ends, index, sequences, documents)  # read on demand
+    return TokenFile(tokens, file, f"Megatron's .bin with .idx, {tokens.dtype.name}", read_doc_ends)
 
 
 def document_ends(index: str, sequences: int, documents: int) -> np.ndarray:

@@ -14,25 +14,26 @@ UNKNOWN = "Unknown Tokenizer"  # datatrove's name of a tokenizer without one
 
 
 def open_tokens(file: str, vocab_size: int) -> TokenFile:
-    """Map a file. Without metadata the bytes per token follow from its index, or else from the vocabulary's size."""
+    """Map a file. Its number of tokens is in the index or in the metadata; the bytes per token are in the metadata, or
+    follow from that number, or, without both, from the vocabulary's size."""
     index, metadata = f"{file}.index", f"{file}.metadata"
-    count = None
-    if os.path.exists(index):
-        ends = map_numbers(index, "<i8")
-        count = int(ends[-1])
-    tokenizer, itemsize = None, id_dtype(vocab_size).itemsize
+    has_index = os.path.exists(index)
+    count = int(map_numbers(index, "<i8")[-1]) if has_index else None
+    tokenizer = None
     if os.path.exists(metadata):
         tokenizer, itemsize, stated = read_metadata(metadata)
-        count = stated if count is None else count
+        count = count if has_index else stated
     elif count:
         itemsize = os.path.getsize(file) // count
+    else:
+        itemsize = id_dtype(vocab_size).itemsize
     if itemsize not in (2, 4):
         raise damaged(file, f"{itemsize} bytes per token instead of 2 or 4")
     tokens = map_numbers(file, f"<u{itemsize}")
     if count not in (None, len(tokens)):
         raise damaged(file, f"it has {len(tokens):,} tokens, its index or metadata says {count:,}")
-    find_ends = functools.partial(map_numbers, index, "<i8") if os.path.exists(index) else None
-    return TokenFile(tokens, file, f"datatrove's .ds, {tokens.dtype.name}", find_ends, tokenizer)
+    read_doc_ends = functools.partial(map_numbers, index, "<i8") if has_index else None
+    return TokenFile(tokens, file, f"datatrove's .ds, {tokens.dtype.name}", read_doc_ends, tokenizer)
 
 
 def read_metadata(file: str) -> tuple[str | None, int, int | None]:

@@ -4,16 +4,15 @@ import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from harness.data.formats.text import UTF8_MARK, UTF16_MARKS, describe_other_file, split_records
-from harness.data.schema import BadRecord, Field, Record, field_names, find_document
+from harness.data.formats.text import UTF8_BOM, UTF16_BOMS, describe_other_file, split_records
+from harness.data.schema import BadRecord, Record, find_document
 
 SUFFIXES = (".jsonl",)
 RECORD_NAME = "line"
 CAN_BE_CUT = True
 
 
-def read(stream: BinaryIO, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
-    names = field_names(text_field)
+def read(stream: BinaryIO, names: tuple[str, ...], start: int = 0, end: int | None = None) -> Iterator[Record]:
     for position, line in split_records(stream, b"\n", start, end):
         yield parse(line, position, names)
 
@@ -21,14 +20,14 @@ def read(stream: BinaryIO, text_field: Field, start: int = 0, end: int | None = 
 def parse(line: bytes, position: int, names: tuple[str, ...]) -> Record:
     """Return the document of a line at `position` in the file; None for a blank one, which is no error."""
     if position == 0:
-        line = line.removeprefix(UTF8_MARK)
+        line = line.removeprefix(UTF8_BOM)
     if not line.strip():
         return None
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
         kind = describe_other_file(line, position)
-        if position == 0 and line.startswith(UTF16_MARKS):
+        if position == 0 and line.startswith(UTF16_BOMS):
             kind = kind or "UTF-16, not UTF-8"
         place = f"byte {position + error.start:,} of the file: 0x{line[error.start]:02x} is not UTF-8"
         return BadRecord(kind or place)

@@ -11,7 +11,6 @@ from harness.data.formats import READ_BYTES, report_read_errors
 from harness.data.schema import (
     ID_FIELDS,
     MAX_TOKEN_ID,
-    Field,
     Record,
     check_ids,
     choose_field,
@@ -32,15 +31,16 @@ BATCH_ROWS = 256
 READ_AHEAD = 2**22  # bytes per read of a full file
 
 
-def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
+def read(stream: io.RawIOBase, names: tuple[str, ...], start: int = 0, end: int | None = None) -> Iterator[Record]:
     """Yield the rows of the row groups whose first byte is within [start, end), so a group is never read in part. An
     empty file has no rows, as in other formats."""
     if not stream.seek(0, io.SEEK_END):
         return
     parquet = open_parquet(stream, READ_AHEAD if end is None else READ_BYTES)
-    field, columns = choose_columns(parquet.schema_arrow, text_field)
+    field, columns = choose_columns(parquet.schema_arrow, names)
     for group, first in enumerate(row_group_starts(parquet.metadata)):
         if start <= first and (end is None or first < end):
+            # without threads for a part: a stream reads it in one of many workers
             for batch in parquet.iter_batches(BATCH_ROWS, [group], columns=columns, use_threads=end is None):
                 yield from read_batch(batch, field)
 
@@ -63,7 +63,7 @@ def row_group_parts(file: "DataFile") -> list[tuple[int, int]]:
         return []
     with report_read_errors(file), file.open() as stream:
         metadata = open_parquet(stream).metadata
-    starts = sorted({0, *row_group_starts(metadata)[1:]})
+    starts = sorted({0, *row_group_starts(metadata)[1:]})  # the first part has the file's header too
     return list(itertools.pairwise([*starts, file.size]))
 
 
@@ -73,12 +73,12 @@ def row_group_starts(metadata: "pyarrow.parquet.FileMetaData") -> list[int]:
     return [column.dictionary_page_offset or column.data_page_offset for column in columns]
 
 
-def choose_columns(schema: "pyarrow.Schema", text_field: Field) -> tuple[str, list[str]]:
+def choose_columns(schema: "pyarrow.Schema", names: tuple[str, ...]) -> tuple[str, list[str]]:
     """Return (the field or layout that is read, the columns that it needs)."""
     from pyarrow import types
 
     flat_columns = {column.name for column in schema if not types.is_nested(column.type)}
-    field = choose_field(schema.names, flat_columns, text_field)
+    field = choose_field(schema.names, flat_columns, names)
     if is_text_or_ids(schema, field):
         return field, [field, *(name for name in ID_FIELDS if name in schema.names)]
     layout = layout_of(field)
@@ -111,7 +111,8 @@ def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
     Python objects."""
     columns = {name: rows_of_integers(batch[name]) for name in batch.schema.names}
     ids = columns.pop(field, None)
-    if ids is None or None in columns.values() or not are_token_ids(ids):
+    has_others = None in columns.values()  # columns that are not lists of integers
+    if ids is None or has_others or not are_token_ids(ids):
         for fields in batch.to_pylist(maps_as_pydicts="strict"):
             yield read_fields({name: without_nulls(value) for name, value in fields.items()}, field)
         return

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from harness.data.formats import READ_BYTES
-from harness.data.schema import DOCUMENT_MARK, BadRecord, Field, Record
+from harness.data.schema import DOC_SEPARATOR, BadRecord, Record
 
 SUFFIXES = (".txt", ".md")
 RECORD_NAME = "document"
 CAN_BE_CUT = True
 
 FIRST_TAIL = 2**13  # bytes of the first read after the end of a part, for the end of its last record
-UTF8_MARK, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")  # byte order marks
+UTF8_BOM, UTF16_BOMS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")  # byte order marks
 OTHER_FILES = {  # first bytes of files that are no text: what they are
     b"%PDF-": "a PDF, not text",
     b"PK\3\4": "a ZIP archive (.docx, .epub, .odt), not text",
@@ -26,13 +26,14 @@ OTHER_FILES = {  # first bytes of files that are no text: what they are
     b"\xff\xfe\0\0": "UTF-32; only UTF-8 and UTF-16 are read",
 }
 
-AS_NUL = "harness-nul"  # an error handler: bytes that cannot be decoded become a NUL, which no text has
+# An error handler: bytes that cannot be decoded become a NUL, which no text has. surrogateescape fails on UTF-16.
+AS_NUL = "harness-nul"
 codecs.register_error(AS_NUL, lambda error: ("\0", error.end))  # type: ignore[attr-defined]
 
 
-def read(stream: BinaryIO, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
-    # UTF-16 has no mark in UTF-8: its first record is the whole file, and other parts have none
-    for position, content in split_records(stream, DOCUMENT_MARK.encode(), start, end):
+def read(stream: BinaryIO, names: tuple[str, ...], start: int = 0, end: int | None = None) -> Iterator[Record]:
+    # a UTF-16 file has no separator bytes, so it is one record
+    for position, content in split_records(stream, DOC_SEPARATOR.encode(), start, end):
         kind = describe_other_file(content, position)
         if kind:
             yield BadRecord(kind)
@@ -42,16 +43,16 @@ def read(stream: BinaryIO, text_field: Field, start: int = 0, end: int | None = 
 
 def describe_other_file(content: bytes, position: int) -> str:
     """Describe a file that is no text from its first record; "" for text and for later records."""
-    return next((kind for mark, kind in OTHER_FILES.items() if position == 0 and content.startswith(mark)), "")
+    return next((kind for start, kind in OTHER_FILES.items() if position == 0 and content.startswith(start)), "")
 
 
 def read_lines(content: bytes, position: int) -> Iterator[Record]:
     """Yield a bad record for each line that cannot be decoded or has a NUL, then the document of the other lines.
     `position` is that of `content` in the file, in bytes."""
-    encoding = "utf-16" if position == 0 and content.startswith(UTF16_MARKS) else "utf-8"
+    encoding = "utf-16" if position == 0 and content.startswith(UTF16_BOMS) else "utf-8"
     try:
         text = content.decode(encoding)
-        before, fault = text[: max(text.find("\0"), 0)], "a NUL byte"
+        before, fault = text.partition("\0")[0], "a NUL byte"  # before the first fault, if there is one
     except UnicodeDecodeError as error:
         text, before = content.decode(encoding, AS_NUL), content[: error.start].decode(encoding)
         fault = f"0x{content[error.start]:02x} is not {encoding.upper()} (iconv converts other encodings)"
@@ -67,17 +68,17 @@ def read_lines(content: bytes, position: int) -> Iterator[Record]:
     yield text.strip("\n") or None
 
 
-def split_records(stream: BinaryIO, mark: bytes, start: int, end: int | None) -> Iterator[tuple[int, bytes]]:
+def split_records(stream: BinaryIO, separator: bytes, start: int, end: int | None) -> Iterator[tuple[int, bytes]]:
     """Yield (position, bytes) of each record that begins within the bytes [start, end) of a file; to its end without
     `end`.
 
-    A record begins at the start of the file and after each mark, so parts end to end have each record once.
+    A record begins at the start of the file and after each separator, so parts end to end have each record once.
     """
     end = sys.maxsize if end is None else end
-    position = max(0, start - len(mark))  # of the next byte; a mark may end at `start`
+    position = max(0, start - len(separator))  # of the next byte; a separator may end at `start`
     if position:
         stream.seek(position)
-    is_ours = start == 0  # False until a mark is found: the part before it belongs to a record that began earlier
+    is_ours = start == 0  # False until a separator is found: what is before it is of a record that began earlier
     record_start, rest = position, b""
     while is_ours or position < end:
         size = min(READ_BYTES, end - position) if position < end else FIRST_TAIL
@@ -85,12 +86,12 @@ def split_records(stream: BinaryIO, mark: bytes, start: int, end: int | None) ->
         if not block:
             break
         position += len(block)
-        *records, rest = (rest + block).split(mark)
+        *records, rest = (rest + block).split(separator)
         for record in records:
             if is_ours:
                 yield record_start, record
             is_ours = True
-            record_start += len(record) + len(mark)
+            record_start += len(record) + len(separator)
             if record_start >= end:
                 return
     if is_ours and rest:

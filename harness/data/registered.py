@@ -1,5 +1,5 @@
-"""Own data sets: those that a file of --import registers. Their records are written once into the cache, as a file of
-JSON lines, which is read as any other file."""
+"""Data sets that a file of --import registers. Their records are written once into the cache, as a file of JSON lines,
+which is read as any other file."""
 
 import functools
 import hashlib
@@ -18,8 +18,8 @@ SAMPLE_BYTES = 2**16  # at the end of a file, compared between machines
 
 
 def write_all(settings: flags.Flags) -> None:
-    """Write the own data sets of a run, once on each machine, or on one of those that share a cache. Every rank calls
-    this.
+    """Write the registered data sets of a run once on each machine, or on one of those that share a cache. Every rank
+    calls this.
 
     Raises:
         UserError: as `write_once` does, or the records differ between machines.
@@ -40,7 +40,7 @@ def write_all(settings: flags.Flags) -> None:
 
 @base.working()
 def write_once(name: str, cache_dir: str | os.PathLike | None) -> pathlib.Path:
-    """Call the function of an own data set and write its records, unless the cache has them; return their file.
+    """Call the function of a registered data set and write its records, unless the cache has them; return their file.
 
     Raises:
         UserError: the function fails, gives no records or others in a second call, or does not end; a record is of no
@@ -49,19 +49,19 @@ def write_once(name: str, cache_dir: str | os.PathLike | None) -> pathlib.Path:
     dataset = flags.DATASETS[name]
 
     def make(folder: pathlib.Path) -> dict:
-        return {"records": write(folder / "jsonl", name)}
+        return {"records": write(folder / f"{name}.jsonl", name)}
 
     key = [sorted(flags.IMPORTED.values()), name, dataset.version, dataset.limit]
-    path, counts = make_once(name.replace(".", "-"), key, make, cache_dir)
-    path = path.with_suffix(".jsonl")
+    folder, counts = make_once(name, key, make, cache_dir)
+    path = folder / f"{name}.jsonl"
     if "seconds" in counts:
         job.print0("data      ", f"{name}: {base.counted(counts['records'], 'record')} written to {path}")
     return path
 
 
 def write(path: pathlib.Path, name: str) -> int:
-    """Write the records of an own data set and return their number."""
-    first, count = [], 0
+    """Write the records of a registered data set and return their number."""
+    first, count = [], 0  # the first records, to compare
     with path.open("w", encoding="utf-8") as file:
         for count, line in enumerate(read(name), 1):
             if count > MAX_RECORDS and flags.DATASETS[name].limit is None:
@@ -72,7 +72,7 @@ def write(path: pathlib.Path, name: str) -> int:
             file.write(line)
     if not count:
         raise base.UserError(f"--dataset {name}: its function gives no records")
-    if first != [*itertools.islice(read(name), COMPARED)]:
+    if first != [*itertools.islice(read(name), COMPARED)]:  # a resumed run may call it again, on another machine
         problem = "its function gives other records when it is called again"
         raise base.UserError(f"--dataset {name}: {problem}; let it make its random numbers from a seed")
     return count
