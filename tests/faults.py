@@ -13,6 +13,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
 import pathlib
 import re
@@ -22,7 +23,6 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 
 import torch
@@ -179,17 +179,18 @@ class Ending:
         return [line for line in self.output.splitlines() if line.startswith("train_fsdp.py: error: ")]
 
 
-def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, output: int) -> None:
-    """The program, watched, in a forked process; what it prints goes into the descriptor `output`."""
+def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: str, output: str) -> None:
+    """The program, watched, in a forked process; its points and what it prints are appended to two files."""
     torch.set_num_threads(1)  # a fork's first call makes a new thread pool: two threads at once can abort (2.11)
+    files = [os.open(name, os.O_WRONLY | os.O_APPEND) for name in (log, output)]
     for descriptor in (1, 2):
-        os.dup2(output, descriptor)
+        os.dup2(files[1], descriptor)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))  # noqa: SIM115
     warnings.filterwarnings("ignore")
     if start.ranks > 1:
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": start.ranks, "MASTER_PORT": port}
         os.environ |= {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    Watch(folder, log, rank, start.fault, start.point)
+    Watch(folder, files[0], rank, start.fault, start.point)
     base.commit = lambda: None  # it asks git, the slowest part of a start here
     argv = f"{FLAGS} --model {folder.parent / 'model'} --output-dir {folder} {start.flags}"
     train_fsdp.main(parse_args(argv.split()))
@@ -197,49 +198,27 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
 
 def run(start: Start, folder: pathlib.Path, timeout: float = 60) -> Ending:
     """Starts the program with output folder `folder` and waits for its end. As a launcher does, it kills the other
-    ranks some time after one was killed."""
+    ranks some time after one has failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with tempfile.TemporaryFile() as log, tempfile.TemporaryFile() as output:
-        append = [os.open(f"/proc/self/fd/{file.fileno()}", os.O_WRONLY | os.O_APPEND) for file in (log, output)]
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pids, codes, deadline = [], {}, time.monotonic() + timeout
-        for rank in range(start.ranks):
-            if pid := os.fork():
-                pids.append(pid)
-                continue
-            code = 70
-            try:
-                as_rank(rank, start, port, folder, *append)
-                code = 0
-            except SystemExit as left:
-                code = left.code or 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        while len(codes) < len(pids):
-            for rank, pid in enumerate(pids):
-                if rank not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
-                    codes[rank] = os.waitstatus_to_exitcode(ended[1])
-                    if codes[rank]:
-                        deadline = min(deadline, time.monotonic() + (2 if codes[rank] < 0 else 15))
+    with tempfile.NamedTemporaryFile("r") as log, tempfile.NamedTemporaryFile("r") as output:
+        arguments = (start, port, folder, log.name, output.name)
+        fork = multiprocessing.get_context("fork")
+        ranks = [fork.Process(target=as_rank, args=(rank, *arguments)) for rank in range(start.ranks)]
+        for process in ranks:
+            process.start()
+        deadline, has_failed = time.monotonic() + timeout, False
+        while running := [process for process in ranks if process.exitcode is None]:
+            codes = [process.exitcode for process in ranks if process.exitcode]
+            if codes and not has_failed:
+                has_failed, deadline = True, time.monotonic() + (2 if min(codes) < 0 else 15)
             if time.monotonic() > deadline:
-                for rank, pid in enumerate(pids):
-                    if rank not in codes:
-                        os.kill(pid, signal.SIGKILL)
-                deadline += timeout
+                for process in running:
+                    process.kill()
             time.sleep(0.005)
-        for descriptor in append:
-            os.close(descriptor)
-        log.seek(0)
-        output.seek(0)
         points = [Point(*json.loads(line)) for line in log.read().splitlines()]
-        return Ending([codes[rank] for rank in range(len(pids))], output.read().decode(), points)
+        return Ending([process.exitcode for process in ranks], output.read(), points)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -247,7 +226,7 @@ def run(start: Start, folder: pathlib.Path, timeout: float = 60) -> Ending:
 
 
 def logged(folder: pathlib.Path) -> list[dict]:
-    """The whole lines of the run's metrics.jsonl."""
+    """The complete lines of the run's metrics.jsonl."""
     file, entries = folder / "r" / "metrics.jsonl", []
     for line in file.read_text().splitlines() if file.exists() else ():
         with contextlib.suppress(ValueError):
@@ -259,8 +238,8 @@ def steps_of(folder: pathlib.Path) -> list[list]:
     return [[line[key] for key in KEYS] for line in logged(folder) if "final" not in line]
 
 
-def is_whole(path: pathlib.Path) -> bool:
-    """Whether a checkpoint is what its manifest says."""
+def is_complete(path: pathlib.Path) -> bool:
+    """True if a checkpoint is what its manifest says."""
     try:
         manifest = base.read_manifest(path)
         data = {name: (path / name).read_bytes() for name in manifest["files"]}
@@ -270,44 +249,44 @@ def is_whole(path: pathlib.Path) -> bool:
     return found == manifest["files"]
 
 
-def whole(folder: pathlib.Path) -> list[str]:
+def complete(folder: pathlib.Path) -> list[str]:
     """The complete checkpoints by name, oldest first."""
-    return sorted(path.name for path in (folder / "r" / "checkpoints").glob("step-*") if is_whole(path))
+    return sorted(path.name for path in (folder / "r" / "checkpoints").glob("step-*") if is_complete(path))
 
 
 def wrong_of_the_first(fault: str, before: list[str], folder: pathlib.Path, first: Ending) -> list[str]:
     """What a start with a fault did that it must not."""
     wrong, errors, printed = [], first.errors(), re.findall(r"^failed +\S+", first.output, re.MULTILINE)
-    if "Traceback" in first.output or 70 in first.codes:
+    if "Traceback" in first.output:
         wrong.append("a traceback")
     if len(errors) > 1:
         wrong.append(f"{len(errors)} error lines")
-    if not whole(folder)[-1:] >= before[-1:]:
-        wrong.append(f"the newest complete checkpoint {before[-1:]} is gone, there are {whole(folder)}")
+    if not complete(folder)[-1:] >= before[-1:]:
+        wrong.append(f"the newest complete checkpoint {before[-1:]} is gone, there are {complete(folder)}")
     if -signal.SIGKILL in first.codes:
         if fault in ("error", "full disk"):
             wrong.append("hung")
     elif errors and first.code not in (1, 2):
         wrong.append(f"an error with exit code {first.code}")
     elif printed and not errors and first.code != 1:
-        wrong.append(f"a failure was said and the exit code is {first.code}")
+        wrong.append(f"a failure was printed and the exit code is {first.code}")
     return wrong
 
 
 def wrong_of_the_next(reference: list[list], folder: pathlib.Path, second: Ending) -> list[str]:
-    """What of the next start without a fault must not be."""
+    """What the next start, without a fault, did that it must not."""
     wrong, lines = [], logged(folder)
     if second.code or second.errors():
         wrong.append(f"the next start ended with {second.codes}")
     if steps_of(folder) != reference:
-        wrong.append(f"steps {[step[0] for step in steps_of(folder)]} of metrics.jsonl, or other figures")
+        wrong.append(f"steps {[step[0] for step in steps_of(folder)]} of metrics.jsonl, or other metrics")
     if [bool(line.get("final")) for line in lines] != [False] * len(reference) + [True]:
         wrong.append("metrics.jsonl does not end with one final line")
     if (folder / "r" / "metrics.jsonl").read_text().count("\n") != len(lines):
-        wrong.append("metrics.jsonl has a line that is none")
-    if whole(folder)[-1:] != [f"step-{len(reference):08d}"]:
-        wrong.append(f"no checkpoint of the last step, only {whole(folder)}")
-    if left := [path.name for place in (folder / "r", folder / "r" / "checkpoints") for path in place.glob(".*.*ing")]:
+        wrong.append("metrics.jsonl has a broken line")
+    if complete(folder)[-1:] != [f"step-{len(reference):08d}"]:
+        wrong.append(f"no checkpoint of the last step, only {complete(folder)}")
+    if left := [path.name for path in (folder / "r").rglob(".*.*ing")]:
         wrong.append(f"left behind: {sorted(left)}")
     return wrong
 
@@ -344,7 +323,7 @@ def disturb_at_points(start: Start, resumed: bool, folder: pathlib.Path, choose)
     for fault, point in injected:
         shutil.rmtree(disturbed, ignore_errors=True)
         shutil.copytree(template, disturbed)
-        before = whole(disturbed)
+        before = complete(disturbed)
         first = run(dataclasses.replace(start, fault=fault, point=point), disturbed)
         found = wrong_of_the_first(fault, before, disturbed, first)
         if point not in first.points:
