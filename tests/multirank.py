@@ -83,6 +83,9 @@ COMPILED = {
     "compiled with selective checkpointing": ("smollm3", "--compile --activation-checkpointing selective"),
     "compiled with full checkpointing": ("smollm3", "--compile --activation-checkpointing full"),
 }
+ALONE = {  # on one rank, whose parameters and gradients are not copied
+    "one rank in 4 microbatches": ("smollm3", "--gradient-accumulation-steps 4")
+}
 QUICK = {
     "stage 3 in 4 microbatches": ("smollm3", "--gradient-accumulation-steps 4"),
     "stage 1 in 4 microbatches": ("smollm3", "--zero-stage 1 --gradient-accumulation-steps 4"),
@@ -126,7 +129,7 @@ SLOW = {
     "uneven at stage 2 in 4 microbatches": ("uneven", "--zero-stage 2 --gradient-accumulation-steps 4"),
 } | {name: (name, "") for name in FAMILIES if name not in QUICK}
 # {name: flags}: these only come near the fp32 losses
-ALONE = {  # on one rank, whose parameters and gradients are not copied
+ALONE_NEAR = {
     "one rank, bf16 in 2 microbatches": "--precision bf16 --zero-stage 1 --gradient-accumulation-steps 2",
     "one rank, bf16-pure checkpointed": "--precision bf16-pure --activation-checkpointing full",
     "one rank, fp8": "--precision fp8 --fp8-emulate",

@@ -10,9 +10,20 @@ import multirank
 import pytest
 from conftest import forked, slow_case
 from filelock import FileLock
-from multirank import ALONE, COMPILED, QUICK, QUICK_NEAR, QUICK_TRIPS, REPLICATED, ROUND_TRIPS, SLOW, SLOW_NEAR
+from multirank import (
+    ALONE,
+    ALONE_NEAR,
+    COMPILED,
+    QUICK,
+    QUICK_NEAR,
+    QUICK_TRIPS,
+    REPLICATED,
+    ROUND_TRIPS,
+    SLOW,
+    SLOW_NEAR,
+)
 
-SAME = COMPILED | QUICK | SLOW
+SAME = ALONE | COMPILED | QUICK | SLOW
 REFERENCES = {model: (model, "") for model, _ in SAME.values()}
 
 
@@ -20,10 +31,10 @@ REFERENCES = {model: (model, "") for model, _ in SAME.values()}
 def observed(request, workspace):
     """The results of this tier's configurations on one rank and on four, {ranks: ...}; all processes of this test run
     share them."""
-    one = {"same": REFERENCES | COMPILED, "near": ALONE, "replicas": {}, "round trips": {}}
+    one = {"same": REFERENCES | ALONE | COMPILED, "near": ALONE_NEAR, "replicas": {}, "round trips": {}}
     four = {"same": QUICK | SLOW, "near": QUICK_NEAR | SLOW_NEAR, "replicas": REPLICATED, "round trips": ROUND_TRIPS}
     if request.config.option.markexpr == "not slow":
-        one["same"] = {model: (model, "") for model, _ in QUICK.values()}
+        one["same"] = {model: (model, "") for model, _ in QUICK.values()} | ALONE
         four |= {"same": QUICK, "near": QUICK_NEAR, "replicas": {}, "round trips": QUICK_TRIPS}
     files = {ranks: workspace / f"observed-{ranks}.json" for ranks in (1, 4)}
     with FileLock(workspace / "observed.lock"), concurrent.futures.ThreadPoolExecutor() as threads:
@@ -39,10 +50,10 @@ def cases(quick: dict, slow: dict) -> list:
     return [*quick, *map(slow_case, slow)]
 
 
-@pytest.mark.parametrize("name", cases(QUICK, COMPILED | SLOW))
+@pytest.mark.parametrize("name", cases(ALONE | QUICK, COMPILED | SLOW))
 def test_losses_do_not_depend_on_ranks_stage_or_technique(observed, name):
     model, flags = SAME[name]
-    ranks = 1 if name in COMPILED else 4
+    ranks = 1 if name in ALONE | COMPILED else 4
     reference, seen = observed[1]["same"][model], observed[ranks]["same"][name]
     is_exact = model == "smollm3"
     assert len(seen["losses"]) == len(reference["losses"]) > 1
@@ -55,9 +66,9 @@ def test_losses_do_not_depend_on_ranks_stage_or_technique(observed, name):
     assert seen["shares"] == pytest.approx([1 / shards] * 2, rel=0.02)  # of the parameters, and of optimizer states
 
 
-@pytest.mark.parametrize("name", cases(ALONE | QUICK_NEAR, SLOW_NEAR))
+@pytest.mark.parametrize("name", cases(ALONE_NEAR | QUICK_NEAR, SLOW_NEAR))
 def test_losses_of_a_cheaper_precision_stay_near_those_of_fp32(observed, name):
-    reference, seen = observed[1]["same"]["smollm3"], observed[1 if name in ALONE else 4]["near"][name]
+    reference, seen = observed[1]["same"]["smollm3"], observed[1 if name in ALONE_NEAR else 4]["near"][name]
     near = 3e-2 if "fp8" in name else 1e-2
     assert seen["losses"] == pytest.approx(reference["losses"], rel=near)
     assert seen["grad_norms"][0] == pytest.approx(reference["grad_norms"][0], rel=near)
