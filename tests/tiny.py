@@ -1,9 +1,15 @@
-"""Models of a few layers for tests of one step, and a guard against reads of the device."""
+"""Models of a few layers, their optimizers and steps as a run has them, and a guard against reads of the device."""
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from multirank import resolved
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import train_fsdp
+import utils
+from harness import model as models
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -14,6 +20,33 @@ MODELS = {
     "qwen3_moe": SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 END = 0  # token that ends a document
+
+
+def build(argv: list):
+    """(settings, model, optimizer) of a command line, on CPU ranks."""
+    settings, config = resolved(argv)
+    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, torch.device("cpu")))
+    return settings, model, models.build_optimizer(settings, model)
+
+
+def rank_share(batch: dict[str, torch.Tensor], microbatches: int = 1):
+    """This rank's sequences of each microbatch of a global batch."""
+    rows, left_over = divmod(len(batch["input_ids"]), microbatches * dist.get_world_size())
+    assert not left_over
+    for part in range(microbatches):
+        start = (part * dist.get_world_size() + dist.get_rank()) * rows
+        yield {name: tensor[start : start + rows] for name, tensor in batch.items()}
+
+
+def take_steps(settings, model, optimizer, batches, steps: int) -> tuple[list[float], list[float]]:
+    """(losses over all ranks' tokens, gradient norms) of so many steps."""
+    losses, norms = [], []
+    for _ in range(steps):
+        result = train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker(0, 1, 0))
+        dist.all_reduce(result.loss)
+        losses.append(result.loss.item() / dist.get_world_size())
+        norms.append(result.grad_norm.item())
+    return losses, norms
 
 
 class NoReadBack(TorchDispatchMode):
