@@ -1,14 +1,13 @@
 """stdout and stderr that are closed, full, without a reader or not UTF-8: a process does what it would do, and ends
 with the exit code that it would end with."""
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 
 import pytest
-from conftest import PROGRAM, ROOT, torchrun_command
+from conftest import PROGRAM, ROOT, metrics_of, torchrun_command
 
 # every way in which the program prints, then a file, then an ending of its own
 PRINTS = r"""
@@ -32,52 +31,48 @@ with open(sys.argv[1], "w") as file:
     print("all of it", file=file)
 sys.exit(5)
 """
-IN_ASCII = os.environ | {"PYTHONIOENCODING": "ascii:strict"}
+NO_READER, FULL = "a pipe without a reader", "a full disk"
 
 
-@contextlib.contextmanager
-def output(kind: str):
-    """A file descriptor that a process is given for its output."""
-    if kind == "pipe without a reader":
-        read_end, descriptor = os.pipe()
-        os.close(read_end)
-    else:
-        descriptor = os.open("/dev/full" if kind == "full disk" else os.devnull, os.O_WRONLY)
-    yield descriptor
-    os.close(descriptor)
+def exit_code(command: list, stdout: str, stderr: str) -> int:
+    """Run a command whose streams are NO_READER, FULL or closed, and take ASCII only."""
+    pipe, no_reader = os.pipe()
+    os.close(pipe)
+    full = os.open("/dev/full", os.O_WRONLY)
+    descriptors = {NO_READER: no_reader, FULL: full, "closed": subprocess.DEVNULL}
+    closing = "".join(f" {n}>&-" for n, stream in ((1, stdout), (2, stderr)) if stream == "closed")
+    process = subprocess.run(
+        ["sh", "-c", f'exec "$@"{closing}', "sh", *map(str, command)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": "ascii:strict"},
+        stdout=descriptors[stdout],
+        stderr=descriptors[stderr],
+        timeout=600,
+    )
+    os.close(no_reader)
+    os.close(full)
+    return process.returncode
 
 
-@pytest.mark.parametrize(
-    "stdout, stderr",
-    [("pipe without a reader", "full disk"), ("full disk", "pipe without a reader"), ("closed", "closed")],
-)
+@pytest.mark.parametrize("stdout, stderr", [(NO_READER, FULL), (FULL, NO_READER), ("closed", "closed")])
 def test_printing_never_fails_and_no_file_takes_the_place_of_a_stream(tmp_path, stdout, stderr):
-    redirect = "".join(f" {n}>&-" for n, kind in ((1, stdout), (2, stderr)) if kind == "closed")
-    command = ["sh", "-c", f'exec "$@"{redirect}', "sh", sys.executable, "-c", PRINTS, str(tmp_path / "file")]
-    with output(stdout) as out, output(stderr) as errors:
-        process = subprocess.run(command, cwd=ROOT, env=IN_ASCII, stdout=out, stderr=errors, timeout=600)
-    assert process.returncode == 5
+    assert exit_code([sys.executable, "-c", PRINTS, tmp_path / "file"], stdout, stderr) == 5
     assert (tmp_path / "file").read_text() == "all of it\n"
 
 
 @pytest.mark.parametrize("flags, code", [("--help", 0), ("--lr 0", 2)])
 def test_what_only_prints_has_its_exit_code_where_nobody_reads_it(flags, code):
-    with output("pipe without a reader") as out, output("full disk") as errors:
-        command = [sys.executable, PROGRAM, *flags.split()]
-        assert subprocess.run(command, cwd=ROOT, stdout=out, stderr=errors, timeout=600).returncode == code
+    assert exit_code([sys.executable, PROGRAM, *flags.split()], NO_READER, FULL) == code
 
 
 @pytest.mark.slow
 def test_two_ranks_without_any_console_train_to_the_end_and_leave_all_their_files(tmp_path):
     flags = "--demo --num-steps 4 --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 2 --eval-steps 1"
     flags += f" --log-interval 1 --sample-tokens 3 --precision fp32 --output-dir {tmp_path} --run-name r"
-    flags += f" --cache-dir {tmp_path / 'cache'}"
-    command = [*torchrun_command(2), PROGRAM, *flags.split(), "--sample-prompt", "“Well”"]
-    with output("pipe without a reader") as out, output("full disk") as errors:
-        options = {"cwd": ROOT, "stdout": out, "stderr": errors, "env": IN_ASCII, "timeout": 600}
-        code = subprocess.run(command, **options).returncode
+    command = [*torchrun_command(2), PROGRAM, *flags.split(), "--cache-dir", tmp_path / "cache"]
+    code = exit_code([*command, "--sample-prompt", "“Well”"], NO_READER, FULL)
     assert code in (0, 120)  # 120 is torchrun's own, whose stderr could not be flushed
-    lines = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "r")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 4] and lines[-1]["final"]
     assert json.loads((tmp_path / "r" / "config.json").read_text())["starts"][-1]["exit_code"] == 0
     assert (tmp_path / "r" / "report.html").read_text(encoding="utf-8").startswith("<!")

@@ -10,65 +10,55 @@ import pytest
 import torch
 from conftest import forked, losses_of, parse, train, words, write_model
 from huggingface_hub.utils import filter_repo_objects
-from multirank import MODELS, SIZES, resolved
+from multirank import SIZES, resolved
+from tiny import build
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, modeling_flash_attention_utils
 from transformers.integrations import sdpa_attention
 
-import train_fsdp
 from harness import base
 from harness import model as models
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.flags import PRESETS
-from harness.model import attention as attention_module
 from harness.model import pretrained
 from harness.model import tokenizer as tokenizer_module
-from harness.model.attention import choose_attention, describe_attention
+from harness.model.attention import FLASH_PACKAGES, choose_attention, describe_attention
 from harness.model.configs import load_config
 from harness.model.float8 import float8_filter
 from harness.model.tokenizer import load_tokenizer
 
-
-@pytest.mark.parametrize("config", ["{", "[]", '{"model_type": "nothing"}'])
-def test_a_config_that_cannot_be_used_is_named(mistake, tmp_path, config):
-    (tmp_path / "model" / "config.json").write_text(config)
-    assert mistake().startswith(f"--model {tmp_path / 'model'}: its config.json cannot be used")
-
-
 GEMMA = SIZES | {"head_dim": 16, "query_pre_attn_scalar": 16}
-MODEL_MISTAKES = {  # (family, its sizes, flags, how the message begins, a word that is in it)
+SMALL_LINEARS = SIZES | {"hidden_size": 40, "head_dim": 10, "intermediate_size": 100}
+CONFIGS = {  # (text or family, its sizes, flags, how the message begins, a word that is in it)
+    "half of JSON": ("{", {}, "", "--model {}: its config.json cannot be used", ""),
+    "a list": ("[]", {}, "", "--model {}: its config.json cannot be used", ""),
+    "no family": ("nothing", {}, "", "--model {}: its config.json cannot be used", ""),
     "heads": ("llama", SIZES | {"num_key_value_heads": 3}, "", "--model", "num_key_value_heads is 3"),
     "layers": ("llama", SIZES | {"num_hidden_layers": 0}, "", "--model", "num_hidden_layers is 0"),
     "activation": ("llama", SIZES | {"hidden_act": "no_such_activation"}, "", "--model", "no_such_activation"),
     "padding": ("llama", SIZES | {"pad_token_id": 10**9}, "", "--model", "Padding_idx"),
     "not causal": ("t5", {}, "", "--model", "/model"),
     "vocabulary": ("llama", SIZES | {"vocab_size": 1000}, "", "--tokenizer ", "1000"),
-    "bent logits": ("gemma2", GEMMA, "--fused-loss", "--fused-loss: ", ""),
-    "no linear fits": (
-        "llama",
-        SIZES | {"hidden_size": 40, "head_dim": 10, "intermediate_size": 100},
-        "--precision fp8 --fp8-emulate",
-        "--precision fp8: ",
-        "",
-    ),
+    "capped logits": ("gemma2", GEMMA, "--fused-loss", "--fused-loss: ", ""),
+    "no linear fits": ("llama", SMALL_LINEARS, "--precision fp8 --fp8-emulate", "--precision fp8: ", ""),
 }
 
 
-@pytest.mark.parametrize("name", MODEL_MISTAKES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_that_does_not_work_is_refused(mistake, tmp_path, name):
-    family, sizes, flags, beginning, word = MODEL_MISTAKES[name]
-    path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps({"model_type": family, **sizes}))
+    family, sizes, flags, beginning, word = CONFIGS[name]
+    text = json.dumps({"model_type": family, **sizes}) if family.isalnum() else family
+    (tmp_path / "model" / "config.json").write_text(text)
     message = mistake(*words(flags))
-    assert message.startswith(beginning) and word in message
+    assert message.startswith(beginning.format(tmp_path / "model")) and word in message
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # float8
 
 
-def test_fp8_takes_tokens_in_multiples_of_16_and_names_the_nearest_length_and_batch_that_work(mistake):
-    """With emulation too, which would take any number."""
+def test_fp8_takes_tokens_in_multiples_of_16_and_names_the_nearest_length_and_batch_that_work(mistake, tmp_path):
+    """With emulation too, which would take any number, and where the length is the model's own."""
     flags = words("--precision fp8 --fp8-emulate --batch-size 2")
     message = mistake(*flags, "--sequence-length", "29")
     assert message.startswith("--sequence-length 29: --precision fp8 (tensorwise) needs a multiple of 16 tokens")
@@ -76,9 +66,6 @@ def test_fp8_takes_tokens_in_multiples_of_16_and_names_the_nearest_length_and_ba
     parse([*flags, "--sequence-length", "32"])
     parse([*flags, "--sequence-length", "29", "--batch-size", "16"])
     parse([*flags, "--sequence-length", "29", "--num-steps", "0", "--export", "x", "--init", "pretrained"])
-
-
-def test_fp8_does_not_take_a_models_own_length_that_does_not_fit(tmp_path):
     source = write_model(tmp_path / "model", "llama", **SIZES | {"max_position_embeddings": 100})
     with pytest.raises(UserError, match=r"--sequence-length 100: .* give 96, or --batch-size 4,"):
         resolved(["--model", source, "--precision", "fp8", "--fp8-emulate"])
@@ -111,11 +98,9 @@ def test_float8_takes_the_linears_that_gain(preset, recipe, taken):
 @pytest.mark.parametrize(
     "family, experts, sizes",
     [
-        ("afmoe", 64, {}),
         ("hunyuan_v1_moe", 64, {"num_experts": 64, "moe_topk": 2, "head_dim": 128}),
         ("longcat_flash", 768, {"num_layers": 1}),
         ("llama4_text", 16, {}),
-        ("phimoe", 16, {}),
         ("jetmoe", 16, {"num_local_experts": 16}),
     ],
 )
@@ -160,28 +145,31 @@ def choose(args, config):
     return choose_attention(args, config, args.precision, args.sequence_length, bool(args.document_mask))
 
 
+def fake_gpu(monkeypatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+
 @pytest.mark.parametrize(
-    "capability, model, flags, allowed",
+    "capability, family, flags, allowed",
     [
-        (9, "llama", "--sequence-length 704 --document-mask", False),
-        (9, "llama", "--sequence-length 640 --document-mask", True),
-        (9, "mistral", "--sequence-length 704", False),  # its window is a mask
-        (10, "mistral", "--sequence-length 704 --document-mask", True),
+        ((9, 0), "llama", "--sequence-length 704 --document-mask", False),
+        ((9, 0), "llama", "--sequence-length 640 --document-mask", True),
+        ((9, 0), "mistral", "--sequence-length 704", False),  # its window is a mask
+        ((10, 0), "mistral", "--sequence-length 704 --document-mask", True),
     ],
 )
-def test_cudnn_is_left_out_where_its_gradients_may_be_nan(monkeypatch, tmp_path, capability, model, flags, allowed):
-    sizes = MODELS[model][1] | {"max_position_embeddings": 1024}
-    source = write_model(tmp_path / "model", MODELS[model][0], **sizes)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
-    for attention in ("sdpa", "cudnn"):
-        settings = parse(["--model", source, *flags.split(), "--attention", attention])
-        if attention == "cudnn" and not allowed:
-            with pytest.raises(UserError, match=r"--attention cudnn: .* 704 tokens.*--sequence-length 768"):
-                choose(settings, load_config(source))
-        else:
-            assert choose(settings, load_config(source)) == attention
-            assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+def test_cudnn_is_left_out_where_its_gradients_may_be_nan(monkeypatch, capability, family, flags, allowed):
+    fake_gpu(monkeypatch, capability)
+    config = AutoConfig.for_model(family)
+    settings = {kernel: parse(words(f"--model demo {flags} --attention {kernel}")) for kernel in ("sdpa", "cudnn")}
+    assert choose(settings["sdpa"], config) == "sdpa"
+    assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+    if allowed:
+        assert choose(settings["cudnn"], config) == "cudnn"
+    else:
+        with pytest.raises(UserError, match=r"--attention cudnn: .* 704 tokens.*--sequence-length 768"):
+            choose(settings["cudnn"], config)
 
 
 @pytest.mark.parametrize(
@@ -191,50 +179,38 @@ def test_cudnn_is_left_out_where_its_gradients_may_be_nan(monkeypatch, tmp_path,
         ((10, 3), "FLASH_ATTENTION", "", 8, True),  # B300
         ((9, 0), "CUDNN_ATTENTION", "", 8, False),
         ((9, 0), "FLASH_ATTENTION", "--attention flash", 8, False),
-        ((9, 0), "FLASH_ATTENTION", "--attention sdpa", 8, False),
         ((9, 0), "FLASH_ATTENTION", "", 2, False),  # heads of 256, which cuDNN's backward pass has not
         ((8, 0), "FLASH_ATTENTION", "", 8, False),  # A100
-        ((12, 0), "FLASH_ATTENTION", "", 8, False),  # RTX 5090
     ],
 )
 def test_a_gpu_that_has_no_cudnn_although_torch_prefers_it_is_warned_of(
-    monkeypatch, capfd, tmp_path, capability, kernel, flags, heads, warns
+    monkeypatch, capfd, capability, kernel, flags, heads, warns
 ):
-    sizes = MODELS["llama"][1] | {"hidden_size": 512, "num_attention_heads": heads, "num_key_value_heads": heads}
-    settings = parse(
-        ["--model", write_model(tmp_path / "model", "llama", **sizes), "--sequence-length", "64", *words(flags)]
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    config = load_config(settings.model)
-    settings = dataclasses.replace(settings, attention=choose(settings, config))
-    config._attn_implementation = "sdpa"
+    fake_gpu(monkeypatch, capability)
     choice = getattr(torch.nn.attention.SDPBackend, kernel).value
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: choice)
+    config = AutoConfig.for_model("llama", hidden_size=512, num_attention_heads=heads, num_key_value_heads=heads)
+    config._attn_implementation = "sdpa"
+    settings = parse(words(f"--model demo --sequence-length 64 {flags}"))
+    settings = dataclasses.replace(settings, attention=choose(settings, config))
     assert describe_attention(settings, config, "meta").startswith(f"sdpa attention ({kernel.lower()}")
     assert ("warning: --attention auto: torch takes flash attention" in capfd.readouterr().err) == warns
 
 
-@pytest.mark.parametrize("attention", attention_module.FLASH_PACKAGES)
+@pytest.mark.parametrize("attention", FLASH_PACKAGES)
 def test_a_flash_attention_that_is_not_installed_is_refused_by_its_package(attention):
-    package, _ = attention_module.FLASH_PACKAGES[attention]
+    package, _ = FLASH_PACKAGES[attention]
     with pytest.raises(UserError, match=f"--attention {attention}: needs a GPU and the package {package}; use sdpa"):
         choose(parse(["--model", "demo", "--precision", "bf16", "--attention", attention]), load_config("demo"))
 
 
-@pytest.fixture
-def flash_installed(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    for name, (package, _) in attention_module.FLASH_PACKAGES.items():
-        monkeypatch.setitem(attention_module.FLASH_PACKAGES, name, (package, lambda: True))
-
-
 @pytest.mark.parametrize("model, taken", [("llama", "234"), ("gpt_oss", "4"), ("mpt", "")])
-def test_a_flash_attention_that_transformers_does_not_give_a_family_is_refused(flash_installed, model, taken):
+def test_a_flash_attention_that_transformers_does_not_give_a_family_is_refused(monkeypatch, model, taken):
     """gpt_oss has attention sinks: transformers would fetch a kernel that knows them from the hub."""
+    fake_gpu(monkeypatch, (9, 0))
     for version in "234":
         attention = f"flash_attention_{version}"
+        monkeypatch.setitem(FLASH_PACKAGES, attention, ("its package", lambda: True))
         settings = parse(words(f"--model demo --precision bf16 --attention {attention} --sequence-length 64"))
         if version in taken:
             assert choose(settings, AutoConfig.for_model(model)) == attention
@@ -244,26 +220,18 @@ def test_a_flash_attention_that_transformers_does_not_give_a_family_is_refused(f
 
 
 def test_heads_that_a_flash_attention_does_not_take_are_refused_in_one_line(monkeypatch):
+    """As the package says it, which is not installed here."""
+
+    def attend(query, *_, **__):
+        raise ValueError(f"head_dim {query.shape[-1]} is not supported.\nsecond line")
+
+    monkeypatch.setattr(modeling_flash_attention_utils, "_flash_attention_forward", attend)
     config = load_config("demo")
     config._attn_implementation = "flash_attention_4"
     settings = parse(words("--model demo --precision bf16 --attention flash_attention_4 --sequence-length 64"))
-    tried = []
-
-    def attend(query, key, value, mask, length, is_causal, implementation):
-        tried.append((tuple(query.shape), tuple(key.shape), query.dtype, is_causal, implementation))
-        assert query.requires_grad and len(tried) == 1, "head_dim 24 is not supported.\nsecond line"
-        return query * 1
-
-    monkeypatch.setattr(attention_module.modeling_flash_attention_utils, "_flash_attention_forward", attend)
-    assert describe_attention(settings, config, "cpu") == "flash_attention_4 attention"
-    length, heads = settings.sequence_length, config.num_attention_heads
-    head_dim = config.hidden_size // heads
-    query, key = (1, length, heads, head_dim), (1, length, config.num_key_value_heads, head_dim)
-    assert tried == [(query, key, torch.bfloat16, True, "flash_attention_4")]
-    printed = (
-        rf"--attention flash_attention_4: does not take heads of {head_dim} on this GPU \(head_dim 24 .*\.\); use sdpa$"
-    )
-    with pytest.raises(UserError, match=printed):
+    head_dim = config.hidden_size // config.num_attention_heads
+    printed = f"heads of {head_dim} on this GPU .head_dim {head_dim} is not supported.*; use sdpa$"
+    with pytest.raises(UserError, match=f"^--attention flash_attention_4: does not take {printed}"):
         describe_attention(settings, config, "cpu")
 
 
@@ -285,22 +253,24 @@ def test_naming_the_kernel_takes_memory_for_one_row_of_queries_whatever_the_batc
     config = load_config("demo")
     config._attn_implementation = "sdpa"
     settings = parse(["--model", "demo", "--sequence-length", "256", "--batch-size", "64", *words(flags)])
-    with Sizes() as sizes:
+    with Allocated() as allocated:
         assert "sdpa attention (" in describe_attention(settings, config, "cpu")
-    assert max(sizes.seen) == 256 * config.hidden_size
+    assert max(tensor.untyped_storage().nbytes() // tensor.itemsize for tensor in allocated.tensors) == (
+        256 * config.hidden_size
+    )
 
 
-class Sizes(TorchDispatchMode):
-    """A context that records the number of elements of each new storage."""
+class Allocated(TorchDispatchMode):
+    """Collects each tensor that an operator returns, but those on the meta device."""
 
-    def __enter__(self):
-        self.seen = []
-        return super().__enter__()
+    def __init__(self):
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **kwargs or {})
-        if isinstance(result, torch.Tensor):
-            self.seen.append(result.untyped_storage().nbytes() // result.itemsize)
+        if isinstance(result, torch.Tensor) and not result.is_meta:
+            self.tensors.append(result)
         return result
 
 
@@ -326,48 +296,31 @@ def test_a_preset_whose_tokenizer_cannot_be_had_names_the_flag_and_the_login(mon
 # Pretrained weights
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("precision", ["bf16-pure", "bf16"])
-def test_pretrained_weights_are_held_in_the_dtype_of_the_precision(device, tmp_path, stored, precision, tied):
+@pytest.mark.parametrize(
+    "precision, stored, tied",
+    [
+        ("bf16-pure", torch.bfloat16, True),
+        ("bf16-pure", torch.float32, False),
+        ("bf16", torch.bfloat16, False),
+        ("bf16", torch.float32, True),
+    ],
+)
+def test_pretrained_weights_are_held_in_the_dtype_of_the_precision(device, tmp_path, precision, stored, tied):
+    """No layer is made in fp32 before its weights are read in bf16."""
     config = AutoConfig.for_model("llama", **SIZES | {"tie_word_embeddings": tied})
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config, dtype=stored).save_pretrained(tmp_path)
     flags = ["--model", tmp_path, "--init", "pretrained", "--precision", precision, "--no-compile"]
-    settings, config = resolved([*map(str, flags), "--sequence-length", "32"])
-    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+    with Allocated() as allocated:
+        _, model, _ = build([*flags, "--sequence-length", "32"])
     held = torch.bfloat16 if precision == "bf16-pure" else torch.float32
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=held).state_dict()
     for name, parameter in model.named_parameters():
         assert parameter.dtype == held
         assert torch.equal(parameter.full_tensor(), expected[name])
-
-
-class Allocated(TorchDispatchMode):
-    """Collects dtype and shape of each tensor that an operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.tensors: set = set()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not result.is_meta:
-            self.tensors.add((result.dtype, result.shape))
-        return result
-
-
-def test_no_pretrained_layer_is_made_in_fp32_before_its_bf16_weights_are_read(device, tmp_path):
-    torch.manual_seed(1)
-    config = AutoConfig.for_model("llama", **SIZES)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    flags = ["--model", tmp_path, "--init", "pretrained", "--precision", "bf16-pure", "--no-compile"]
-    settings, config = resolved([*map(str, flags), "--sequence-length", "32"])
-    with Allocated() as allocated:
-        train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
     shape = (config.intermediate_size, config.hidden_size)
-    assert (torch.bfloat16, shape) in allocated.tensors
-    assert (torch.float32, shape) not in allocated.tensors
+    made = {tensor.dtype for tensor in allocated.tensors if tensor.shape == shape}
+    assert held in made and (torch.float32 in made) == (held == torch.float32)
 
 
 def test_only_files_that_may_be_read_are_downloaded(monkeypatch, tmp_path):
@@ -418,7 +371,6 @@ def test_a_sequence_longer_than_the_models_positions_is_trained_with_yarn_alone(
         ("llama", {}, "256 positions, enough for --sequence-length 16; leave it out"),
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "is linear; set rope_parameters and"),
         ("gpt2", {}, "is none, or another for some layers"),
-        ("gptj", {}, "is none, or another for some layers"),
     ],
 )
 def test_a_rope_that_yarn_does_not_scale_is_refused(mistake, tmp_path, family, sizes, printed):

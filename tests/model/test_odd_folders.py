@@ -52,7 +52,7 @@ def halves(weights: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor
     return {file: {name: weights[name] for name in names} for file, names in parts.items()}
 
 
-def in_float8(weights: dict[str, torch.Tensor], ending: str = "_scale_inv") -> dict[str, torch.Tensor]:
+def in_float8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights of linears as float8 with a scale for each block of 32 x 32."""
     coded = dict(weights)
     for name, weight in weights.items():
@@ -60,30 +60,11 @@ def in_float8(weights: dict[str, torch.Tensor], ending: str = "_scale_inv") -> d
             blocks = weight.unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
             scales = blocks.abs().amax((1, 3)) / 448
             coded[name] = (blocks / scales[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
-            coded[name + ending] = scales
-    return coded
-
-
-def in_int8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of linears as int8 with a scale for each row, as in compressed-tensors."""
-    coded = dict(weights)
-    for name, weight in weights.items():
-        if name.endswith("proj.weight"):
-            scales = weight.abs().amax(1, keepdim=True) / 127
-            coded[name], coded[f"{name}_scale"] = (weight / scales).round().to(torch.int8), scales
+            coded[f"{name}_scale_inv"] = scales
     return coded
 
 
 # ---- Read as from_pretrained reads them: what is in the folder, and what the line on left out tensors begins with ----
-
-
-def one_file(folder):
-    write(folder)
-
-
-def bf16(folder):
-    weights = write(folder)
-    put(folder, {name: weight.bfloat16() for name, weight in weights.items()})
 
 
 def shards(folder):
@@ -108,16 +89,6 @@ def a_file_that_its_config_names(folder):
     put(folder, weights, transformers_weights="other.safetensors")
 
 
-def fewer_layers(folder):
-    put(folder, write(folder), num_hidden_layers=3)
-    return "9 tensors of {} left out, as the model has no place for them: model.layers.3.input_layernorm.weight, "
-
-
-def an_extra_tensor(folder):
-    put(folder, write(folder) | {"value_head.weight": torch.ones(3)})
-    return "1 tensor of {} left out, as the model has no place for them: value_head.weight\n"
-
-
 def what_the_family_ignores(folder):
     put(folder, write(folder) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
 
@@ -137,10 +108,6 @@ def tied_with_the_head_alone(folder):
     put(folder, weights | {"lm_head.weight": weights.pop("model.embed_tokens.weight")})
 
 
-def float8_in_blocks(folder):
-    put(folder, in_float8(write(folder, "qwen3", tie_word_embeddings=True)), quantization_config=FP8)
-
-
 def float8_experts(folder):
     put(folder, in_float8(write(folder, "qwen3_moe", **EXPERTS)), quantization_config=FP8)
 
@@ -156,28 +123,16 @@ def experts_in_four_bits(folder):
 
 def float8_of_fewer_layers(folder):
     put(folder, in_float8(write(folder, "qwen3")), quantization_config=FP8, num_hidden_layers=3, layer_types=None)
-    return "18 tensors of {} left out"
+    return "18 tensors of {} left out, as the model has no place for them: model.layers.3.input_layernorm.weight, "
 
 
 def plain_weights_whose_config_says_float8(folder):
     put(folder, write(folder), quantization_config=FP8)
 
 
-READ = [one_file, bf16, shards, an_old_index_beside_newer_weights, a_file_that_its_config_names, fewer_layers]
-READ += [
-    an_extra_tensor,
-    what_the_family_ignores,
-    without_the_prefix,
-    tied_with_the_same_head,
-    tied_with_the_head_alone,
-]
-READ += [
-    float8_in_blocks,
-    float8_experts,
-    experts_in_four_bits,
-    float8_of_fewer_layers,
-    plain_weights_whose_config_says_float8,
-]
+READ = [an_old_index_beside_newer_weights, a_file_that_its_config_names]
+READ += [what_the_family_ignores, without_the_prefix, tied_with_the_same_head, tied_with_the_head_alone]
+READ += [float8_experts, experts_in_four_bits, float8_of_fewer_layers, plain_weights_whose_config_says_float8]
 
 
 @pytest.mark.parametrize("folder", READ, ids=lambda make: make.__name__)
@@ -185,9 +140,8 @@ def test_a_folder_is_read_as_from_pretrained_reads_it(device, tmp_path, capfd, f
     left_out = folder(tmp_path / "model")
     read(tmp_path / "model", tmp_path / "export", device)
     printed = capfd.readouterr().out
-    assert (
-        (f"weights    {left_out.format(tmp_path / 'model')}" in printed) if left_out else ("weights  " not in printed)
-    )
+    line = f"weights    {left_out.format(tmp_path / 'model')}" if left_out else ""
+    assert line in printed and ("weights  " in printed) == bool(left_out)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     ours, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
     assert not any(report.values()), report
@@ -199,16 +153,14 @@ def test_a_folder_is_read_as_from_pretrained_reads_it(device, tmp_path, capfd, f
     assert not {"quantization_config", "transformers_weights"} & config.keys()
 
 
-@pytest.mark.parametrize("fill", [torch.nn.init.ones_, lambda weight: weight.data.fill_(1)])
-def test_no_rule_for_initial_weights_replaces_loaded_ones(device, tmp_path, monkeypatch, fill):
-    """Whatever it writes with: transformers' own functions leave loaded parameters alone, and others do not."""
-
+def test_no_rule_for_initial_weights_replaces_loaded_ones(device, tmp_path, monkeypatch):
+    """Not even one that writes without transformers' functions, which leave loaded parameters alone."""
     own = LlamaPreTrainedModel._init_weights  # of buffers too
 
     def init_weights(model, module):
         own(model, module)
         for parameter in module.parameters():
-            fill(parameter)
+            parameter.data.fill_(1)
 
     monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", init_weights)
     torch.manual_seed(0)
@@ -234,14 +186,6 @@ def an_adapter_beside_weights(folder):
     return ("has an adapter next to its weights", "merge_and_unload, or take adapter_config.json away")
 
 
-def an_adapter_alone(folder):
-    folder.mkdir()
-    config = {"peft_type": "LORA", "target_modules": ["q_proj"], "base_model_name_or_path": "x"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file({"a.lora_A.weight": torch.ones(2)}, folder / "adapter_model.safetensors")
-    return "adapters for x, which is no folder", "set base_model_name_or_path in its adapter_config.json"
-
-
 def pickles_alone(folder):
     weights = write(folder)
     (folder / "model.safetensors").unlink()
@@ -259,13 +203,6 @@ def shards_without_an_index(folder):
     shards(folder)
     (folder / "model.safetensors.index.json").unlink()
     return "it has model-00001-of-00002.safetensors, but neither", "or write one as docs/TROUBLESHOOTING.md has it"
-
-
-def an_index_of_other_files(folder):
-    write(folder)
-    index(folder, {"../model.safetensors": {"lm_head.weight": None}})
-    (folder / "model.safetensors").unlink()
-    return "its index names ../model.safetensors", "not in the folder"
 
 
 def a_shard_that_is_missing(folder):
@@ -288,20 +225,9 @@ def a_file_that_is_cut(folder):
     return "no weights from {}", ""
 
 
-def a_tensor_of_another_shape(folder):
-    weights = write(folder)
-    put(folder, weights | {"lm_head.weight": torch.ones(257, 64)})
-    return "has no lm_head.weight of shape (256, 64)", ""
-
-
 def float8_without_a_config(folder):
     put(folder, in_float8(write(folder)))
     return "_proj.weight in F8_E4M3 without a scale that its config.json says", "choose weights that are not quantized"
-
-
-def float8_with_scales_of_another_name(folder):
-    put(folder, in_float8(write(folder), "_scale"), quantization_config=FP8)
-    return "in F8_E4M3 without a scale that its config.json says", "choose weights that are not quantized"
 
 
 def float8_without_the_scale_of_one_weight(folder):
@@ -311,12 +237,6 @@ def float8_without_the_scale_of_one_weight(folder):
     return "has model.layers.1.mlp.up_proj.weight in F8_E4M3 without a scale", "fetch all of its files again"
 
 
-def float8_without_scales(folder):
-    weights = {name: tensor for name, tensor in in_float8(write(folder)).items() if "scale" not in name}
-    put(folder, weights, quantization_config=FP8)
-    return "_proj.weight in F8_E4M3 without a scale", "or choose weights that are not quantized"
-
-
 def float8_whose_blocks_do_not_fit(folder):
     weights = in_float8(write(folder))
     weights["model.layers.1.mlp.up_proj.weight_scale_inv"] = torch.ones(5, 2)
@@ -324,13 +244,8 @@ def float8_whose_blocks_do_not_fit(folder):
     return "model.layers.1.mlp.up_proj.weight cannot be read (", "not divisible by scale grid (5, 2)"
 
 
-def int8_without_a_config(folder):
-    put(folder, in_int8(write(folder)))
-    return "_proj.weight in I8 without a scale that its config.json says", "choose weights that are not quantized"
-
-
 def int8_without_the_package_that_reads_it(folder):
-    put(folder, in_int8(write(folder)), quantization_config=COMPRESSED)
+    put(folder, write(folder), quantization_config=COMPRESSED)
     return "its weights are quantized (compressed-tensors) and cannot be dequantized", "not quantized"
 
 
@@ -339,17 +254,10 @@ def a_method_that_is_not_turned_back(folder):
     return "(gptq) and cannot be dequantized: transformers does not", "choose weights that are not quantized"
 
 
-def a_method_that_transformers_does_not_know(folder):
-    put(folder, in_float8(write(folder)), quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
-    return "(modelopt) and cannot be dequantized", "choose weights that are not quantized"
-
-
-REFUSED = [a_head_of_its_own_that_is_tied, an_adapter_beside_weights, an_adapter_alone, pickles_alone, gguf_alone]
-REFUSED += [shards_without_an_index, an_index_of_other_files, a_shard_that_is_missing, a_tensor_that_is_missing]
-REFUSED += [a_file_that_is_cut, a_tensor_of_another_shape, float8_without_a_config, float8_with_scales_of_another_name]
-REFUSED += [float8_without_the_scale_of_one_weight, float8_without_scales]
-REFUSED += [float8_whose_blocks_do_not_fit, int8_without_a_config, int8_without_the_package_that_reads_it]
-REFUSED += [a_method_that_is_not_turned_back, a_method_that_transformers_does_not_know]
+REFUSED = [a_head_of_its_own_that_is_tied, an_adapter_beside_weights, pickles_alone, gguf_alone]
+REFUSED += [shards_without_an_index, a_shard_that_is_missing, a_tensor_that_is_missing]
+REFUSED += [a_file_that_is_cut, float8_without_a_config, float8_without_the_scale_of_one_weight]
+REFUSED += [float8_whose_blocks_do_not_fit, int8_without_the_package_that_reads_it, a_method_that_is_not_turned_back]
 
 
 @pytest.mark.parametrize("folder", REFUSED, ids=lambda make: make.__name__)
@@ -364,7 +272,7 @@ def test_a_folder_that_cannot_be_read_so_is_one_line_that_says_what_to_do(device
 
 
 def test_weights_that_are_not_read_may_be_as_they_like(device, tmp_path):
-    """Random weights need a config alone, and an export drops the quantization from it."""
+    """Random weights need only a config, and an export drops the quantization from it."""
     float8_without_a_config(tmp_path / "model")
     put(tmp_path / "model", {}, "adapter_model.safetensors", quantization_config=FP8)
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
