@@ -1,4 +1,4 @@
-"""What a step really holds and sends, beside what --plan says of it; tests/plan/test_planning.py compares the two.
+"""Memory and traffic of a real step, and of its plan; tests/plan/test_planning.py compares the two.
 
 `main` is a rank that measures on real tensors, and `plan_all` plans the same; both write a JSON file.
 """
@@ -12,19 +12,17 @@ import weakref
 
 import torch
 import torch.distributed as dist
+from tiny import build
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_fsdp
 import utils
-from harness import model as models
 from harness import plan as planning
-from harness import resolving
-from harness.flags.parser import parse_args
+from harness.flags import parse_args
 from harness.job import start_processes, stop_processes
 from harness.model import activations, newton_schulz
-from harness.model.configs import load_config
 
 CASES = {
     "stage 3": "",
@@ -62,13 +60,13 @@ def arguments(model: pathlib.Path, flags: str) -> list[str]:
     return ["--model", str(model), *plain, *flags.split()]
 
 
-def measure(argv, device) -> dict:
-    """One step: every storage that an operator gave out is asked for its size after every operator."""
+def measure(argv) -> dict:
+    """Take one step, and ask every storage that an operator gave out for its size after every operator."""
 
     def rounded(storage) -> int:
         return -(-storage.nbytes() // 512) * 512
 
-    def of(tensors) -> int:
+    def local_bytes(tensors) -> int:
         local = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors)
         return sum(map(rounded, {id(t.untyped_storage()): t.untyped_storage() for t in local}.values()))
 
@@ -120,15 +118,11 @@ def measure(argv, device) -> dict:
             return allocate(tensor)
 
     activations.empty_on_host = allocate_there
-    settings = parse_args(argv)
-    config = load_config(settings.model)
-    settings = resolving.resolve(settings, config)
-    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
-    optimizer = models.build_optimizer(settings, model)
+    settings, model, optimizer = build(argv)
     seen = {}
 
     def before_optimizer(*_) -> None:
-        seen.update(gradients=of([p.grad for p in model.parameters() if p.grad is not None]), passes=live.peak)
+        seen.update(gradients=local_bytes([p.grad for p in model.parameters() if p.grad is not None]), passes=live.peak)
         live.peak = 0
 
     optimizer.register_step_pre_hook(before_optimizer)
@@ -136,7 +130,7 @@ def measure(argv, device) -> dict:
     batches = ({"input_ids": tokens.clone(), "labels": tokens.clone()} for _ in itertools.count())
     parameters = list(itertools.chain(model.parameters(), model.buffers()))
     states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-    held = {"parameters": of(parameters), "optimizer": of(states)}
+    held = {"parameters": local_bytes(parameters), "optimizer": local_bytes(states)}
     live = Live()
     with live if dist.get_rank() == 0 else contextlib.nullcontext():
         for tensor in itertools.chain(parameters, states):  # what was there before
@@ -159,9 +153,9 @@ def plan_all(ranks: int, flags: dict[str, list[str]], out: pathlib.Path) -> None
 
 
 def main(flags: dict[str, list[str]], out: pathlib.Path) -> None:
-    device = start_processes()
+    start_processes()
     newton_schulz.product_dtype = lambda x: x.dtype  # as on a GPU
-    result = {name: measure(argv, device) for name, argv in flags.items()}
+    result = {name: measure(argv) for name, argv in flags.items()}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
     stop_processes()

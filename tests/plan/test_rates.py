@@ -1,10 +1,7 @@
 """Rates of a plan: the assumptions about a kind of GPU, and the time of a step."""
 
-import json
-import sys
-
 import pytest
-from conftest import copy_with_gpu, parse, start
+from conftest import parse
 
 from harness.base import find_gpu
 from harness.base import gpus as gpu_names
@@ -16,7 +13,7 @@ VALUES |= {"layer_us": 0.0, "launch_us": 0.0, "kernel_us": 0.0}
 LINKS = {"intra_node_gb_per_s": 100.0, "inter_node_gb_per_s": 5.0}
 
 
-def known(**others: float) -> Rates:
+def gpu_rates(**others: float) -> Rates:
     return Rates("a device", 1.0, 1.0, VALUES | others)
 
 
@@ -24,17 +21,17 @@ def test_launches_and_collectives_run_beside_the_computation():
     group = ("forward", "all_gather", 2, 1, 2)
     counts = {("seconds", "forward", "matmul"): 10.0, ("dispatches", "forward"): 2000}
     counts |= {("calls", *group): 1, ("sent_bytes", *group): 1e11}
-    step = rates.price_step(counts, known(**LINKS))
+    step = rates.price_step(counts, gpu_rates(**LINKS))
     assert (step["exposed"], step["launches"], step["gaps"]) == (0, 0, 0)
     assert 10 <= step["step"] < 11  # and sending takes one more second
     counts |= {("exposed_calls", *group): 1, ("exposed_bytes", *group): 1e11}
-    assert rates.price_step(counts, known(**LINKS))["exposed"] == pytest.approx(1.0, rel=1e-3)
+    assert rates.price_step(counts, gpu_rates(**LINKS))["exposed"] == pytest.approx(1.0, rel=1e-3)
     counts["dispatches", "forward"] = 20_000
-    bounded = rates.price_step(counts, known(**LINKS))
+    bounded = rates.price_step(counts, gpu_rates(**LINKS))
     assert (bounded["step"], bounded["host"]) == (pytest.approx(20.0), pytest.approx(20.0))
     counts[("kernels", "forward")] = 1e6  # between which the GPU idles for longer than the host takes
     counts[("seconds", "forward", "matmul")] = 20.0
-    step = rates.price_step(counts, known(**LINKS))
+    step = rates.price_step(counts, gpu_rates(**LINKS))
     assert step["launches"] == 0 < step["gaps"]
 
 
@@ -53,15 +50,3 @@ def test_a_bare_name_takes_the_usual_kind_and_says_which_others_there_are(typed)
 def test_of_a_gpu_with_two_memories_the_one_in_the_table_is_planned(driver, gib):
     gpu = find_gpu(driver)
     assert (gpu.memory_gib, gpu.peak_tflops) == (gib, 989) and bool(gpu_names.choose_kind(driver)[0]) == bool(gib)
-
-
-@pytest.mark.slow
-def test_a_gpu_is_added_by_one_row(tmp_path):
-    """In a copy of the program: --plan-gpu takes what users call it."""
-    script = copy_with_gpu(tmp_path, "Voodoo 7 Ultra", 100)
-    flags = "--plan --json --demo --no-compile --plan-seconds 0 --plan-gpus 1 --sequence-length 64"
-    process = start([sys.executable, script, *flags.split(), "--plan-gpu", "voodoo-7"])
-    assert process.returncode == 0, process.stderr
-    found = json.loads(process.stdout)
-    assert (found["gpu"], found["capacity_gib"], found["verdict"]) == ("Voodoo 7 Ultra", 100, "fits")
-    assert 500 < found["rates"]["matmul_tflops"] < 1000  # the peak in the row

@@ -7,10 +7,9 @@ import dataclasses
 import itertools
 import json
 import shlex
-import sys
 
 import pytest
-from conftest import ROOT, copy_with_gpu, parse, python, start, words
+from conftest import ROOT, parse, words
 
 from harness.base import UserError
 from harness.model import load_config
@@ -44,28 +43,21 @@ def by_formula(s, world: int, capacity: float, scale: float = 1) -> dict:
 
 
 def searched(
-    flags: str,
-    capacity: float,
-    worlds: tuple[int, ...] = (16,),
-    plans: int = 1000,
-    scale: float = 1,
-    context_parallel: int = 1,
+    flags: str, capacity: float, worlds=(16,), plans: int = 1000, scale: float = 1, formula=by_formula, **options
 ) -> search.Search:
-    """The finished search; `plans` is how many it has time for, `context_parallel` the most ranks a sequence."""
-    settings = parse(["--plan", "--no-compile", *words(flags)])
-    settings = dataclasses.replace(settings, compile=False, fused_loss=True, sequence_length=8192)
+    """The finished search; `plans` is how many it has time for."""
+    settings = parse(["--plan", "--no-compile", *words(f"--sequence-length 8192 --precision bf16 {flags}")])
+    settings = dataclasses.replace(settings, compile=False, fused_loss=True)
     done = []
 
     def plan(settings, world):
         done.append(world)
         if len(done) == plans:
             found.deadline = 0.0
-        return by_formula(settings, world, capacity, scale)
+        return formula(settings, world, capacity, scale)
 
-    limits = (capacity, float("inf"))
-    found = search.Search(settings, None, worlds, plan, *limits, context_parallel=context_parallel)
+    found = search.Search(settings, None, worlds, plan, capacity, float("inf"), **options)
     found.run()
-    assert len(done) == len(found.rows) <= plans + 2
     return found
 
 
@@ -92,13 +84,13 @@ def test_a_few_plans_find_nearly_what_planning_everything_finds(flags, capacity)
     if best:
         assert fastest["tokens_per_sec"] * 1.05 >= best
         assert not UNSEARCHED & fastest["changes"].keys()
-    asked = found.row()
-    assert fastest["tokens_per_sec"] * 1.01 >= asked["tokens_per_sec"] or asked["verdict"] != "fits"
+    given = found.row()
+    assert fastest["tokens_per_sec"] * 1.01 >= given["tokens_per_sec"] or given["verdict"] != "fits"
 
 
 def test_the_fastest_is_tight_only_where_nothing_else_fits():
-    asked = 2 + 32 / 16 + 0.5 + LEVELS["none"]  # GiB
-    found = searched("--batch-size 1", asked / 0.98)
+    given = 2 + 32 / 16 + 0.5 + LEVELS["none"]  # GiB
+    found = searched("--batch-size 1", given / 0.98)
     assert found.row()["verdict"] == "tight"
     assert found.fastest()["verdict"] == "fits"
     least = 2 + 0.5 + LEVELS["offload"]  # all that the host can take is there
@@ -109,15 +101,15 @@ def test_what_may_fit_by_the_least_that_runs_reserved_is_tight_and_not_refused()
     least, most = predict.RESERVED_SHARE
     verdicts = [predict.find_verdict(share * 100, 100) for share in (0.99 / most, 1.0, 0.99 / least, 1.01 / least)]
     assert verdicts == ["fits", "tight", "tight", "does not fit"]
-    asked = 2 + 32 / 2 + 0.5 + LEVELS["full"]
-    found = searched("--batch-size auto --activation-checkpointing full", asked * 0.98, worlds=(2,))
+    given = 2 + 32 / 2 + 0.5 + LEVELS["full"]
+    found = searched("--batch-size auto --activation-checkpointing full", given * 0.98, worlds=(2,))
     assert found.base_changes["batch_size"] == 1 and found.row()["verdict"] == "tight"
 
 
 def test_where_the_advised_is_tight_a_row_with_room_is_offered_as_safer():
     """Full checkpointing is tight, the states of another optimizer leave room, and more tokens a second."""
-    asked = 2 + 32 / 2 + 0.5 + LEVELS["full"]  # of two GPUs at stage 3
-    found = searched("--batch-size 1", asked / 0.98, worlds=(2,))
+    given = 2 + 32 / 2 + 0.5 + LEVELS["full"]  # of two GPUs at stage 3
+    found = searched("--batch-size 1", given / 0.98, worlds=(2,))
     result = found.result()
     assert result["fastest"]["verdict"] == "tight" and "optimizer" not in result["fastest"]["changes"]
     assert result["safer"]["verdict"] == "fits" and result["safer"]["changes"]["optimizer"] != "adamw"
@@ -126,7 +118,7 @@ def test_where_the_advised_is_tight_a_row_with_room_is_offered_as_safer():
 
 
 @pytest.mark.parametrize("worlds", [(4,), (4, 16)])
-@pytest.mark.parametrize("flags", ["--batch-size 1", "--batch-size 4 --zero-stage 1", "--batch-size auto"])
+@pytest.mark.parametrize("flags", ["--batch-size 4 --zero-stage 1", "--batch-size auto"])
 @pytest.mark.parametrize("scale", [1, 10])
 def test_what_saves_most_is_planned_before_the_verdict_however_little_time_there_is(flags, worlds, scale):
     """On a small card and on one ten times as large, of a model ten times as large."""
@@ -144,39 +136,30 @@ def test_adapters_of_pretrained_weights_are_planned_before_the_verdict_too():
     assert complete["with_adapters"]["changes"] == search.ADAPTERS  # the faster one of those that fit
 
 
-def test_a_model_that_fits_with_no_saver_is_not_planned_with_fewer():
-    found = searched("--batch-size 1", 1.0, worlds=(2,))
-    assert found.fastest() is None and found.is_complete
-    assert [row["gpus"] for row in found.rows.values()] == [2] * len(found.rows)
-    savers = [row["changes"] for row in found.rows.values() if row["changes"] != search.OFFLOAD]
-    assert savers == [{}, found.savers()[-1]]
+@pytest.mark.parametrize("takes_float8", [True, False])
+def test_float8_is_reported_beside_the_fastest_and_is_never_the_fastest(takes_float8):
+    def plan(settings, *others):
+        result = by_formula(settings, *others)
+        if settings.precision == "fp8":
+            if not takes_float8:
+                raise UserError("--precision fp8: no linear of the decoder layers is large enough to gain from it")
+            result["tokens_per_sec"] *= 1.2
+        return result
 
-
-def test_float8_is_reported_beside_the_fastest_and_is_never_the_fastest():
-    settings = parse(["--plan", "--no-compile", *words("--batch-size 1 --precision bf16")])
-    settings = dataclasses.replace(settings, compile=False, fused_loss=True, sequence_length=8192)
-
-    def plan(s, world):
-        of_formula = by_formula(s, world, 200)
-        return of_formula | {"tokens_per_sec": of_formula["tokens_per_sec"] * (1.2 if s.precision == "fp8" else 1)}
-
-    for has_float8 in (True, False):
-        found = search.Search(settings, None, (16,), plan, 200, float("inf"), has_float8)
-        found.run()
-        result = found.result()
-        assert result["fastest"]["changes"].get("precision") is None
-        if has_float8:
-            gained = result["in_float8"]["tokens_per_sec"] / result["fastest"]["tokens_per_sec"]
-            assert gained == pytest.approx(1.2)
-        else:
-            assert result["in_float8"] is None
+    found = searched("--batch-size 1", 200, formula=plan, has_float8=True)
+    fastest, in_float8 = found.result()["fastest"], found.result()["in_float8"]
+    assert fastest["changes"].get("precision") is None and found.is_complete
+    assert (in_float8 and in_float8["tokens_per_sec"] / fastest["tokens_per_sec"]) == (
+        pytest.approx(1.2) if takes_float8 else None
+    )
+    assert searched("--batch-size 1", 200).result()["in_float8"] is None
 
 
 def test_a_batch_that_may_grow_does_up_to_the_memory():
     found = searched("--batch-size auto", 70)
-    asked = found.result()
-    assert asked["largest_batch_size"] == int((70 * predict.TIGHT - 2 - 2 - 0.5) / LEVELS["none"])
-    assert found.fastest()["batch_size"] > asked["largest_batch_size"]  # with less to hold of each sequence
+    given = found.result()
+    assert given["largest_batch_size"] == int((70 * predict.TIGHT - 2 - 2 - 0.5) / LEVELS["none"])
+    assert found.fastest()["batch_size"] > given["largest_batch_size"]  # with less to hold of each sequence
 
 
 def test_the_longest_sequence_that_fits_is_found_by_few_plans():
@@ -200,40 +183,25 @@ def test_ranks_share_a_sequence_that_does_not_fit_with_full_checkpointing():
 
 
 def test_what_fits_with_no_flag_may_fit_on_another_number_of_gpus():
-    found = searched("--batch-size 1 --cpu-offload", 2.8, worlds=(2,))
-    assert found.fastest() is None
+    assert searched("--batch-size 1 --cpu-offload", 2.8, worlds=(2,)).fastest() is None
     found = searched("--batch-size 1 --optimizer adamw8bit --cpu-offload", 3.6, worlds=(2,))
     assert found.fastest()["gpus"] == 2  # the host takes the states
     found = searched("--batch-size 1 --activation-checkpointing full", 3.9, worlds=(2, 256))
     assert {row["gpus"] for row in found.rows.values() if row["fits"]} >= {256}
-    hopeless = searched("--batch-size 1", 1.0)
-    assert hopeless.result()["fastest"] is None
+    assert searched("--batch-size 1", 1.0).result()["fastest"] is None
 
 
 def test_changes_that_do_not_run_on_another_number_of_gpus_have_no_row_there():
     """8 ranks a sequence are what fits on 8 GPUs, and do not divide 12."""
 
-    def plan(s, world: int) -> dict:
-        if world % s.context_parallel:
-            raise UserError(f"--context-parallel {s.context_parallel}: does not divide the world of {world} ranks")
-        return by_formula(s, world, 7.5)
+    def plan(settings, world: int, *others) -> dict:
+        if world % settings.context_parallel:
+            raise UserError(f"--context-parallel: does not divide the world of {world} ranks")
+        return by_formula(settings, world, *others)
 
-    settings = parse(words("--plan --batch-size 2 --sequence-length 8192 --gpus-per-node 12"))
-    settings = dataclasses.replace(settings, compile=False, fused_loss=True)
-    found = search.Search(settings, None, (8, 12), plan, 7.5, float("inf"), context_parallel=8)
-    found.run()
+    found = searched("--batch-size 2 --gpus-per-node 12", 7.5, (8, 12), formula=plan, context_parallel=8)
     assert found.fastest()["changes"]["context_parallel"] == 8 and found.is_complete
     assert [row["changes"] for row in found.rows.values() if row["gpus"] == 12] == [{}]
-
-
-@pytest.mark.parametrize("ranks, microbatches, tried", [(2, 1, True), (3, 3, True), (3, 1, False), (3, 2, False)])
-def test_ranks_share_sequences_only_if_the_tokens_of_a_step_stay(ranks, microbatches, tried):
-    flags = f"--context-parallel {ranks} --gradient-accumulation-steps {microbatches}"
-    savers = search.memory_savers(parse(["--plan", *words(flags)]), 8)
-    shared = [changes for changes in savers if "context_parallel" in changes]
-    assert bool(shared) == tried
-    for changes in shared:
-        assert changes["gradient_accumulation_steps"] * ranks == microbatches * 8
 
 
 def test_a_search_that_is_out_of_time_has_the_best_of_what_it_planned():
@@ -249,37 +217,13 @@ def test_other_numbers_of_gpus_have_what_was_asked_one_shard_group_a_node_and_th
     assert rows[-1]["changes"] == found.fastest()["changes"] and found.fastest()["gpus"] == 8
 
 
-def test_batches_that_float8_does_not_take_are_not_planned():
-    """8,196 is a multiple of 4, batch x sequence has to be one of 16."""
-    flags = "--precision fp8 --sequence-length 8196 --gradient-accumulation-steps 3 --batch-size"
-    for size in ("4", "auto"):
-        settings = parse(["--plan", *words(flags), size])
-        settings = dataclasses.replace(settings, compile=False, fused_loss=True)
-        found = search.Search(settings, None, (16,), lambda s, world: by_formula(s, world, 79), 79, float("inf"))
-        found.run()
-        assert {row["batch_size"] % 4 for row in found.rows.values()} == {0}
-
-
-def test_a_model_that_float8_does_not_take_is_planned_without():
-    def plan(s, world: int) -> dict:
-        if s.precision == "fp8":
-            raise UserError("--precision fp8: no linear of the decoder layers is large enough to gain from it")
-        return by_formula(s, world, 79)
-
-    settings = parse(words("--plan --batch-size 4 --sequence-length 8192"))
-    settings = dataclasses.replace(settings, precision="bf16", compile=False, fused_loss=True)
-    found = search.Search(settings, None, (16,), plan, 79, float("inf"), has_float8=True)
-    found.run()
-    assert found.result()["fastest"] and found.result()["in_float8"] is None and found.is_complete
-
-
 def test_a_command_trains_what_was_asked_with_the_changes_and_without_the_flags_of_plans():
     flags = "--plan --plan-gpus=16 --plan-gpu B200 --json --lr 1e-3 --zero-stage 3 --no-fused-loss --no-own-plan"
     settings = parse([*words(flags), "--sample-prompt", "Once upon", "--plan-seconds", "5", "--gpu-hour-usd", "3"])
     printed = search.command(settings, 16, {"zero_stage": 2, "fused_loss": True})
     assert printed.startswith("torchrun --nnodes=2 --nproc_per_node=8 ")
-    given = ("--lr", "--zero-stage 2", "--fused-loss", "--no-own-plan", "--sample-prompt 'Once upon'")
-    assert all(flag in printed for flag in given) and "plan-" not in printed and "--json" not in printed
+    kept = ("--lr", "--zero-stage 2", "--fused-loss", "--no-own-plan", "--sample-prompt 'Once upon'")
+    assert all(flag in printed for flag in kept) and "plan-" not in printed and "--json" not in printed
     assert search.command(settings, 4, {}).startswith("torchrun --nproc_per_node=4 train_fsdp.py ")
     assert search.command(settings, 1, {}).startswith("python train_fsdp.py ")
 
@@ -294,6 +238,9 @@ COMMANDS = {  # flags that a plan takes: those of them that the command of the g
     "--batch-size 1 --init pretrained --lora-alpha 8": "--lora-alpha",
     "--batch-size 1 --init pretrained --lora-targets q_proj": "--lora-targets",
     "--batch-size 1 --fp8-recipe rowwise --precision fp8": "",
+    # 8,196 is a multiple of 4, and tokens in multiples of 16 are taken
+    "--batch-size 4 --precision fp8 --sequence-length 8196 --gradient-accumulation-steps 3": "",
+    "--batch-size auto --precision fp8 --sequence-length 8196 --gradient-accumulation-steps 3": "",
     "--batch-size 1 --adamw-lr 1e-3": "--adamw-lr",
     "--batch-size 1 --optimizer muon --adamw-lr 1e-3": "",
     "--batch-size 1 --keep-best --no-async-checkpoint --eval-steps 5": "--keep-best --no-async-checkpoint --eval-steps",
@@ -306,16 +253,7 @@ COMMANDS = {  # flags that a plan takes: those of them that the command of the g
 @pytest.mark.parametrize("capacity", [200, 14, 6])
 @pytest.mark.parametrize("flags, dropped", COMMANDS.items())
 def test_the_program_takes_every_command_that_a_search_prints(flags, dropped, capacity):
-    settings = parse(["--plan", "--no-compile", *words(flags)])
-    settings = dataclasses.replace(settings, compile=False, fused_loss=True, sequence_length=8192)
-    settings = dataclasses.replace(settings, precision=settings.precision or "bf16")
-
-    def plan(s, world: int) -> dict:
-        return by_formula(s, world, capacity)
-
-    limits = (capacity, float("inf"))
-    found = search.Search(settings, None, (16, 8, 1), plan, *limits, has_float8=True, context_parallel=8)
-    found.run()
+    found = searched(flags, capacity, (16, 8, 1), has_float8=True, context_parallel=8)
     assert len(found.rows) > 5
     for row in found.rows.values():
         if "sequence_length" in row["changes"]:
@@ -326,39 +264,7 @@ def test_the_program_takes_every_command_that_a_search_prints(flags, dropped, ca
     assert [flag for flag in typed if flag not in command] == words(dropped)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Real plans, of the embedded model
-
-DEMO = "--plan --demo --no-compile --plan-gpu H200 --sequence-length 512 --gpu-hour-usd 3"
-
-
-@pytest.mark.slow
-def test_a_plan_opens_with_the_answer_and_the_advised_command_does_what_it_says(tmp_path):
-    """On a card on which the demo does not fit as given."""
-    program = [sys.executable, copy_with_gpu(tmp_path, "Voodoo", 1.2)]
-    command = [*program, *words(DEMO), *words("--plan-gpu Voodoo --plan-gpus 2 --batch-size 8 --num-tokens 10000000")]
-    command += ["--plan-seconds", "600"]  # enough to compare all three, on a busy machine too
-    short, details = (start([*command, *more]).stdout.partition("\n")[2] for more in ((), ("--plan-details",)))
-    best = json.loads(start([*command, "--json"]).stdout)["fastest"]
-    assert short.startswith("verdict    does not fit: ") and details.startswith("verdict")
-    assert f"\ncommand    {best['command']}\n" in short.split("\n\n")[0] + "\n"
-    assert "\nassumptions" in details and "\nassumptions" not in short
-    argv = best["command"].split("train_fsdp.py ")[1].split()
-    asked = words("--plan --json --plan-seconds 0 --plan-gpu Voodoo --plan-gpus 2")
-    again = json.loads(start([*program, *argv, *asked]).stdout)
-    assert again["fits"] and best["fits"]
-    assert again["memory_gib"]["reserved"] == pytest.approx(best["reserved_gib"])
-    assert again["tokens_per_sec"] == pytest.approx(best["tokens_per_sec"])
-
-
-@pytest.mark.slow
-def test_a_runs_hours_and_dollars_are_its_steps_times_the_plans():
-    flags = [*words(DEMO), *words("--json --plan-seconds 0 --plan-gpus 4 --num-steps 5000")]
-    result = json.loads(python(*flags).stdout)
-    hours = 5000 * result["step_time_ms"] / 1000 / 3600
-    run = {"steps": 5000, "tokens": 5000 * 4 * 4 * 512, "hours": hours, "cost": 12 * hours}
-    assert result["run"] == pytest.approx(run)
-    assert len(result["configurations"]) == 1  # a plan that is not to search plans once
+# ---- The text --------------------------------------------------------------------------------------------------------
 
 
 def test_what_own_runs_reserved_and_reached_is_what_plans_say():
@@ -371,8 +277,6 @@ def test_what_own_runs_reserved_and_reached_is_what_plans_say():
     memory = "peak_memory_reserved"
     reserved = [run[run["compared"]][memory] / run["planned"][memory] for run in runs]
     assert pytest.approx([min(reserved), max(reserved)], abs=0.001) == predict.RESERVED_SHARE
-    fragments = [run[run["compared"]][memory] / run[run["compared"]]["peak_memory_alloc"] - 1 for run in runs]
-    assert sum(share < 0.01 for share in fragments) == 11
 
 
 @pytest.mark.parametrize(
