@@ -1,4 +1,4 @@
-"""Ranks of the tests of --context-parallel: whole runs with equal samples, and the gradients of single families."""
+"""Ranks of the tests of --context-parallel: full runs with equal samples, and the gradients of single families."""
 
 import copy
 import json
@@ -6,12 +6,12 @@ import os
 import pathlib
 import signal
 import warnings
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import transformers
-from tiny import NoReadBack
-from torch.distributed.tensor import DTensor
+from tiny import NoReadBack, build
 from transformers import AutoModelForCausalLM
 
 import train_fsdp
@@ -29,12 +29,8 @@ FLAGS += " --no-compile --perf-warmup-steps 0 --no-own-plan --num-steps 4"
 
 
 def run(folder: pathlib.Path, name: str, flags: str, size: int = 1, kill_at: int = 0) -> None:
-    """Train on all ranks, `size` of which share a sequence; the weights are in NAME.pt afterwards."""
-    built, step = [], train_fsdp.train_step
-
-    def build_and_keep(*args, **options):
-        built.append(build(*args, **options))
-        return built[-1]
+    """Train on all ranks, `size` of which share a sequence, and export into NAME-export; `kill_at` is a step."""
+    step = train_fsdp.train_step
 
     def step_or_die(*args):
         nonlocal kill_at
@@ -44,18 +40,12 @@ def run(folder: pathlib.Path, name: str, flags: str, size: int = 1, kill_at: int
             os.kill(os.getpid(), signal.SIGKILL)
         return step(*args)
 
-    build, train_fsdp.build_model, train_fsdp.train_step = train_fsdp.build_model, build_and_keep, step_or_die
     batch_size = SEQUENCES * size // dist.get_world_size()  # unless the flags have another
     argv = [*FLAGS.split(), "--run-name", name, "--batch-size", batch_size, "--context-parallel", size]
-    argv += ["--output-dir", folder, "--cache-dir", folder / "cache", *flags.split()]
-    try:
-        train_fsdp.train_or_evaluate(parse_args([*map(str, argv)]), torch.device("cpu"), StopRequest())
-    finally:
-        train_fsdp.build_model, train_fsdp.train_step = build, step
-    weights = [p.detach() for p in built[0].parameters()]
-    weights = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in weights]
-    if dist.get_rank() == 0:
-        torch.save(weights, folder / f"{name}.pt")
+    argv += ["--output-dir", folder, "--cache-dir", folder / "cache", "--export", folder / f"{name}-export"]
+    with mock.patch.object(train_fsdp, "train_step", step_or_die):
+        settings = parse_args([*map(str, argv), *flags.split()])
+        train_fsdp.train_or_evaluate(settings, torch.device("cpu"), StopRequest())
 
 
 def main(folder: pathlib.Path, runs: list[tuple]) -> None:
@@ -69,12 +59,10 @@ def main(folder: pathlib.Path, runs: list[tuple]) -> None:
 def measure_peak(config, length: int, size: int, out: pathlib.Path) -> None:
     """Write the bytes by which the process of rank 0 grows at most in one training step of one sequence a group."""
     start_processes()
-    config.save_pretrained(out.parent / f"model-{dist.get_rank()}")
-    flags = ["--model", out.parent / f"model-{dist.get_rank()}", *FLAGS.split(), "--dataset", "synthetic"]
-    flags += ["--sequence-length", length, "--context-parallel", size]
-    settings = resolving.resolve(parse_args([*map(str, flags)]), config)
-    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, torch.device("cpu")))
-    optimizer = models.build_optimizer(settings, model)
+    model = out.parent / f"model-{dist.get_rank()}"
+    config.save_pretrained(model)
+    flags = ["--model", model, *FLAGS.split(), "--dataset", "synthetic"]
+    settings, model, optimizer = build([*flags, "--sequence-length", length, "--context-parallel", size])
     tokens = torch.randint(
         0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(dist.get_rank() // size)
     )
