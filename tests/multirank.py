@@ -66,7 +66,10 @@ MODELS = {
     "mistral": ("mistral", SIZES | {"sliding_window": 16}),
     "qwen3": ("qwen3", SIZES | {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", SIZES | EXPERTS | {"head_dim": 16}),
-    "mixtral": ("mixtral", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": (  # with rows of experts that are no multiples of 16 bytes
+        "mixtral",
+        SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 90},
+    ),
     "gemma2": ("gemma2", SIZES | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16}),
     "gpt2": (
         "gpt2",

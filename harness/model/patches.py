@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import masking_utils
-from transformers.integrations import sdpa_attention
+from transformers.integrations import moe, sdpa_attention
 from transformers.models.auto import tokenization_auto
 
 # A folder may name any class of transformers as its tokenizer's, and that class would ask on stdin whether to run the
@@ -19,6 +19,8 @@ transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
 any_class_from_name = tokenization_auto.tokenizer_class_from_name
 # private: decides if torch's attention gets fewer key heads than query heads; there is no option
 use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
+# private: decides if experts are computed by torch's grouped matmul or by a loop of transformers; there is no option
+can_use_grouped_mm = moe._can_use_grouped_mm
 
 
 def take_tokenizers_only() -> None:
@@ -43,6 +45,17 @@ def repeat_shared_keys(repeats: bool) -> None:
     """Make transformers repeat keys for each head if `repeats`: on a GPU no fused kernel takes fp32 and shared keys,
     and torch would compute all scores of a layer at once."""
     sdpa_attention.use_gqa_in_sdpa = (lambda *_: False) if repeats else use_gqa_in_sdpa
+
+
+def loop_over_unaligned_experts() -> None:
+    """Make transformers loop over experts whose rows are no multiples of 16 bytes: torch's grouped matmul, which it
+    takes, refuses these."""
+
+    def can_use_aligned(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+        is_aligned = all(size * weight.itemsize % 16 == 0 for size in weight.shape[1:])
+        return is_aligned and can_use_grouped_mm(input, weight, offs)
+
+    moe._can_use_grouped_mm = can_use_aligned
 
 
 def skip_packing_detection() -> None:

@@ -27,6 +27,8 @@ SCALING_TYPES = ("linear", "dynamic", "longrope")
 def with_old_names(content: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json, and of its sub-configs, with those that transformers 4 reads."""
     content = {name: with_old_names(part) if is_config(part) else part for name, part in content.items()}
+    if is_config(content.get("text_config")) and "tie_word_embeddings" in content:
+        content["text_config"]["tie_word_embeddings"] = content["tie_word_embeddings"]  # 4 reads it there
     if rope := content.get("rope_parameters"):
         content |= old_rope(content, rope)
     for new, old in OTHER_FIELDS.get(content.get("model_type"), {}).items():
