@@ -30,13 +30,17 @@ def write_jsonl(path: pathlib.Path, records: list[dict]) -> pathlib.Path:
     return path
 
 
-def write_parquet(path: pathlib.Path, records: list[dict]) -> pathlib.Path:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+def as_table(records: list[dict] | pyarrow.Table) -> pyarrow.Table:
+    return records if isinstance(records, pyarrow.Table) else pyarrow.Table.from_pylist(records)
+
+
+def write_parquet(path: pathlib.Path, records: list[dict] | pyarrow.Table) -> pathlib.Path:
+    pyarrow.parquet.write_table(as_table(records), path)
     return path
 
 
-def write_arrow(path: pathlib.Path, records: list[dict]) -> pathlib.Path:
-    table = pyarrow.Table.from_pylist(records)
+def write_arrow(path: pathlib.Path, records: list[dict] | pyarrow.Table) -> pathlib.Path:
+    table = as_table(records)
     with pyarrow.ipc.new_stream(path, table.schema) as writer:
         writer.write_table(table)
     return path
@@ -236,18 +240,35 @@ def test_conversations_are_rendered_as_transformers_renders_them(tmp_path, load,
     assert tokenizer.decode(tokens[:].tolist()) == "".join(rendered)
 
 
-def test_arguments_as_a_map_of_parquet_are_an_object(tmp_path, load):
+OBJECT = pyarrow.map_(pyarrow.string(), pyarrow.string())
+MESSAGE = pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string(), "arguments": OBJECT})
+MESSAGES = {  # types of a column of messages
+    "arguments as a map": pyarrow.list_(MESSAGE),
+    "a view": pyarrow.list_view(MESSAGE),
+    "a large view": pyarrow.large_list_view(MESSAGE),
+    "two in each row": pyarrow.list_(MESSAGE, 2),
+    "maps": pyarrow.list_(OBJECT),
+    "the JSON of datasets": pyarrow.list_(pyarrow.json_()),
+}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_and_their_tools_are_read_whatever_the_type_of_their_column(tmp_path, load, name, suffix):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokenizer.chat_template = EVERYTHING
-    of_message = [("role", pyarrow.string()), ("content", pyarrow.string())]
-    of_message.append(("arguments", pyarrow.map_(pyarrow.string(), pyarrow.string())))
-    kind = pyarrow.schema([("messages", pyarrow.list_(pyarrow.struct(of_message)))])
-    record = {"messages": [SAID | {"arguments": {"city": "Oslo"}}]}
-    as_rows = [{"messages": [SAID | {"arguments": [("city", "Oslo")]}]}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(as_rows, kind), tmp_path / "a.parquet")
-    files = (tmp_path / "a.parquet", write_jsonl(tmp_path / "a.jsonl", [record]))
-    of_parquet, of_lines = (load(file, with_tokenizer=tokenizer).tokens[:].tolist() for file in files)
-    assert of_parquet == of_lines
+    messages, kind = [dict(SAID), {"role": "assistant", "content": "no tools"}], MESSAGES[name]
+    if name == "the JSON of datasets":
+        messages[1] |= call("weather", city=["Oslo"], day=None)
+        column = pyarrow.array([[json.dumps(message) for message in messages]]).cast(kind)
+    else:
+        messages[0] |= {} if name == "maps" else {"arguments": {"city": "Oslo"}}
+        column = pyarrow.array([messages], kind)
+    tools = [tool("f", y={"type": "string"})]
+    WRITERS[suffix](tmp_path / f"a.{suffix}", pyarrow.table({"messages": column, "tools": [tools]}))
+    files = (tmp_path / f"a.{suffix}", write_jsonl(tmp_path / "a.jsonl", [{"messages": messages, "tools": tools}]))
+    of_table, of_lines = (load(file, with_tokenizer=tokenizer).tokens[:].tolist() for file in files)
+    assert of_table == of_lines
 
 
 # ----------------------------------------------------------------------------------------------------------------------
