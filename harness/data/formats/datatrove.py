@@ -8,7 +8,7 @@ import os
 from harness.data.tokens import TokenFile, damaged, id_dtype, map_numbers
 
 SUFFIXES = (".ds",)
-COMPANIONS = (".ds.index", ".ds.metadata")
+COMPANIONS = (".ds.index", ".ds.metadata", ".ds.loss")
 
 UNKNOWN = "Unknown Tokenizer"  # datatrove's name of a tokenizer without one
 
@@ -16,6 +16,9 @@ UNKNOWN = "Unknown Tokenizer"  # datatrove's name of a tokenizer without one
 def open_tokens(file: str, vocab_size: int) -> TokenFile:
     """Map a file. Without metadata the bytes per token follow from its index, or else from the vocabulary's size."""
     index, metadata = f"{file}.index", f"{file}.metadata"
+    if os.path.exists(f"{file}.loss"):
+        advice = "remove it to train on all tokens, or give ids with a loss_mask in .parquet"
+        raise damaged(file, "its .ds.loss says which tokens are trained on, which is not read", advice)
     count = None
     if os.path.exists(index):
         ends = map_numbers(index, "<i8")
