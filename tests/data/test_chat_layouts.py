@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tokenizers
 from conftest import ROOT, train, write_model
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import utils
 from harness.base.errors import UserError
@@ -221,6 +222,7 @@ REFUSED = {
         "chat_template_kwargs is",
         "in a template",
     ),
+    "images": ([{"messages": TURN, "images": ["a.png"]}], 'images is ["a.png"], which is not read', "remove it to"),
     "context": ([{"instruction": "Add", "context": "1, 2", "output": "3"}], 'context is "1, 2"', "name it input"),
     "an image": (
         [{"messages": [says("user", [{"type": "image"}, {"type": "text", "text": "a"}]), TURN[1]]}],
@@ -280,7 +282,7 @@ def test_what_cannot_be_read_right_is_one_line(tokenizer, tmp_path, name):
     refuse(tokenizer, tmp_path, records, *words)
 
 
-@pytest.mark.parametrize("name", ["two layouts", "preferences"])
+@pytest.mark.parametrize("name", ["two layouts", "preferences", "images"])
 def test_parquet_files_of_another_layout_are_one_line(tokenizer, tmp_path, name):
     records, *words = REFUSED[name]
     for number, record in enumerate(records):
@@ -313,13 +315,17 @@ def test_without_a_template_a_prompt_and_its_completion_are_text_and_the_complet
     assert tokenizer.decode(first) == "Say: Hello!<|endoftext|>"
     of_completion = [token for token, is_trained in zip(first, trained, strict=False) if is_trained]
     assert tokenizer.decode(of_completion).strip() == "Hello!<|endoftext|>"
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)]
+    pieces = [("<unk>", 0.0), ("<|endoftext|>", 0.0), *((character, -1.0) for character in "▁Say:Helo!")]
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")  # a space, not after a token
+    backend.add_special_tokens(["<|endoftext|>"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 1)]
     )
-    tokens, _, ends = load(tokenizer, tmp_path, file)
-    assert tokenizer.decode(tokens[: ends[0]]) == "<|endoftext|>Say: Hello!<|endoftext|>"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    for loss in ("assistant", "all"):
+        tokens, _, ends = load(tokenizer, tmp_path, file, chat_loss=loss)
+        assert tokens[: ends[0]] == tokenizer("Say: Hello!<|endoftext|>")["input_ids"]
 
 
 @pytest.mark.parametrize(

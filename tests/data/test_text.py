@@ -48,6 +48,13 @@ def test_marks_divide_a_text_file_into_documents(load, encoded, tmp_path, betwee
     assert tokens_of(load(tmp_path / "data.txt")) == encoded(TEXTS)
 
 
+def test_a_text_that_ends_with_the_end_of_text_token_gets_no_other_as_in_trl(load, write_jsonl, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo", eos_token="!")
+    packed = load(write_jsonl(tmp_path / "data.jsonl", ["A fox!", "A ball", "So! it is!"]), 2, with_tokenizer=tokenizer)
+    texts = ["A fox!", "A ball!", "So! it is!"]
+    assert tokens_of(packed) == [token for text in texts for token in tokenizer(text)["input_ids"]]
+
+
 @pytest.mark.parametrize("name", ["data.jsonl", "data.parquet"])
 def test_the_text_is_in_the_field_that_is_named_and_wins_over_token_ids(load, encoded, tmp_path, name, write_jsonl):
     records = [{"input_ids": [5, 6, END], "story": text} for text in TEXTS]
