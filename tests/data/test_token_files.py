@@ -26,7 +26,7 @@ from harness.base.errors import UserError
 from harness.data.eval_split import divide, eval_document_numbers
 from harness.data.files import find_files
 from harness.data.formats import open_token_file
-from harness.data.packing import PackedSequence
+from harness.data.packing import PackedSequence, create_collate_fn
 from harness.data.tokens import TokenFile, Tokens
 
 VOCAB = 1536  # of the demo model
@@ -341,6 +341,8 @@ def test_sequences_are_pickled_without_the_tokens_of_their_files(tmp_path, load,
     assert len(pickle.dumps(sequences.tokens.files)) < 1000 < sequences.tokens.files[0].tokens.nbytes
     again = pickle.loads(pickle.dumps(sequences))
     assert len(again) == len(sequences)
+    collate = pickle.loads(pickle.dumps(create_collate_fn()))
+    assert collate([again[0]])["labels"].tolist() == create_collate_fn()([sequences[0]])["labels"].tolist()
     for index in range(len(sequences)):
         (tokens, *others), (same, *same_others) = (parts_of(dataset[index]) for dataset in (sequences, again))
         assert tokens.tolist() == same.tolist() and str(others) == str(same_others)
