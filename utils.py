@@ -39,7 +39,7 @@ def get_dataset(
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
     seq_len: int,
     accelerator: "accelerate.Accelerator | None" = None,
-    dataset: str | Sequence[str] = "roneneldan/TinyStories",
+    dataset: str | os.PathLike | Sequence[str] = "roneneldan/TinyStories",
     split: str | None = None,
     vocab_size: int | None = None,
     cache_dir: str | os.PathLike | None = None,
@@ -83,9 +83,14 @@ def get_dataset(
         seed: of the order, and of best-fit packing.
 
     Raises:
-        UserError: no such data or split, no text in it, the hub is not reachable, less than one sequence, a token id
-            without an embedding, a mixture that is not to be shuffled, a chat template without conversations.
+        UserError: no such data, split, packing or chat_loss, no text in it, the hub is not reachable, less than one
+            sequence, a token id without an embedding, a mixture that is not to be shuffled, a chat template without
+            conversations.
     """
+    if packing not in (None, "concatenate", "best-fit", "none"):
+        raise base.UserError(f"packing={packing!r}: give concatenate, best-fit or none")
+    if chat_loss not in ("assistant", "all"):
+        raise base.UserError(f"chat_loss={chat_loss!r}: give assistant or all")
     if tokenizer is None and vocab_size is None:
         raise base.UserError("vocab_size: give the model's number of embeddings, as there is no tokenizer")
     reader = data.CorpusReader(
@@ -101,6 +106,7 @@ def get_dataset(
         seed=seed,
         is_main=accelerator is None or accelerator.is_local_main_process,
     )
+    dataset = os.fspath(dataset) if isinstance(dataset, os.PathLike) else dataset
     return data.open_sequences(reader, dataset, split, text_field, subset, shuffle)
 
 

@@ -40,18 +40,22 @@ def demo_tokenizer(chat_template: str | None = None, **options):
     return tokenizer
 
 
-def write_records(path: pathlib.Path, records: list, **options) -> pathlib.Path:
-    """Write records in the format that the file's suffix names; a text is a record of its own, bytes are a line."""
+def write_records(path: pathlib.Path, records, **options) -> pathlib.Path:
+    """Write records in the format that the file's suffix names; a text is a record of its own, bytes are a line. Arrow
+    and Parquet take a table of Arrow too."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    records = [{"text": record} if isinstance(record, str) else record for record in records]
+    if not hasattr(records, "schema"):
+        records = [{"text": record} if isinstance(record, str) else record for record in records]
     if path.suffix == ".json":
         path.write_text(json.dumps(records, indent=1))
     elif path.suffix in (".parquet", ".arrow"):
         import pyarrow.ipc
         import pyarrow.parquet
 
-        names = dict.fromkeys(itertools.chain.from_iterable(records))  # from_pylist takes those of the first record
-        table = pyarrow.Table.from_pylist([{name: record.get(name) for name in names} for record in records])
+        table = records
+        if not hasattr(records, "schema"):
+            names = dict.fromkeys(itertools.chain.from_iterable(records))  # from_pylist takes those of the first record
+            table = pyarrow.Table.from_pylist([{name: record.get(name) for name in names} for record in records])
         if path.suffix == ".parquet":
             pyarrow.parquet.write_table(table, path, **options)
         else:

@@ -1,10 +1,12 @@
 """Chat: conversations as tokens, by a chat template, with a mask of what is trained on. A template runs in
 transformers' sandbox of jinja; no other code of a tokenizer's folder runs.
 
-What the assistant writes are the characters that a template marks with {% generation %}. Without this tag, a turn of
-the assistant is what lies between two renderings: that of the messages before it, with the generation prompt, and that
-of the messages up to it. Both must be prefixes of the rendered conversation. So the token that ends the turn, which a
-model must learn to write, is trained on, and the generation prompt is not.
+What the assistant writes are the characters that a template marks with {% generation %}. Here these tags write BEGIN
+and END, which are then taken out of the rendered text: transformers adds up what was rendered before a tag, which is
+wrong in a macro, whose text comes into the conversation later. Without this tag, a turn of the assistant is what lies
+between two renderings: that of the messages before it, with the generation prompt, and that of the messages up to it.
+Both must be prefixes of the rendered conversation. So the token that ends the turn, which a model must learn to write,
+is trained on, and the generation prompt is not.
 
 A template may leave out parts of a conversation. Two detectors find this. `find_omissions` renders one conversation of
 each shape once more, with a word that no text has, a mark, in each of its texts: a missing mark is a turn, a call, a
@@ -35,6 +37,8 @@ TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: Llama's defa
 DATE_CODES = ["%a", "%A", "%b", "%B", "%c", "%d", "%-d", "%F", "%H"]
 DATE_CODES += ["%I", "%j", "%m", "%-m", "%M", "%p", "%S", "%y", "%Y"]
 COMPLETIONS = "prompt+completion"  # the layout that needs no template if both are text
+GENERATION = re.compile(r"{%(-?)\s*(end)?generation\s*(-?)%}")
+BEGIN, END = "\ufdd0[", "\ufdd0]"  # around generated text; U+FDD0 is no character
 CONTEXT_CHARACTERS = 30  # shown on each side of a position
 
 
@@ -81,7 +85,10 @@ class ChatEncoder(TextEncoder):
         super().__init__(tokenizer, vocab_size)
         self.template, self.loss, self.skip_bad, self.layout = template, loss, skip_bad, layout
         self.source = "--chat-template" if template else f"--tokenizer {tokenizer.name_or_path}"  # of the template
-        self.has_template = bool(template or tokenizer.chat_template)
+        own_template = tokenizer.chat_template
+        if isinstance(own_template, dict):  # several, by name
+            own_template = own_template.get("default")
+        self.has_template = bool(template or own_template)
         self.omissions: dict[Hashable, list[Omission]] = {}  # by shape of a conversation
         self.first_positions: dict[str, str] = {}  # of a conversation, by warning
         self.warned: Counter = Counter()  # conversations, by warning
@@ -155,11 +162,9 @@ class ChatEncoder(TextEncoder):
         if not self.has_template:
             return self.render_without_template(conversation)
         template = self.template_for(conversation)
-        wants_spans = self.loss != "all"
-        count = len(conversation.messages)
-        text, spans = self.render_messages(conversation, template, count, with_spans=wants_spans)
+        text, spans = self.render_messages(conversation, template, len(conversation.messages))
         self.check_text(conversation, template, text)
-        if not wants_spans:
+        if self.loss == "all":
             return Rendered(text, [(0, len(text))])
         if not has_generation(template):
             return Rendered(text, self.spans_by_prefixes(conversation, template, text))
@@ -173,26 +178,22 @@ class ChatEncoder(TextEncoder):
 
     def template_for(self, conversation: Conversation) -> str:
         """Return the template that renders a conversation: a tokenizer may have another one for tools."""
-        return with_fixed_date(self.tokenizer.get_chat_template(self.template, conversation.tools))
+        return self.tokenizer.get_chat_template(self.template, conversation.tools)
 
-    def render_messages(
-        self, conversation: Conversation, template: str, count: int, prompt: bool = False, with_spans: bool = False
-    ) -> Rendered:
-        """Render the first `count` messages, with the generation prompt if `prompt`, and `with_spans` with those that
-        the template marks."""
+    def render_messages(self, conversation: Conversation, template: str, count: int, prompt: bool = False) -> Rendered:
+        """Render the first `count` messages, with the generation prompt if `prompt`, and with the spans that the
+        template marks."""
         from transformers.utils.chat_template_utils import render_jinja_template  # takes long to import
 
         tools: Any = conversation.tools  # transformers types them as objects or functions
         rendered: Any = render_jinja_template(
             conversations=[conversation.messages[:count]],
             tools=tools,
-            chat_template=template,
-            return_assistant_tokens_mask=with_spans and has_generation(template),
+            chat_template=with_marked_spans(with_fixed_date(template)),
             add_generation_prompt=prompt,
             **self.tokenizer.special_tokens_map,
         )
-        (text,), spans = rendered
-        return Rendered(text, spans[0] if spans else [])
+        return take_spans(rendered[0][0])
 
     def spans_by_prefixes(self, conversation: Conversation, template: str, text: str) -> list[tuple[int, int]]:
         """Find the characters of each trained turn of the assistant in the rendered `text` of a conversation."""
@@ -233,19 +234,17 @@ class ChatEncoder(TextEncoder):
         raise no_assistant_mask(f"--dataset {conversation.position}: {problem}, {why}")
 
     def render_without_template(self, conversation: Conversation) -> Rendered:
-        """Render a prompt and its completion without a template: after the special tokens that the tokenizer adds
-        before a text, and followed by the end-of-text token."""
+        """Render a prompt and its completion without a template, followed by the end-of-text token."""
         if not conversation.is_text or len(conversation.messages) != 2 or conversation.tools:
             raise self.no_template(f"--dataset {conversation.position}: holds messages, a system prompt or tools")
         prompt, completion = (message["content"] for message in conversation.messages)
-        before = self.text_before + prompt
-        text = before + completion.removesuffix(self.tokenizer.eos_token) + self.tokenizer.eos_token
-        return Rendered(text, [(0 if self.loss == "all" else len(before), len(text))])
+        text = prompt + completion.removesuffix(self.tokenizer.eos_token) + self.tokenizer.eos_token
+        return Rendered(text, [(0 if self.loss == "all" else len(prompt), len(text))])
 
     @functools.cached_property
-    def text_before(self) -> str:
-        """The special tokens that the tokenizer adds before a text, such as <s>."""
-        return "".join(self.tokenizer.convert_ids_to_tokens(added_special_tokens(self.tokenizer)[0]))
+    def ids_before(self) -> np.ndarray:
+        """The special tokens before each text: those that a template does not write and the tokenizer adds, as <s>."""
+        return np.array([] if self.has_template else added_special_tokens(self.tokenizer)[0], np.uint32)
 
     def check_text(self, conversation: Conversation, template: str, text: str) -> None:
         """Raise a BadConversationError for what the rendered `text` lacks of a conversation, or has twice; what changes
@@ -299,7 +298,8 @@ class ChatEncoder(TextEncoder):
         texts = [conversation.text for conversation in rendered]
         if self.loss == "all":
             for ids in encode_texts(self.tokenizer, texts):
-                yield np.array(ids, np.uint32), np.ones(len(ids), np.uint8)
+                tokens = np.append(self.ids_before, np.array(ids, np.uint32))
+                yield tokens, np.ones(len(tokens), np.uint8)
             return
         encodings = self.offset_tokenizer.encode_batch(texts, add_special_tokens=False)
         for encoding, (_, spans) in zip(encodings, rendered, strict=True):
@@ -308,7 +308,8 @@ class ChatEncoder(TextEncoder):
             for first, last in spans:
                 if first < last:  # an empty span may lie inside a token
                     trained[(starts < last) & (ends > first)] = 1
-            yield np.array(encoding.ids, np.uint32), trained
+            tokens = np.append(self.ids_before, np.array(encoding.ids, np.uint32))
+            yield tokens, np.append(np.zeros_like(self.ids_before, np.uint8), trained)
 
     @functools.cached_property
     def offset_tokenizer(self) -> tokenizers.Tokenizer:
@@ -342,7 +343,31 @@ def with_fixed_date(template: str) -> str:
 
 def has_generation(template: str) -> bool:
     """True if a template marks what the assistant writes."""
-    return re.search(r"{%-?\s*generation\s*-?%}", template) is not None
+    return GENERATION.search(template) is not None
+
+
+def with_marked_spans(template: str) -> str:
+    """Return a template that writes BEGIN and END around what it marks with {% generation %}, with the white space and
+    the scope of these tags."""
+    opening, closing = rf"{{%\1 with %}}{BEGIN}{{% if true \3%}}", rf"{{%\1 endif %}}{END}{{% endwith \3%}}"
+    return GENERATION.sub(lambda tag: tag.expand(closing if tag[2] else opening), template)
+
+
+def take_spans(text: str) -> Rendered:
+    """Take BEGIN and END out of a rendered text."""
+    parts: list[str] = []
+    starts: list[int] = []
+    spans: list[tuple[int, int]] = []
+    length = 0
+    for part in re.split(f"({re.escape(BEGIN)}|{re.escape(END)})", text):
+        if part == BEGIN:
+            starts.append(length)
+        elif part == END:
+            spans.append((starts.pop(), length))
+        else:
+            parts.append(part)
+            length += len(part)
+    return Rendered("".join(parts), spans)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -91,7 +91,12 @@ def find_files(dataset: str, subset: str | None = None) -> Listing:
     if not files:
         raise base.UserError(f"--dataset {dataset}: {describe_nothing(left_out)}")
     splits: dict[str, list[DataFile]] = {}
-    for file, split in zip(files, find_splits(dataset, [names[file] for file in files]), strict=True):
+    paths = [names[file] for file in files]
+    if "dataset_dict.json" in left_out:  # of `save_to_disk`: each folder is a split
+        found_splits = [path.partition("/")[0] for path in paths]
+    else:
+        found_splits = find_splits(dataset, paths)
+    for file, split in zip(files, found_splits, strict=True):
         splits.setdefault(split, []).append(file)
     unnamed = splits.pop("", [])
     if "train" in splits:  # such as input.txt of nanoGPT, next to train.bin and val.bin

@@ -434,22 +434,23 @@ def create_collate_fn(
     `shift_labels` as they are, but for families that ignore them: prophetnet. Where a sequence has `starts`, there are
     `position_ids` too, which begin again at 0 there.
     """
+    return functools.partial(collate, shift_labels=shift_labels)
 
-    def collate(sequences: list[np.ndarray | PackedSequence]) -> dict[str, torch.Tensor]:
-        tokens = np.stack([sequence_tokens(sequence) for sequence in sequences])
-        batch = {"input_ids": tokens[:, :-1].astype(np.int64), "labels": tokens[:, 1:].astype(np.int64)}
-        packed_rows = [(row, packed) for row, packed in enumerate(sequences) if isinstance(packed, PackedSequence)]
-        if any(sequence.doc_starts is not None for _, sequence in packed_rows):
-            starts = np.zeros_like(batch["labels"])  # at each input that begins a document, its position; 0 elsewhere
-            for row, sequence in packed_rows:
-                if sequence.doc_starts is not None:
-                    starts[row, sequence.doc_starts] = sequence.doc_starts
-            batch["position_ids"] = np.arange(starts.shape[1]) - np.maximum.accumulate(starts, axis=1)
+
+def collate(sequences: list[np.ndarray | PackedSequence], shift_labels: bool) -> dict[str, torch.Tensor]:
+    """The function of `create_collate_fn`, which can be pickled for data workers that are not forked."""
+    tokens = np.stack([sequence_tokens(sequence) for sequence in sequences])
+    batch = {"input_ids": tokens[:, :-1].astype(np.int64), "labels": tokens[:, 1:].astype(np.int64)}
+    packed_rows = [(row, packed) for row, packed in enumerate(sequences) if isinstance(packed, PackedSequence)]
+    if any(sequence.doc_starts is not None for _, sequence in packed_rows):
+        starts = np.zeros_like(batch["labels"])  # at each input that begins a document, its position; 0 elsewhere
         for row, sequence in packed_rows:
-            if sequence.trained is not None:
-                batch["labels"][row, ~sequence.trained] = IGNORE_INDEX
-        if shift_labels:
-            batch["shift_labels"] = batch["labels"].copy()
-        return {name: torch.from_numpy(array) for name, array in batch.items()}
-
-    return collate
+            if sequence.doc_starts is not None:
+                starts[row, sequence.doc_starts] = sequence.doc_starts
+        batch["position_ids"] = np.arange(starts.shape[1]) - np.maximum.accumulate(starts, axis=1)
+    for row, sequence in packed_rows:
+        if sequence.trained is not None:
+            batch["labels"][row, ~sequence.trained] = IGNORE_INDEX
+    if shift_labels:
+        batch["shift_labels"] = batch["labels"].copy()
+    return {name: torch.from_numpy(array) for name, array in batch.items()}

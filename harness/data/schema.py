@@ -219,9 +219,10 @@ TRAINED_VALUES = dict.fromkeys(("weight", "train", "training", "trainable", "los
 # Fields of a message that a template need not write; contents and calls are checked one by one.
 NAMES_AND_WEIGHTS = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *TRAINED_VALUES}
 SYSTEM = ("system", "system_prompt", "system_message")
-NOT_READ = {  # fields that would change the text of a conversation, and what to do instead
+NOT_READ = {  # fields that would change a conversation, and what to do instead
     "functions": "name them tools",
     "chat_template_kwargs": "set them in a template for --chat-template FILE",
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "remove it to train on the text alone"),
 }
 CHAT_FIELDS = (*SYSTEM, "tools", *NOT_READ)  # read together with any layout
 PREFERENCE_ADVICE = (

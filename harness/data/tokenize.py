@@ -47,7 +47,7 @@ def take(documents: Iterator, count: int, characters: int = BATCH_CHARACTERS) ->
 
 
 class TextEncoder:
-    """Encoder of texts, with an end-of-text token after each, and of token ids, which are kept."""
+    """Encoder of texts, with an end-of-text token after each that has none, and of token ids, which are kept."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
@@ -72,11 +72,12 @@ class TextEncoder:
         if self.tokenizer is None or self.tokenizer.eos_token_id is None:
             name = getattr(self.tokenizer, "name_or_path", "there is none")
             raise base.UserError(f"--tokenizer {name}: it has no end-of-text token (eos_token), which text needs")
-        encoded = iter(encode_texts(self.tokenizer, texts))
+        encoded, end = iter(encode_texts(self.tokenizer, texts)), self.tokenizer.eos_token_id
         arrays = []
         for document in documents:
             if isinstance(document, str):
-                arrays.append(np.array([*next(encoded), self.tokenizer.eos_token_id], np.uint32))
+                ids = next(encoded)
+                arrays.append(np.array(ids if ids[-1:] == [end] else [*ids, end], np.uint32))
             else:
                 arrays.append(document)
         return self.join(arrays, counts)

@@ -204,6 +204,10 @@ class Tokens:
         ends = parts[0]  # of one file they stay mapped
         if len(parts) > 1:
             ends = np.concatenate([part + first for part, first in zip(parts, self.file_offsets[:-1], strict=True)])
+        total = self.file_offsets[-1]
+        if ends[0] < 0 or (ends[1:] < ends[:-1]).any() or ends[-1] != total:
+            names = base.shortened([file.name for file in self.files], 2)
+            raise damaged(names, f"the ends of its documents do not ascend to its {total:,} tokens")
         if 0 in ends[:1] or (ends[1:] == ends[:-1]).any():  # empty documents; without any the ends stay mapped
             ends = ends[np.diff(ends, prepend=0) > 0]
         return ends

@@ -90,16 +90,12 @@ def same_dataset(one: str | Sequence[str], other: str | Sequence[str]) -> bool:
 def splits_overlap(one: str, other: str) -> bool:
     """True if two splits of a corpus, such as `train[:90%]` and `train[50%:]`, may share documents. Bounds in different
     units, or from different ends, cannot be compared without counting documents."""
-    return any(parts_overlap(part, other_part) for part in one.split("+") for other_part in other.split("+"))
-
-
-def parts_overlap(one: str, other: str) -> bool:
     name, _, bounds = one.partition("[")
     other_name, _, bounds_of_other = other.partition("[")
-    if name.strip() != other_name.strip():
+    if name != other_name:
         return False
-    first, _, last = bounds.rstrip("] ").partition(":")
-    other_first, _, other_last = bounds_of_other.rstrip("] ").partition(":")
+    first, _, last = bounds.rstrip("]").partition(":")
+    other_first, _, other_last = bounds_of_other.rstrip("]").partition(":")
     return not (ends_before(last, other_first) or ends_before(other_last, first))
 
 

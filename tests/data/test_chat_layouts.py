@@ -6,8 +6,10 @@ import re
 
 import multirank
 import pytest
+import tokenizers
 from conftest import metrics_of, train, words, write_model
 from corpora import calling, demo_tokenizer, says, write_records
+from transformers import PreTrainedTokenizerFast
 
 from harness.base.errors import UserError
 
@@ -129,6 +131,7 @@ REFUSED = {
     "functions": ([GOOD | {"functions": TOOLS}], "functions is", "name them tools"),
     "tools of another name": ([GOOD | {"tool_defs": json.dumps(TOOLS)}], "tool_defs is", "name them tools"),
     "settings of the template": ([GOOD | {"chat_template_kwargs": {"a": 1}}], "chat_template_kwargs is", "in a templ"),
+    "images": ([{"messages": TURN, "images": ["a.png"]}], 'images is ["a.png"], which is not read', "remove it to"),
     "context": ([{"instruction": "Add", "context": "1, 2", "output": "3"}], 'context is "1, 2"', "name it input"),
     "an image": (
         [{"messages": [says("user", [{"type": "image"}, {"type": "text", "text": "a"}]), TURN[1]]}],
@@ -182,7 +185,7 @@ def test_what_cannot_be_read_right_is_one_line(tokenizer, read, tmp_path, name):
     assert "\n" not in str(raised.value) and all(phrase in str(raised.value) for phrase in phrases)
 
 
-@pytest.mark.parametrize("name", ["two layouts", "preferences"])
+@pytest.mark.parametrize("name", ["two layouts", "preferences", "images"])
 def test_parquet_files_of_another_layout_are_one_line(read, tmp_path, name):
     records, *phrases = REFUSED[name]
     for number, record in enumerate(records):
@@ -238,13 +241,17 @@ def test_without_a_template_a_prompt_and_its_completion_are_text_and_the_complet
     assert tokenizer.decode(first) == "Say: Hello!<|endoftext|>"
     of_completion = [token for token, is_trained in zip(first, trained, strict=False) if is_trained]
     assert tokenizer.decode(of_completion).strip() == "Hello!<|endoftext|>"
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)]
+    pieces = [("<unk>", 0.0), ("<|endoftext|>", 0.0), *((character, -1.0) for character in "▁Say:Helo!")]
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")  # a space, not after a token
+    backend.add_special_tokens(["<|endoftext|>"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 1)]
     )
-    tokens, _, ends = read(file, with_tokenizer=tokenizer)
-    assert tokenizer.decode(tokens[: ends[0]]) == "<|endoftext|>Say: Hello!<|endoftext|>"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    for loss in ("assistant", "all"):
+        tokens, _, ends = read(file, with_tokenizer=tokenizer, chat_loss=loss)
+        assert tokens[: ends[0]] == tokenizer("Say: Hello!<|endoftext|>")["input_ids"]
 
 
 def test_each_layout_template_and_mask_has_tokens_of_its_own(read, tmp_path):

@@ -64,7 +64,20 @@ SMOLLM3 = """{{- '<|im_start|>system\\nToday is ' + strftime_now('%d %B %Y') + '
 {%- generation %}{{- message.content.lstrip('\\n') + '<|im_end|>\\n' }}{%- endgeneration %}
 {%- else %}{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-TEMPLATES = {"chatml": CHATML, "qwen": QWEN, "llama3": LLAMA3, "gemma": GEMMA, "mistral": MISTRAL, "smollm3": SMOLLM3}
+MACRO = """{%- macro say(message) %}{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}{%- generation %}{{- message.content + '<|im_end|>\\n' }}{%- endgeneration %}
+{%- else %}{{- message.content + '<|im_end|>\\n' }}{%- endif %}{%- endmacro %}
+{%- for message in messages %}{%- set turn %}{{- say(message) }}{%- endset %}{{- turn }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+TEMPLATES = {
+    "macro": MACRO,
+    "chatml": CHATML,
+    "qwen": QWEN,
+    "llama3": LLAMA3,
+    "gemma": GEMMA,
+    "mistral": MISTRAL,
+    "smollm3": SMOLLM3,
+}
 REFUSED = {  # by the templates themselves
     (name, conversation) for name in ("gemma", "mistral") for conversation in ("system", "twice", "with a tool")
 }

@@ -63,6 +63,16 @@ def test_splits_are_those_that_datasets_finds(tmp_path, names):
     assert {split: sorted(file.path for file in of_split) for split, of_split in found.items()} == expected
 
 
+def test_the_folders_of_a_saved_dataset_dict_are_its_splits(tmp_path):
+    names = ["train_sft", "train_gen", "unlabelled.1", "test"]
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": [TEXT, name]}) for name in names})
+    saved.save_to_disk(tmp_path)
+    found = files.find_files(str(tmp_path)).splits
+    assert {split: [file.path for file in of_split] for split, of_split in found.items()} == {
+        name: [str(tmp_path / name / "data-00000-of-00001.arrow")] for name in names
+    }
+
+
 def test_what_is_not_trained_on_is_named_and_without_a_train_all_that_is_in_no_split_is(tmp_path):
     make(tmp_path / "b", "train-00000-of-00002.txt", "train-00001-of-00002.txt", "my.val.txt", "a-test.txt", "more.txt")
     printed = "2 of 5 (test: a-test.txt; validation: my.val.txt; left out: more.txt (not in a split))"

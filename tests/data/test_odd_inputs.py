@@ -196,14 +196,34 @@ def test_conversations_are_rendered_as_by_transformers_and_a_null_of_a_column_is
     assert rendered.count("null") == (4 if name == "nulls that are written" and suffix == "jsonl" else 0)
 
 
-def test_arguments_as_a_map_of_parquet_are_an_object(tmp_path, load):
-    tokenizer, text = demo_tokenizer(EVERYTHING), pyarrow.string()
-    message = pyarrow.struct([("role", text), ("content", text), ("arguments", pyarrow.map_(text, text))])
-    kind = pyarrow.schema([("messages", pyarrow.list_(message))])
-    rows = [{"messages": [ASKS | {"arguments": [("city", "Oslo")]}]}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, kind), tmp_path / "a.parquet")
-    tokens = load(tmp_path / "a.parquet", with_tokenizer=tokenizer).tokens[:].tolist()
-    assert '"arguments": {"city": "Oslo"}' in tokenizer.decode(tokens)
+OBJECT = pyarrow.map_(pyarrow.string(), pyarrow.string())
+MESSAGE = pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string(), "arguments": OBJECT})
+MESSAGES = {  # types of a column of messages
+    "arguments as a map": pyarrow.list_(MESSAGE),
+    "a view": pyarrow.list_view(MESSAGE),
+    "a large view": pyarrow.large_list_view(MESSAGE),
+    "two in each row": pyarrow.list_(MESSAGE, 2),
+    "maps": pyarrow.list_(OBJECT),
+    "the JSON of datasets": pyarrow.list_(pyarrow.json_()),
+}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_and_their_tools_are_read_whatever_the_type_of_their_column(tmp_path, load, name, suffix):
+    tokenizer, kind = demo_tokenizer(EVERYTHING), MESSAGES[name]
+    messages = [dict(ASKS), {"role": "assistant", "content": "no tools"}]
+    if name == "the JSON of datasets":
+        messages[1] = calling("weather", {"city": ["Oslo"], "day": None}, content="no tools")
+        column = pyarrow.array([[json.dumps(message) for message in messages]]).cast(kind)
+    else:
+        messages[0] |= {} if name == "maps" else {"arguments": {"city": "Oslo"}}
+        column = pyarrow.array([messages], kind)
+    tools = [tool("f", y={"type": "string"})]
+    table = write_records(tmp_path / f"a.{suffix}", pyarrow.table({"messages": column, "tools": [tools]}))
+    files = (table, write_records(tmp_path / "a.jsonl", [{"messages": messages, "tools": tools}]))
+    of_table, of_lines = (load(file, with_tokenizer=tokenizer).tokens[:].tolist() for file in files)
+    assert of_table == of_lines
 
 
 # ----------------------------------------------------------------------------------------------------------------------

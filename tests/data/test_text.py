@@ -56,6 +56,15 @@ def test_encodings_marks_and_compressions_change_no_token(load, encoded, tmp_pat
     assert tokens_of(load(tmp_path / file)) == encoded(TEXTS)
 
 
+def test_a_text_that_ends_with_the_end_of_text_token_gets_no_other_as_in_trl(load, tmp_path):
+    tokenizer = demo_tokenizer()
+    tokenizer.eos_token = "!"
+    file = write_records(tmp_path / "data.jsonl", ["A fox!", "A ball", "So! it is!"])
+    packed = load(file, 2, with_tokenizer=tokenizer)
+    texts = ["A fox!", "A ball!", "So! it is!"]
+    assert tokens_of(packed) == [token for text in texts for token in tokenizer(text)["input_ids"]]
+
+
 @pytest.mark.parametrize("name", ["data.jsonl", "data.parquet"])
 def test_the_text_is_in_the_field_that_is_named_and_wins_over_token_ids(load, encoded, tmp_path, name):
     write_records(tmp_path / name, [{"input_ids": [5, 6, END], "story": text} for text in TEXTS])

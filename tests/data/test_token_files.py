@@ -152,9 +152,9 @@ def test_the_header_counts_documents_that_are_longer_than_a_sequence():
 # What is wrong with a file
 
 
-def with_index(folder: pathlib.Path, positions=(0, 8), **options) -> pathlib.Path:
+def with_index(folder: pathlib.Path, positions=(0, 8), lengths=(4, 6), documents=(0, 1, 2), **options) -> pathlib.Path:
     """A .bin of ten tokens of 2 bytes in two sequences, with an index."""
-    formats.write_index(folder / "a.idx", [4, 6], positions, [0, 1, 2], **options)
+    formats.write_index(folder / "a.idx", lengths, positions, documents, **options)
     return flat(folder / "a.bin", range(10))
 
 
@@ -170,14 +170,32 @@ def write_bytes(file: pathlib.Path, content: bytes) -> pathlib.Path:
     return file
 
 
+def indexed(file: pathlib.Path, ends: list[int]) -> pathlib.Path:
+    np.array(ends, "<u8").tofile(f"{file}.index")
+    return file
+
+
 DAMAGED = {  # how a file is written; what its error says
     "Megatron, cut": (lambda d: resized(megatron(d), -2), r"its index .*a\.idx has"),
     "Megatron, a cut index": (lambda d: resized(megatron(d), -8, "a.idx"), r"a\.idx: .* for 60 sequences"),
     "Megatron, out of order": (lambda d: with_index(d, [12, 0]), r"its index .*a\.idx has 6"),
+    "Megatron, documents out of order": (lambda d: with_index(d, documents=[0, 3, 2]), "do not cover its 2 sequences"),
+    "Megatron, a negative length": (
+        lambda d: with_index(d, [0, 0], [-4, 10]),
+        r"a\.bin: the ends of its documents do not",
+    ),
     "Megatron, floats": (lambda d: with_index(d, dtype="float32"), "dtype code 7 instead of integers"),
     "Megatron, another version": (lambda d: with_index(d, version=2), "version 2 with dtype code 8"),
     "datatrove, cut": (lambda d: resized(datatrove(d, "gpt2|2"), -2), r"a\.ds: it has [\d,]+ tokens, its index"),
     "datatrove, a cut index": (lambda d: resized(datatrove(d), -8, "a.ds.index"), "its index or metadata"),
+    "datatrove, documents out of order": (
+        lambda d: indexed(datatrove(d), [9, 5, len(FLAT)]),
+        r"a\.ds: the ends of its documents do not ascend",
+    ),
+    "datatrove, a loss mask": (
+        lambda d: write_bytes(d / "a.ds.loss", b"\1") and datatrove(d),
+        r"a\.ds: its \.ds\.loss says which tokens are trained on, which is not read; remove it",
+    ),
     "nanoGPT, empty": (lambda d: write_bytes(d / "a.bin", b""), r"a\.bin: it is empty"),
     "nanoGPT, 4 bytes a token": (lambda d: flat(d / "a.bin", FLAT, "<u4"), "seem to have 4; save them as"),
     "llm.c, cut": (lambda d: resized(llmc(d), -2), r"it has [\d,]+ tokens, its header says"),
@@ -196,7 +214,7 @@ def test_what_is_wrong_with_a_file_is_reported_when_it_is_opened(tmp_path, load,
     write, printed = DAMAGED[name]
     source = write(tmp_path)
     with pytest.raises(UserError, match=printed) as raised:
-        load(source)
+        load(source, 8, split="train[:50%]")  # which needs the ends of documents
     assert "\n" not in str(raised.value) and str(source.parent) in str(raised.value)
 
 
@@ -271,6 +289,8 @@ def test_sequences_are_pickled_without_the_tokens_of_their_files(tmp_path, load,
     assert len(pickle.dumps(sequences.tokens.files)) < 1000 < sequences.tokens.files[0].tokens.nbytes
     again = pickle.loads(pickle.dumps(sequences))
     assert len(again) == len(sequences)
+    collate = pickle.loads(pickle.dumps(data.create_collate_fn()))
+    assert collate([again[0]])["labels"].tolist() == data.create_collate_fn()([sequences[0]])["labels"].tolist()
     for index in range(len(sequences)):
         batches = [data.create_collate_fn()([dataset[index]]) for dataset in (sequences, again)]
         assert str(batches[0]) == str(batches[1])

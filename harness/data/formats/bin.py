@@ -86,6 +86,6 @@ def document_ends(index: str, sequences: int, documents: int) -> np.ndarray:
     if documents < 2:
         return ends[1:]
     first_sequences = np.fromfile(index, "<i8", documents, offset=HEADER.size + 12 * sequences)
-    if first_sequences[0] != 0 or first_sequences[-1] != sequences:
+    if first_sequences[0] != 0 or first_sequences[-1] != sequences or (np.diff(first_sequences) < 0).any():
         raise damaged(index, f"its documents do not cover its {sequences:,} sequences")
     return ends[first_sequences[1:]]

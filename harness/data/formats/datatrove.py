@@ -8,7 +8,7 @@ import os
 from harness.data.tokens import TokenFile, damaged, id_dtype, map_numbers
 
 SUFFIXES = (".ds",)
-COMPANIONS = (".ds.index", ".ds.metadata")
+COMPANIONS = (".ds.index", ".ds.metadata", ".ds.loss")
 
 UNKNOWN = "Unknown Tokenizer"  # datatrove's name of a tokenizer without one
 
@@ -17,6 +17,9 @@ def open_tokens(file: str, vocab_size: int) -> TokenFile:
     """Map a file. Its number of tokens is in the index or in the metadata; the bytes per token are in the metadata, or
     follow from that number, or, without both, from the vocabulary's size."""
     index, metadata = f"{file}.index", f"{file}.metadata"
+    if os.path.exists(f"{file}.loss"):
+        advice = "remove it to train on all tokens, or give ids with a loss_mask in .parquet"
+        raise damaged(file, "its .ds.loss says which tokens are trained on, which is not read", advice)
     has_index = os.path.exists(index)
     count = int(map_numbers(index, "<i8")[-1]) if has_index else None
     tokenizer = None

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -75,30 +76,27 @@ def row_group_starts(metadata: "pyarrow.parquet.FileMetaData") -> list[int]:
 
 def choose_columns(schema: "pyarrow.Schema", names: tuple[str, ...]) -> tuple[str, list[str]]:
     """Return (the field or layout that is read, the columns that it needs)."""
-    from pyarrow import types
-
-    flat_columns = {column.name for column in schema if not types.is_nested(column.type)}
+    if len({*schema.names}) < len(schema.names):
+        raise ValueError("two of its columns have the same name")
+    flat_columns = {column.name for column in schema if not is_nested(column.type)}
     field = choose_field(schema.names, flat_columns, names)
-    if is_text_or_ids(schema, field):
+    items = {column.name: getattr(column.type, "value_type", column.type) for column in schema}  # of lists of any kind
+    if field in items and not is_nested(items[field]):  # texts or token ids
         return field, [field, *(name for name in ID_FIELDS if name in schema.names)]
     layout = layout_of(field)
     return field, [*layout.needs, *optional_columns(layout, schema.names)]
 
 
-def is_text_or_ids(schema: "pyarrow.Schema", name: str) -> bool:
-    """True for a column without messages."""
+def is_nested(kind: "pyarrow.DataType") -> bool:
+    """True if the values of a column may be lists or objects."""
     from pyarrow import types
 
-    if name not in schema.names:  # a layout
-        return False
-    kind = schema.field(name).type
-    return not (is_list(kind) and types.is_struct(kind.value_type))
+    return types.is_nested(kind) or is_json(kind)
 
 
-def is_list(kind: "pyarrow.DataType") -> bool:
-    from pyarrow import types
-
-    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+def is_json(kind: "pyarrow.DataType") -> bool:
+    """True for the type of `datasets` for objects that have other fields in each row, which are JSON text in Arrow."""
+    return getattr(kind, "extension_name", "") == "arrow.json"
 
 
 def count(stream: io.RawIOBase) -> int:
@@ -113,20 +111,27 @@ def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
     ids = columns.pop(field, None)
     has_others = None in columns.values()  # columns that are not lists of integers
     if ids is None or has_others or not are_token_ids(ids):
+        kinds = {column.name: column.type for column in batch.schema}
         for fields in batch.to_pylist(maps_as_pydicts="strict"):
-            yield read_fields({name: without_nulls(value) for name, value in fields.items()}, field)
+            yield read_fields({name: convert(value, kinds[name]) for name, value in fields.items()}, field)
         return
     for row, values in enumerate(ids):
         yield check_ids(values, {name: rows[row] for name, rows in columns.items()})
 
 
-def without_nulls(value: Any) -> Any:
-    """Remove null fields from a value. In a column, Arrow gives each struct all fields that any of them has, so null
-    means absent; a template would render the null."""
+def convert(value: Any, kind: "pyarrow.DataType") -> Any:
+    """Return a value of an Arrow column as its record means it: with JSON parsed, and without the null fields of
+    structs. Arrow gives each struct all fields that any of them has, so null means absent; a template would render the
+    null."""
+    if value is None:
+        return None
+    if is_json(kind):
+        return json.loads(value)
     if isinstance(value, dict):
-        return {name: without_nulls(field) for name, field in value.items() if field is not None}
+        kinds = {name: getattr(kind, "item_type", None) or kind.field(name).type for name in value}  # a map or a struct
+        return {name: convert(field, kinds[name]) for name, field in value.items() if field is not None}
     if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        return [convert(item, kind.value_type) for item in value]
     return value
 
 
@@ -140,7 +145,7 @@ def rows_of_integers(column: "pyarrow.Array") -> list[np.ndarray] | None:
     from pyarrow import types
 
     kind = column.type
-    if not is_list(kind) or not types.is_integer(kind.value_type) or column.null_count:
+    if not (types.is_nested(kind) and types.is_integer(getattr(kind, "value_type", None) or kind)) or column.null_count:
         return None
     integers = column.flatten()
     if integers.null_count:
