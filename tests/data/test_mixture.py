@@ -112,6 +112,17 @@ def test_the_same_shares_written_otherwise_are_the_same_mixture():
     assert other.segments != first.segments and describe_changes(first, other, 200)
 
 
+@pytest.mark.parametrize("sources, within", [(3, 1), (12, 2), (84, 3)])
+def test_each_source_is_within_a_few_samples_of_its_share_after_any_number_of_blocks(sources, within):
+    generator = random.Random(sources)
+    for largest in (1, 10, 1000):  # weights that are equal, alike and very different
+        weights = {f"s{number}": generator.randint(1, largest) ** 2 for number in range(sources)}
+        (segment,) = mixture_of(weights, 42).segments
+        for blocks in range(1, 20):
+            for name, count in segment.divide(blocks * BLOCK).items():
+                assert abs(count - blocks * BLOCK * weights[name] / sum(weights.values())) <= within
+
+
 def test_a_mixture_of_a_library_ends_after_its_length(tmp_path):
     for name, tokens in (("a", 170), ("b", 90)):
         np.save(tmp_path / f"{name}.npy", np.arange(tokens, dtype=np.uint16))

@@ -2,6 +2,7 @@
 is wrong with a file. test_promises.py has the sequences of every format."""
 
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import pathlib
@@ -15,7 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import losses_of, train, words, write_model
+from conftest import losses_of, parse, train, words, write_model
 from corpora import DEMO, END, demo_tokenizer
 
 from harness import data
@@ -97,12 +98,14 @@ def test_eval_documents_are_the_same_by_an_index_and_by_end_of_text_tokens(tmp_p
     assert [len(part) for part in divide(few)] == [ENDS[5] * 95 // 100, ENDS[5] - ENDS[5] * 95 // 100]
 
 
-def test_a_document_ends_with_its_file_also_without_an_end_of_text_there(tmp_path, load):
-    npy(tmp_path / "a.npy", np.array([5, END, 6, 7]))
-    npy(tmp_path / "b.npy", np.array([8, 9, END, 3]))
-    batch = data.create_collate_fn()([load(tmp_path, 7, document_mask=True)[0]])
-    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 0, 1, 2]]
-    assert batch["labels"].tolist() == [[END, -100, 7, -100, 9, END, -100]]
+def test_boundaries_are_the_same_before_and_after_they_are_searched_for_in_all_files():
+    """A document ends with its file, also without an end-of-text token there."""
+    tokens = Tokens([TokenFile(np.array([5, END, 6, 7])), TokenFile(np.array([8, 9, END]))], end_of_text=END)
+    searched = dataclasses.replace(tokens, known_doc_ends=tokens.file_doc_ends)
+    assert searched.doc_ends.tolist() == [2, 4, 7]
+    for first, last in itertools.combinations(range(8), 2):
+        assert tokens.starts_between(first, last).tolist() == searched.starts_between(first, last).tolist()
+    assert tokens.starts_between(1, 7).tolist() == [0, 1, 3]
 
 
 def append_document(file: pathlib.Path) -> None:
@@ -374,3 +377,9 @@ def test_a_run_on_token_files_needs_no_tokenizer(tmp_path, arguments, device):
     at = arguments.index("--tokenizer")
     without = [*arguments[:at], *arguments[at + 2 :]]
     assert train([*without, "--dataset", flat(tmp_path / "a.bin", FLAT % 90)], device) == 0
+
+
+@pytest.mark.parametrize("flags", ["--sample-prompt x", "--eval-interval 1", "--document-mask"])
+def test_a_tokenizer_is_taken_if_a_flag_asks_for_text_or_ends_of_documents(device, tmp_path, flags):
+    settings = parse(["--dataset", flat(tmp_path / "a.bin"), *words(flags)])
+    assert data.needs_tokenizer(settings, data.find(settings))
