@@ -3,7 +3,7 @@ imports none of them, and most of it no torch."""
 
 from harness.base.console import exit_with_error, ignore_closed_pipes, print_json, record_error, send
 from harness.base.devices import CLOCK_STOPPED, GIB, memory_metrics, trim_host_memory, wait_for_device
-from harness.base.errors import NoSplitError, UserError
+from harness.base.errors import UserError
 from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, Gpu, choose_kind, find_gpu, unlisted
 from harness.base.hub import answer_from_cache_without_network
 from harness.base.labels import IGNORE_INDEX
@@ -71,7 +71,6 @@ __all__ = [
     "ROOT",
     "WORK",
     "Gpu",
-    "NoSplitError",
     "OtherFormatError",
     "ShowVersion",
     "UserError",

@@ -7,7 +7,3 @@ class UserError(Exception):
     def __init__(self, message: str, exit_code: int = 2):
         super().__init__(message)
         self.exit_code = exit_code  # unpickling passes the message only, and sets this later
-
-
-class NoSplitError(UserError):
-    """A readable dataset lacks the requested split."""

@@ -74,6 +74,13 @@ def list_corpora(args: flags.Args) -> list[Corpus]:
     corpora = []
     if args.dataset != "synthetic" and not (has_eval_dataset and args.num_steps == 0):
         corpora = [find_corpus(args, source) for source in args.sources()]
+    if args.eval_interval and args.eval_split and not has_eval_dataset:  # before anything is tokenized
+        with blame_eval_split():
+            name, _ = parse_split(args.eval_split)
+        for corpus in corpora:
+            if name not in corpus.listing.splits:
+                problem = f"{corpus.source.dataset} has no such split, only {', '.join(corpus.listing.splits)}"
+                raise base.UserError(f"--eval-split {args.eval_split}: {problem}; give one of these")
     if has_eval_dataset:
         eval_corpus = find_eval_dataset(args)
         refuse_trained_files(eval_corpus, {file.real_path for corpus in corpora for file in corpus.files})

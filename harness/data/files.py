@@ -40,10 +40,11 @@ class Listing:
     is_hub: bool = False
 
     def files_in_split(self, split: str) -> list[DataFile]:
-        """Return the files of a split; a NoSplitError if there are none."""
+        """Return the files of a split; a UserError if there are none."""
         if split not in self.splits:
             names = ", ".join(self.splits)
-            raise base.NoSplitError(f"--dataset {self.dataset}, split {split!r}: there is none; there is {names}")
+            problem = f"has no split {split!r}, only {names}"
+            raise base.UserError(f"--dataset {self.dataset}: {problem}; give one of these as --dataset-split")
         return self.splits[split]
 
     def describe(self, trained: str) -> str:
