@@ -176,7 +176,7 @@ def test_the_files_of_a_hub_data_set_are_read_as_local_ones_and_of_a_slice_only_
     assert load("someone/stories", split="train[40%:60%]").tokens[:].tolist() == encoded(hub[40:60])
     assert load("someone/stories", split="train").tokens[:].tolist() == encoded(hub)
     assert load("someone/stories", split="validation").tokens[:].tolist() == encoded([TEXT * 9])
-    with pytest.raises(UserError, match="split 'test': there is none"):
+    with pytest.raises(UserError, match="has no split 'test'"):
         load("someone/stories", split="test")
 
 

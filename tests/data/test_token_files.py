@@ -104,8 +104,8 @@ def test_boundaries_are_the_same_before_and_after_they_are_searched_for_in_all_f
     searched = dataclasses.replace(tokens, known_doc_ends=tokens.file_doc_ends)
     assert searched.doc_ends.tolist() == [2, 4, 7]
     for first, last in itertools.combinations(range(8), 2):
-        assert tokens.starts_between(first, last).tolist() == searched.starts_between(first, last).tolist()
-    assert tokens.starts_between(1, 7).tolist() == [0, 1, 3]
+        assert tokens.doc_starts_between(first, last).tolist() == searched.doc_starts_between(first, last).tolist()
+    assert tokens.doc_starts_between(1, 7).tolist() == [0, 1, 3]
 
 
 def append_document(file: pathlib.Path) -> None:
