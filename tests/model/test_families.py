@@ -86,7 +86,7 @@ def tensors_of(model):
 
 @pytest.mark.slow
 def test_the_weights_of_every_family_are_drawn_and_loaded_as_by_transformers(tmp_path):
-    """Its constructor and from_pretrained, in fp32 and bf16: equal values and dtypes, of buffers too."""
+    """Its constructor in fp32, and from_pretrained in bf16: equal values and dtypes, of buffers too."""
     wrong, compared = [], 0
     for name, config in trainable_configs():
         torch.manual_seed(1)
@@ -103,20 +103,19 @@ def test_the_weights_of_every_family_are_drawn_and_loaded_as_by_transformers(tmp
         for tensor in theirs.state_dict().values():
             if tensor.is_floating_point():
                 tensor.copy_(torch.randn_like(tensor) * 0.3 + 1)
-        for dtype in (torch.float32, torch.bfloat16):
-            folder = tmp_path / f"{name}-{dtype}"
-            theirs.save_pretrained(folder)
-            try:
-                read = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-            except ValueError:  # the config of a family's text part, which AutoModelForCausalLM does not read back
-                continue
-            loaded = tensors_of(materialized(AutoConfig.from_pretrained(folder), dtype, folder))
-            for key, expected in tensors_of(read).items():
-                if name == "zaya" and key.endswith("balancing_biases"):  # from_pretrained overwrites the last of them
-                    expected = theirs.get_buffer(key)
-                if loaded[key].dtype != expected.dtype or not torch.equal(loaded[key], expected):
-                    wrong.append((name, dtype, key))
-            shutil.rmtree(folder)
+        folder = tmp_path / name
+        theirs.save_pretrained(folder)
+        try:
+            read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
+        except ValueError:  # the config of a family's text part, which AutoModelForCausalLM does not read back
+            continue
+        loaded = tensors_of(materialized(AutoConfig.from_pretrained(folder), torch.bfloat16, folder))
+        for key, expected in tensors_of(read).items():
+            if name == "zaya" and key.endswith("balancing_biases"):  # from_pretrained overwrites the last of them
+                expected = theirs.get_buffer(key)
+            if loaded[key].dtype != expected.dtype or not torch.equal(loaded[key], expected):
+                wrong.append((name, "loaded", key))
+        shutil.rmtree(folder)
     assert not wrong
     assert compared > 150
 

@@ -45,7 +45,7 @@ def build(folder: pathlib.Path, init: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 def test_a_rank_holds_its_shards_and_one_full_layer_on_the_way(tmp_path, init):
-    """glibc would keep 30 to 80 MB of the layers."""
+    """A rank's shards are half of eight layers. glibc would keep 30 to 80 MB more."""
     config = AutoConfig.for_model("llama", **SIZES)
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
@@ -56,4 +56,4 @@ def test_a_rank_holds_its_shards_and_one_full_layer_on_the_way(tmp_path, init):
     found = re.findall(r"most (\d+) MB, held (\d+) MB", forked(2, build, tmp_path, init))
     assert len(found) == 2
     for most, held in found:
-        assert int(most) < 4 * LAYER + 3 * LAYER and int(held) < 4 * LAYER + 20, found
+        assert int(most) < 7 * LAYER and int(held) < 5 * LAYER, found
