@@ -108,6 +108,18 @@ def test_a_family_whose_documents_would_see_each_other_is_refused(family, fields
         error_of_packing(build_small(family, **fields), family)
 
 
+def test_a_document_mask_of_one_model_is_none_of_another_in_the_same_process():
+    ids = torch.arange(5, 29)[None]
+    batch = {"input_ids": ids, "position_ids": ids.remainder(12), "use_cache": False}
+    plain, masked = build_small("llama"), build_small("llama")
+    prepare_masks(masked, "llama", document_mask=True)
+    expected = plain(**batch).logits
+    assert not torch.allclose(masked(**batch).logits, expected)
+    with pytest.raises(IndexError):
+        masked(**batch | {"input_ids": ids + 10**6})
+    assert torch.equal(plain(**batch).logits, expected)
+
+
 @pytest.mark.slow
 def test_every_family_keeps_documents_from_each_other_or_is_refused():
     errors, refused = {}, set()

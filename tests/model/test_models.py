@@ -121,11 +121,6 @@ def test_the_header_says_which_linears_are_float8(device, arguments, capsys):
     assert " 14 of 14 linears of the layers are float8" in " ".join(capsys.readouterr().out.split())
 
 
-def test_float8_that_gains_nothing_is_refused():
-    with pytest.raises(UserError, match=r"--precision fp8: no linear .* large enough to gain from it \(tensorwise\)"):
-        models.fp8_converter([torch.nn.Linear(64, 64)], "tensorwise", emulate=False, compiled=False)
-
-
 @pytest.mark.slow
 def test_float8_weights_whose_rows_the_ranks_do_not_divide_train_as_on_one_rank(device, arguments, tmp_path):
     """64 rows are 22, 22 and 20 on three ranks, and an all-gather takes equal parts."""

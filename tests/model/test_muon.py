@@ -17,7 +17,6 @@ from multirank import program
 from tiny import build, rank_share, take_steps
 from torch.optim import _muon as torchs
 
-from harness import model as models
 from harness.job import start_processes, stop_processes
 from harness.model import newton_schulz
 
@@ -56,7 +55,6 @@ SLOW = {
     "transposed, 2 replicas": (4, "transposed", "--dp-replicate-size 2"),
     "fused, 2 replicas": (4, "fused", "--dp-replicate-size 2"),
     "experts, 2 replicas": (4, "experts", "--dp-replicate-size 2"),
-    "frozen": (4, "uneven", ""),
     "iterations in bf16": (4, "uneven", "--dp-replicate-size 2"),
     "ranks without a row": (8, "uneven", ""),
 }
@@ -132,12 +130,10 @@ class Reference:
     """What `train_step` needs of an optimizer, over the full parameters of one process."""
 
     def __init__(self, settings, model, name: str):
-        self.param_groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
+        self.param_groups = [{"params": [*model.parameters()]}]
         self.cuts = []  # (parameter, a function that cuts it or its gradient, the cut as a parameter of its own)
         matrices, decayed, rest = [], [], []
         for full_name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
             in_layers = ".layers." in full_name or ".h." in full_name
             is_decayed = parameter.dim() >= 2 and "bias" not in full_name
             is_muons = in_layers and is_decayed and "norm" not in full_name
@@ -198,10 +194,6 @@ def losses(folder, case: str, steps: int, is_reference: bool = False) -> list[fl
     argv = ["--model", folder / name, "--sequence-length", TOKENS, "--lr", LR, "--adamw-lr", ADAMW_LR]
     argv += words("--optimizer muon --precision fp32 --no-compile")
     settings, model, optimizer = build([*argv, *([] if is_reference else layout.split())])
-    if case == "frozen":
-        for path, parameter in model.named_parameters():
-            parameter.requires_grad_("gate_proj" not in path)
-        optimizer = models.build_optimizer(settings, model)
     if is_reference:
         optimizer = Reference(settings, model, name)
     tokens = torch.randint(0, 128, (4, SEQUENCES, TOKENS + 1), generator=torch.Generator().manual_seed(5))
@@ -239,7 +231,6 @@ def test_losses_of_any_number_of_ranks_are_those_of_full_matrices_in_one_process
 
 
 RESUMES = [  # ranks, sequences of a microbatch, sharding
-    (1, 12, ""),
     (2, 6, "--zero-stage 2"),
     (3, 4, "--zero-stage 3"),
     (4, 3, "--dp-replicate-size 2 --zero-stage 1"),
