@@ -51,11 +51,11 @@ def build_mesh(settings: flags.Flags, device: torch.device) -> DeviceMesh:
     world = dist.get_world_size()
     replicas = world if settings.zero_stage == 0 else settings.dp_replicate_size
     # The ranks that share a sequence are neighbours, not a dimension of the mesh: FSDP shards over them too.
+    problem = f"does not divide the world of {base.counted(world, 'rank')}; give a divisor of it"
     if world % settings.context_parallel:
-        problem = f"does not divide the world of {world} ranks"
         raise base.UserError(f"--context-parallel {settings.context_parallel}: {problem}")
     if world % replicas:
-        raise base.UserError(f"--dp-replicate-size {replicas}: does not divide the world of {world} ranks")
+        raise base.UserError(f"--dp-replicate-size {replicas}: {problem}")
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
