@@ -50,12 +50,12 @@ def build_mesh(args: flags.Flags, device: torch.device) -> DeviceMesh:
     """(shard,) or, for HSDP and stage 0, (replicate, shard)."""
     world = dist.get_world_size()
     replicas = world if args.zero_stage == 0 else args.dp_replicate_size
+    problem = f"does not divide the world of {base.counted(world, 'rank')}; give a divisor of it"
     # Context parallelism adds no dimension: its ranks are consecutive ones, and FSDP shards over them too.
     if world % args.context_parallel:
-        problem = f"does not divide the world of {world} ranks"
         raise base.UserError(f"--context-parallel {args.context_parallel}: {problem}")
     if world % replicas:
-        raise base.UserError(f"--dp-replicate-size {replicas}: does not divide the world of {world} ranks")
+        raise base.UserError(f"--dp-replicate-size {replicas}: {problem}")
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))

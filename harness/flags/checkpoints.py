@@ -43,6 +43,7 @@ def find_no_checkpoint(resume: str) -> str:
         others = set(base.complete_checkpoints(path.parent.parent))
     else:
         folders = {folder.parent for folder in (*path.parent.glob("*/checkpoints"), *path.glob("*/checkpoints"))}
+        folders.add(path.parent)  # PATH may be a folder of a run
         others = {folder for folder in folders if base.newest_checkpoint(folder)}
     if others:
         return f"{problem}; checkpoints nearby: {', '.join(map(str, sorted(others)[-3:]))}"
