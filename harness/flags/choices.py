@@ -1,5 +1,5 @@
 """Choices: values of flags that name files of other packages, for --help. They are repeated here because flags are
-parsed before torch is loaded; tests/flags/test_choices.py compares them with the files. harness/register.py adds those
+parsed before torch is loaded; tests/flags/test_flags.py compares them with the files. harness/register.py adds those
 of --import."""
 
 from collections.abc import Callable, Iterable
