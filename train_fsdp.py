@@ -78,7 +78,8 @@ def build_model(
     The optimizer is built after it: built before, it would hold the full parameters, and states of their size.
 
     No rank ever holds more than its shards, one full layer, and embedding and head, which are sharded last. Every rank
-    draws the same random numbers in the same order, so the weights do not depend on world size or sharding.
+    draws the same random numbers in the same order, so the weights do not depend on world size or sharding (of one kind
+    of GPU).
 
     Args:
         read_weights: False if a checkpoint is loaded next; frozen weights are read anyway, as no checkpoint has them.
@@ -123,8 +124,8 @@ def build_model(
     # in between.
     shard(model, reshard_after_forward=False)
     models.gather_frozen_in_own_dtype(model)  # FSDP2 would round to bf16 what a family keeps in fp32
-    # In a shard group of one rank FSDP2 would copy each parameter and gradient. If it accumulates gradients, it reads
-    # them on a stream of its own, which their memory has to wait for.
+    # In a shard group of one rank FSDP2 would copy each parameter and gradient. With gradient accumulation it reads
+    # gradients on a side stream, so their memory is not reused before it is done.
     models.alias_unsharded_params(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
     models.make_replicas_equal(model, mesh)  # different kinds of GPU draw different numbers from one seed
     base.trim_host_memory()  # host memory of the full layers, which glibc would keep
@@ -178,7 +179,7 @@ def train_step(
     batches: Iterator[dict[str, Any]],
     tracker: utils.PerformanceTracker,
 ) -> report.StepResult:
-    """Take one optimizer step and return its result: tensors on the device, for which the host does not wait, except
+    """Take one optimizer step and return its result: tensors on the device. The host does not wait for them, except
     with adamw8bit. A step with a non-finite gradient norm is skipped. Each `job.enter_phase` is recorded, to say in
     which phase a rank hangs.
 
@@ -206,11 +207,11 @@ def train_step(
         with tracker.data_wait():
             batch = next(batches)
         job.enter_phase("forward")
-        # with loss masks, "loss_divisor" weights this microbatch by its number of trained tokens
+        # if not every label counts, "loss_divisor" weights this microbatch by its number of trained tokens
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
         document_lengths.append(batch.pop("document_lengths", None))  # a plan's batches have none
         cross_entropy = model(**batch, use_cache=False).loss
-        objective = step_loss.add_microbatch(cross_entropy, divisor)  # with router loss and terms
+        objective = step_loss.add_microbatch(cross_entropy, divisor)  # plus the router loss
         job.enter_phase("backward")
         objective.backward()
     job.enter_phase("optimizer")
@@ -251,7 +252,7 @@ def evaluate(
                 # a batch without labels has loss 0, not NaN
                 source_totals += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
-    # with context parallelism each rank of a sequence counts all its tokens: both sums are that many times too large
+    # with context parallelism the N ranks of a sequence each add all its tokens, and N times their part of its loss
     return data.mean_losses(eval_data, totals / settings.context_parallel)
 
 
@@ -267,8 +268,8 @@ def prepare(args: flags.Args, device: torch.device) -> loop.Run:
     model = build_model(settings, opened.config, mesh, read_weights=not opened.source_checkpoint)
     optimizer = models.build_optimizer(settings, model)
     scheduler = models.build_scheduler(settings, optimizer)
-    possible_lengths = np.arange(settings.sequence_length + 1)  # of a document
-    # utils is handed over, as harness cannot import it
+    possible_lengths = np.arange(settings.sequence_length + 1)  # a document's tokens
+    # a function of utils is handed over, as utils imports harness
     flops_by_length, flops_text = models.flops_or_zeros(model, possible_lengths, utils.get_flops_by_length)
     # a peak of 0 is unknown and gives no MFU; None would be looked up again
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak_tflops or 0)
@@ -294,7 +295,7 @@ def train(run: loop.Run, stop: job.StopRequest) -> None:
         if due.save:
             run.checkpoints.save(run.state, wait=due.last)
             if not due.last:
-                stop.raise_if_stopping()  # now: after the next forward there may be another step to save
+                stop.raise_if_stopping()  # a forward sees a signal one pass late, perhaps with another step to save
     run.checkpoints.finish()
 
 
@@ -305,8 +306,8 @@ def train_or_evaluate(args: flags.Args, device: torch.device, stop: job.StopRequ
     if args.num_steps == 0:
         return loop.evaluate_only(args, device, RECIPE)
     run = prepare(args, device)
-    stop.resumed_step = run.state.step  # the message after Ctrl-C counts the steps that are lost from here
-    # On a GPU a process in the background plans this run: the last line says how far the plan can be trusted.
+    stop.resumed_step = run.state.step  # the message after Ctrl-C counts lost steps since this one
+    # On a GPU a process in the background plans this run, so that its last line compares the plan with what it did.
     planning = plan.planning_in_background(run.settings, device, run.settings.num_steps - run.state.step)
     with run.log, run.checkpoints, planning as plan_process:
         try:
@@ -329,7 +330,7 @@ RECIPE = plan.Recipe(
 
 
 def main(args: flags.Args) -> None:
-    """Do what the flags request. `World` ends the process with `exit_code`, and an error with one line."""
+    """Do what the flags request. `World` ends the process with `exit_code`, or prints a user's error as one line."""
     with job.World(args, memory_advice=lambda: plan.memory_advice(args)) as world:
         if args.plan:
             plan.print_plan(args, RECIPE)

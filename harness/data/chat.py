@@ -435,7 +435,7 @@ def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
         for part in parts_of(message):
             what = f"the content of its {role} is a list of parts, which the chat template"
             parts_advice = "give the text alone, or a template that reads parts"
-            if "text" in part:
+            if isinstance(part.get("text"), str):
                 part["text"] += mark(f"leaves out; {parts_advice}", what)
             if isinstance(part.get("thinking"), str):
                 part["thinking"] += mark(f"leaves out thinking of {turns}; {advice}", is_fault=False)

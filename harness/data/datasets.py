@@ -59,6 +59,13 @@ class Sources:
             return self.before.sources.get(corpus.name)
         return find_trained_spec(self.trained_on, beginning)
 
+    def refuse_trained(self, eval_split: str, beginning: str, is_trained: bool, trained_beginning: str) -> None:
+        """Raise a UserError if an eval split has the `beginning` of tokens that were trained on, or, if its source
+        `is_trained`, of those."""
+        specs = [*self.trained_on, *(self.before.sources.values() if self.before else ())]
+        if find_trained_spec(specs, beginning) or (is_trained and beginning == trained_beginning):
+            raise base.UserError(f"--eval-split {eval_split}: its tokens were trained on; give what was not")
+
 
 def load(
     settings: flags.Settings,
@@ -190,7 +197,7 @@ def open_eval_dataset(
     settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: Sequence[Spec]
 ) -> EvalData:
     """Open an --eval-split that is a dataset of its own, from the token cache or token files, also with --streaming. It
-    is an error if one of the sources in `trained_on` has the same tokens."""
+    is an error if one of the sources in `trained_on` has the same first tokens."""
     name = settings.eval_split
     is_typed = "document_mask" in settings.explicit
     # the default of the training data would let conversations see each other, and change the eval loss without a word
@@ -263,6 +270,8 @@ def open_cached(settings: flags.Settings, corpus: Corpus, sources: Sources) -> O
             eval_data.name = f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
     elif choice.split:
         eval_tokens, origin = reader.open_tokens(corpus, choice.split)
+        is_trained = bool(settings.num_steps or recorded)
+        sources.refuse_trained(choice.split, eval_tokens.beginning(), is_trained, beginning)
         job.print0("data      ", prefix + origin)
         eval_data = EvalData(reader.pack(eval_tokens, f"{dataset}, split {choice.split!r}"), choice.split)
     train = reader.pack(tokens, data_name)
@@ -296,6 +305,10 @@ def open_stream(settings: flags.Settings, corpus: Corpus, sources: Sources) -> O
         count = settings.eval_sequences
         if choice.split:
             name, eval_stream = choice.split, open_split(settings, corpus, sources, choice.split)
+            if choice.split != corpus.split:
+                eval_beginning = base.broadcast_from_rank_0(eval_stream.fingerprint)["beginning"]
+                is_trained = bool(settings.num_steps or recorded)
+                sources.refuse_trained(choice.split, eval_beginning, is_trained, fingerprint["beginning"])
         else:
             name, eval_stream = RULES[BY_CONTENT], stream.reading("eval")
             count = count or STREAM_EVAL_SEQUENCES

@@ -71,9 +71,9 @@ def is_eval_document(document: str | np.ndarray) -> bool:
 
 
 def choose_eval_split(settings: flags.Flags, corpus: Corpus, spec: Spec | None, rule: str) -> EvalChoice:
-    """Choose what is evaluated of a source: --eval-split; by default its split `validation`; if it has none, the eval
-    documents that `rule` chooses, or all of it if nothing was or is trained on it. What was not trained on because of
-    its rule stays out of training, whatever is evaluated.
+    """Choose what is evaluated of a source: --eval-split; by default its split `validation`, unless that is trained on;
+    else the eval documents that `rule` chooses, or all of it if no run trained or trains on it. Eval documents that a
+    checkpoint recorded stay out of training, whatever is evaluated.
 
     Args:
         spec: what was recorded of the source when it was trained on; None if it was not.
@@ -92,10 +92,12 @@ def choose_eval_split(settings: flags.Flags, corpus: Corpus, spec: Spec | None, 
         return EvalChoice(split, rule if was_divided else None)
     if was_divided:
         return EvalChoice(rule=rule, evaluates_rule=True)
-    if DEFAULT_EVAL_SPLIT in corpus.listing.splits:
+    is_trained = bool(settings.num_steps or spec)
+    is_eval_split = not (is_trained and flags.splits_overlap(corpus.split, DEFAULT_EVAL_SPLIT))
+    if DEFAULT_EVAL_SPLIT in corpus.listing.splits and is_eval_split:
         return EvalChoice(DEFAULT_EVAL_SPLIT)
     if spec:
-        problem = f"the run has no eval documents of {corpus.source.dataset}: it trained on all of it"
+        problem = f"the run has no eval documents of {corpus.source.dataset} that are known"
         raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
     if not settings.num_steps:
         return EvalChoice(corpus.split)
@@ -104,7 +106,7 @@ def choose_eval_split(settings: flags.Flags, corpus: Corpus, spec: Spec | None, 
 
 def find_trained_spec(trained_on: Sequence[Spec], beginning: str) -> Spec | None:
     """The spec of the source in `trained_on` whose tokens have this `beginning`, read from the token cache or streamed;
-    None if none has. If several runs trained on it with different rules, no rule tells what none of them trained on."""
+    None if none has. If several runs trained on it with different rules, no document is known to be untrained."""
     found = [spec for spec in trained_on if spec.get("beginning") == beginning]
     if len({spec["eval_rule"] for spec in found}) > 1:
         return {**found[0], "eval_rule": None}
@@ -150,8 +152,8 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
 
 
 def training_files(settings: flags.Flags) -> dict[str, tuple[str, str]]:
-    """(source, training split) of each file of a run's sources, by its real path; by the source's name if it is
-    gone."""
+    """(source, training split) of each file of a run's sources, by its real path; of a source that is gone, by what
+    --dataset names."""
     if settings.dataset == "synthetic":
         return {"synthetic": ("synthetic", "train")}
     found = {}

@@ -124,7 +124,7 @@ def join_rows(
     items: Iterator[dict[str, Any]], workers: int, state: DataPosition, pins: bool
 ) -> Iterator[dict[str, Any]]:
     """Join the rows of each microbatch, of which each of `workers` reads some; see `RankBatches.worker_rows`."""
-    collate = create_collate_fn(shift_labels=False)
+    collate = create_collate_fn(with_shift_labels=False)
     reported = 0
     while True:
         sequences: dict[int, Any] = {}  # by row
@@ -172,7 +172,7 @@ class RankBatches(IterableDataset):
     def worker_batches(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Every batch of one of so many workers: a DataLoader takes one of each in turn."""
         reader = SampleReader(self.data, self.positions)
-        collate = create_collate_fn(shift_labels=False)
+        collate = create_collate_fn(with_shift_labels=False)
         for microbatch in itertools.count(worker, workers):
             samples = self.microbatch_samples(microbatch)
             sequences, _ = reader.read(samples)
@@ -206,7 +206,7 @@ def eval_batches(
     group, groups = find_group(settings)
     per_round = settings.batch_size * groups
     num_sequences = min(len(dataset), settings.eval_sequences or len(dataset))
-    collate = create_collate_fn(shift_labels=False)
+    collate = create_collate_fn(with_shift_labels=False)
     for number in range(math.ceil(num_sequences / per_round)):
         first = number * per_round + group * settings.batch_size
         indices = range(first, first + settings.batch_size)

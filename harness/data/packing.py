@@ -425,19 +425,19 @@ EvalSequences = PackedDataset | SyntheticDataset | StreamEvalSequences
 
 
 def create_collate_fn(
-    shift_labels: bool = True,
+    with_shift_labels: bool = True,
 ) -> Callable[[list[np.ndarray | PackedSequence]], dict[str, torch.Tensor]]:
-    """Make a batch of sequences: `input_ids`, `labels` and `shift_labels`, int64 of shape (batch, seq_len).
+    """Return a function that makes a batch of sequences: `input_ids` and `labels`, int64 of shape (batch, seq_len).
 
     The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`, or IGNORE_INDEX where
-    the sequence does not train on it. A plain transformers model would shift `labels` once more; it takes
-    `shift_labels` as they are, but for families that ignore them: prophetnet. Where a sequence has `starts`, there are
-    `position_ids` too, which begin again at 0 there.
+    the sequence does not train on it. A plain transformers model would shift `labels` once more, but takes
+    `shift_labels` as they are (prophetnet alone ignores them): `with_shift_labels` adds the labels under that name.
+    Where a sequence has `doc_starts`, there are `position_ids` too, which begin again at 0 there.
     """
-    return functools.partial(collate, shift_labels=shift_labels)
+    return functools.partial(collate, with_shift_labels=with_shift_labels)
 
 
-def collate(sequences: list[np.ndarray | PackedSequence], shift_labels: bool) -> dict[str, torch.Tensor]:
+def collate(sequences: list[np.ndarray | PackedSequence], with_shift_labels: bool) -> dict[str, torch.Tensor]:
     """The function of `create_collate_fn`, which can be pickled for data workers that are not forked."""
     tokens = np.stack([sequence_tokens(sequence) for sequence in sequences])
     batch = {"input_ids": tokens[:, :-1].astype(np.int64), "labels": tokens[:, 1:].astype(np.int64)}
@@ -451,6 +451,6 @@ def collate(sequences: list[np.ndarray | PackedSequence], shift_labels: bool) ->
     for row, sequence in packed_rows:
         if sequence.trained is not None:
             batch["labels"][row, ~sequence.trained] = IGNORE_INDEX
-    if shift_labels:
+    if with_shift_labels:
         batch["shift_labels"] = batch["labels"].copy()
     return {name: torch.from_numpy(array) for name, array in batch.items()}

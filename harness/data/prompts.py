@@ -11,7 +11,7 @@ from harness.data.corpora import Corpus
 from harness.data.formats.json import values_in
 from harness.data.mixture import DataRecord
 from harness.data.packing import SyntheticDataset, sequence_tokens
-from harness.data.schema import LAYOUTS, BadRecord, Conversation, find_document, is_objects
+from harness.data.schema import LAYOUTS, BadRecord, Conversation, describe_layouts, find_document, is_objects
 from harness.data.stream import Stream
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ def read_prompt(prompt: str) -> list[str | Conversation]:
     for number, value in enumerate(values, 1):
         found = find_document(value, tuple(LAYOUTS))
         if not isinstance(found, Conversation):
-            fault = found.fault if isinstance(found, BadRecord) else "no conversation"
+            fault = f"no conversation, which is {describe_layouts()}"
+            if isinstance(found, BadRecord) and found.layout:
+                fault = found.fault
             raise base.UserError(f"{problem}, record {number}: {fault}")
         last = found.first_trained or len(found.messages)
         while last > 1 and found.messages[last - 1]["role"] == "assistant":

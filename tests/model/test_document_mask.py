@@ -50,7 +50,7 @@ def test_a_masked_sequences_loss_is_that_of_its_documents_one_by_one(device, tmp
     for sequence in packed_sequences(2, 48):
         for ids in np.split(sequence.astype(np.int64), np.flatnonzero(sequence[:-1] == END) + 1):
             if len(ids) > 1:
-                single = create_collate_fn(shift_labels=False)([ids])
+                single = create_collate_fn(with_shift_labels=False)([ids])
                 losses.append(model(**single, use_cache=False).loss.item())
                 labels.append(len(ids) - 1)
     assert len(labels) > 8

@@ -41,12 +41,17 @@ def start(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(start, device):
-    """The folder of four runs: `all` and `streamed` trained on every document, `held` has eval documents and was
-    exported, `part` trained on a slice; beside copies of their data."""
+    """The folder of five runs: `all` and `streamed` trained on every document, `held` has eval documents and was
+    exported, `part` trained on a slice, `valid` on a split validation; beside copies of their data."""
     assert train(start("all"), device) == 0
     assert train(start("streamed", "--streaming"), device) == 0
     assert train(start("held", "--eval-interval", 2, "--export", start.folder / "export"), device) == 0
     assert train(start("part", "--dataset-split", "train[:90%]"), device) == 0
+    (start.folder / "two").mkdir()
+    write_documents(start.folder / "two" / "train.jsonl", 2000, 40)
+    write_documents(start.folder / "two" / "validation.jsonl", 3000, 40)
+    on_validation = ["--dataset", start.folder / "two", "--dataset-split", "validation"]
+    assert train(start("valid", *on_validation), device) == 0
     shutil.copy(start.folder / "my.jsonl", start.folder / "copy.jsonl")
     (start.folder / "link.jsonl").symlink_to(start.folder / "my.jsonl")
     (start.folder / "both").mkdir()
@@ -154,6 +159,9 @@ TRAINED_ON = {  # a run and flags: what the refusal names
     "part --eval-split train[50%:]": "--eval-split train[50%:]",
     "part --eval-split train[-20:]": "--eval-split train[-20:]",  # not known without counting
     "part --dataset-split train[50%:]": "train[:90%]",
+    "valid": "the run has no eval documents",
+    "valid --dataset-split train": "--eval-split validation: its tokens were trained on",  # which is the default
+    "valid --dataset-split train --streaming": "--eval-split validation: its tokens were trained on",
 }
 
 
@@ -176,6 +184,13 @@ def test_a_run_does_not_evaluate_on_what_it_trains_on(start, device):
             train(start("no", "--eval-interval", 1, "--dataset-split", split, "--eval-split", eval_split), device)
         assert raised.value.exit_code == 2
     assert not (start.folder / "no").exists()
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]], ids=["cached", "streamed"])
+def test_a_run_on_the_split_validation_has_eval_documents_of_it(runs, start, device, streaming, capfd):
+    on_validation = ["--dataset", runs / "two", "--dataset-split", "validation", "--eval-interval", 2]
+    assert train(start(f"on validation {len(streaming)}", *on_validation, *streaming, "--batch-size", 1), device) == 0
+    assert re.search("^eval data +one of every 20 documents of it", capfd.readouterr().out, re.MULTILINE)
 
 
 def test_a_run_that_trained_on_all_gets_no_evaluation_when_it_continues(runs, start, device):
