@@ -155,8 +155,8 @@ def costs_of_ranks(world: World, work: pathlib.Path) -> Iterator[tuple[str, Call
 
     yield "a step's data and its count of labels", step
     shards = world.size * BATCH
-    weights, per_sample = {"a": Fraction(7), "b": Fraction(3)}, dict.fromkeys("ab", Fraction(SEQ_LEN))
-    segments = [data.mixture.Segment(0, weights, per_sample)]
+    weights, tokens_per_sample = {"a": Fraction(7), "b": Fraction(3)}, dict.fromkeys("ab", Fraction(SEQ_LEN))
+    segments = [data.mixture.Segment(0, weights, tokens_per_sample)]
 
     def resume() -> None:
         mixture = data.mixture.Mixture(segments, 0, shards)

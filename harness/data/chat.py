@@ -30,7 +30,7 @@ import numpy as np
 import tokenizers
 
 from harness import base
-from harness.data.schema import NAMES_AND_WEIGHTS, ROLES, Conversation, calls_of, layout_of, parts_of, refuse_or_count
+from harness.data.schema import FIELDS_WITHOUT_MARK, ROLES, Conversation, calls_of, layout_of, parts_of, refuse_or_count
 from harness.data.tokenize import Encoded, TextEncoder, added_special_tokens, backend_of, encode_texts
 
 TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: Llama's default without a clock
@@ -172,7 +172,9 @@ class ChatEncoder(TextEncoder):
             try:
                 start = self.prefix_length(conversation, template, text, conversation.first_trained)
             except base.UserError:  # some templates end a conversation unless a generation prompt follows
-                start = self.prefix_length(conversation, template, text, conversation.first_trained, prompt=True)
+                start = self.prefix_length(
+                    conversation, template, text, conversation.first_trained, add_generation_prompt=True
+                )
             spans = [(max(first, start), last) for first, last in spans if last > start]
         return Rendered(text, spans)
 
@@ -180,8 +182,10 @@ class ChatEncoder(TextEncoder):
         """Return the template that renders a conversation: a tokenizer may have another one for tools."""
         return self.tokenizer.get_chat_template(self.template, conversation.tools)
 
-    def render_messages(self, conversation: Conversation, template: str, count: int, prompt: bool = False) -> Rendered:
-        """Render the first `count` messages, with the generation prompt if `prompt`, and with the spans that the
+    def render_messages(
+        self, conversation: Conversation, template: str, count: int, add_generation_prompt: bool = False
+    ) -> Rendered:
+        """Render the first `count` messages, with the generation prompt if asked, and with the spans that the
         template marks."""
         from transformers.utils.chat_template_utils import render_jinja_template  # takes long to import
 
@@ -190,7 +194,7 @@ class ChatEncoder(TextEncoder):
             conversations=[conversation.messages[:count]],
             tools=tools,
             chat_template=with_marked_spans(with_fixed_date(template)),
-            add_generation_prompt=prompt,
+            add_generation_prompt=add_generation_prompt,
             **self.tokenizer.special_tokens_map,
         )
         return take_spans(rendered[0][0])
@@ -205,7 +209,7 @@ class ChatEncoder(TextEncoder):
             if role != "assistant" or number < conversation.first_trained:
                 continue
             try:
-                first = self.prefix_length(conversation, template, text, number, prompt=True)
+                first = self.prefix_length(conversation, template, text, number, add_generation_prompt=True)
             except Exception as error:
                 if number:
                     raise
@@ -218,11 +222,11 @@ class ChatEncoder(TextEncoder):
         return spans
 
     def prefix_length(
-        self, conversation: Conversation, template: str, text: str, count: int, prompt: bool = False
+        self, conversation: Conversation, template: str, text: str, count: int, add_generation_prompt: bool = False
     ) -> int:
         """Return the number of characters of the first `count` messages, rendered; a UserError if the rendered `text`
         of the conversation does not begin with them."""
-        prefix, _ = self.render_messages(conversation, template, count, prompt)
+        prefix, _ = self.render_messages(conversation, template, count, add_generation_prompt)
         if text.startswith(prefix):
             return len(prefix)
         pairs = enumerate(itertools.zip_longest(prefix, text))
@@ -274,8 +278,10 @@ class ChatEncoder(TextEncoder):
         `<|im_start|>user\nHi<|im_end|>` (see `is_rendered`), else a warning."""
         content = "\n".join(texts_in(conversation.messages))
         tokens = [token for token in self.special_tokens if token in content]
-        if not tokens or all(text.count(token) == content.count(token) for token in self.special_tokens):
+        if not tokens:
             return
+        if all(text.count(token) == content.count(token) for token in self.special_tokens):
+            return  # the template adds none: it is for texts that are rendered already
         for token in tokens:
             for message in conversation.messages:
                 parts = [part.strip() for part in texts_in(message) if token in part]
@@ -422,7 +428,7 @@ def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
             if name == "content" and isinstance(value, str) and value.strip():
                 with_call = " beside a call" if calls_of(message) else ""
                 message[name] += mark(f"leaves out the content of the {role}{with_call}; give one that writes it")
-            elif isinstance(value, str) and value.strip() and name not in NAMES_AND_WEIGHTS:
+            elif isinstance(value, str) and value.strip() and name not in FIELDS_WITHOUT_MARK:
                 message[name] += mark(f"leaves out {name} of {turns}; {advice}", is_fault=False)
         for call in calls_of(message):
             called = f"its call of {call['name']}"

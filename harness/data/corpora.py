@@ -106,7 +106,8 @@ def find_eval_dataset(settings: flags.Flags) -> Corpus:
 
 
 def fields_of(settings: flags.Flags) -> tuple[tuple[str, ...], bool]:
-    """(the fields to read, the best first; True if they are read in place of conversations, as a typed one is)."""
+    """(the fields to read, the best first; True if a field wins over a conversation in the same record, as a typed one
+    does)."""
     if "text_field" in settings.explicit:
         return (settings.text_field,), True
     return ("input_ids", settings.text_field), False
@@ -147,7 +148,7 @@ def inspect_source(
     source: flags.Source,
     splits: list[str],
     fields: tuple[str, ...],
-    fields_first: bool,
+    fields_win: bool,
     subset: str | None = None,
     cache_dir: str | os.PathLike | None = None,
 ) -> Corpus:
@@ -155,7 +156,7 @@ def inspect_source(
 
     Args:
         splits: the first of these that the source has is its split.
-        fields_first: True if `fields` are read also of a record that has a conversation.
+        fields_win: True if a field wins over a conversation in the same record.
     """
     path = source.dataset
     if path == "demo":
@@ -167,7 +168,7 @@ def inspect_source(
     split_files = listing.files_in_split(parse_split(split)[0])
     if are_token_files(split_files):
         return Corpus(source, listing, split, fields, True, "ids")
-    names = (*fields, *LAYOUTS) if fields_first else (*LAYOUTS, *fields)
+    names = (*fields, *LAYOUTS) if fields_win else (*LAYOUTS, *fields)
     kinds = (inspect_records(file, names) for file in split_files[:MAX_INSPECTED])
     kind, layout = next(filter(None, kinds), ("text", ""))
     return Corpus(source, listing, split, (layout,) if layout else fields, False, kind)

@@ -33,7 +33,7 @@ from harness.data.prompts import first_words
 from harness.data.reader import CorpusReader
 from harness.data.stream import Stream, max_shards
 from harness.data.tokens import differing_tokenizer
-from harness.data.training_data import OpenedSource, TrainingData, mix, tokens_per_sample
+from harness.data.training_data import OpenedSource, TrainingData, mean_sample_tokens, mix
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -59,11 +59,9 @@ class Sources:
             return self.before.sources.get(corpus.name)
         return find_trained_spec(self.trained_on, beginning)
 
-    def refuse_trained(self, eval_split: str, beginning: str, is_trained: bool, trained_beginning: str) -> None:
-        """Raise a UserError if an eval split has the `beginning` of tokens that were trained on, or, if its source
-        `is_trained`, of those."""
-        specs = [*self.trained_on, *(self.before.sources.values() if self.before else ())]
-        if find_trained_spec(specs, beginning) or (is_trained and beginning == trained_beginning):
+    def refuse_trained(self, eval_split: str, beginning: str) -> None:
+        """Raise a UserError if an eval split has the `beginning` of tokens that were trained on."""
+        if find_trained_spec(self.trained_on, beginning):
             raise base.UserError(f"--eval-split {eval_split}: its tokens were trained on; give what was not")
 
 
@@ -97,20 +95,19 @@ def load(
     corpora = [corpus for corpus in corpora if not corpus.is_eval_dataset]
     sources = sources or open_sources(settings, corpora, tokenizer, config, manifest, trained_on)
     opened = sources.opened
+    length = settings.sequence_length
     record = make_record(
         settings=settings,
         sources={name: source.spec for name, source in opened.items()},
         weights=source_weights(settings, opened),
-        per_sample={name: tokens_per_sample(source.train, settings.sequence_length) for name, source in opened.items()},
+        tokens_per_sample={name: mean_sample_tokens(source.train, length) for name, source in opened.items()},
         samples_per_step=sources.samples_per_step,
         num_shards=sources.num_shards,
         before=sources.before,
         step=manifest["step"] if manifest else 0,
         samples=manifest["samples"] if manifest else 0,
     )
-    data = TrainingData(
-        {name: source.train for name, source in opened.items()}, record, settings.sequence_length, settings.seed
-    )
+    data = TrainingData({name: source.train for name, source in opened.items()}, record, length, settings.seed)
     eval_data = {name: source.eval_data for name, source in opened.items() if source.eval_data}
     if eval_corpus:
         specs = [source.spec for source in opened.values()]
@@ -262,7 +259,7 @@ def open_cached(settings: flags.Settings, corpus: Corpus, sources: Sources) -> O
         name = f"{RULES[choice.rule]}, {len(eval_tokens.doc_ends):,} of {num_documents:,}"
         if num_documents < eval_split.EVERY:
             name = f"the last {100 // eval_split.EVERY} % of it"
-        if choice.evaluates_rule:
+        if choice.evaluates_chosen:
             eval_data = EvalData(reader.pack(eval_tokens, f"{data_name}, {RULES[choice.rule]}"), name)
     if choice.split == corpus.split:
         eval_data = EvalData(reader.pack(tokens, data_name), corpus.split)
@@ -270,8 +267,8 @@ def open_cached(settings: flags.Settings, corpus: Corpus, sources: Sources) -> O
             eval_data.name = f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
     elif choice.split:
         eval_tokens, origin = reader.open_tokens(corpus, choice.split)
-        is_trained = bool(settings.num_steps or recorded)
-        sources.refuse_trained(choice.split, eval_tokens.beginning(), is_trained, beginning)
+        if not recorded:  # weights that were not trained on this split may have been trained on that one
+            sources.refuse_trained(choice.split, eval_tokens.beginning())
         job.print0("data      ", prefix + origin)
         eval_data = EvalData(reader.pack(eval_tokens, f"{dataset}, split {choice.split!r}"), choice.split)
     train = reader.pack(tokens, data_name)
@@ -283,7 +280,7 @@ def open_cached(settings: flags.Settings, corpus: Corpus, sources: Sources) -> O
         spec["chat"] = True
     if train.depends_on_end_of_text:
         spec["end_of_text"] = reader.end_of_text
-    if choice.evaluates_rule and not settings.num_steps:
+    if choice.evaluates_chosen and not settings.num_steps:
         eval_split.refuse_changed_source(corpus.name, recorded, spec)
     return OpenedSource(train, eval_data, spec)
 
@@ -301,14 +298,12 @@ def open_stream(settings: flags.Settings, corpus: Corpus, sources: Sources) -> O
     recorded = sources.recorded_spec(corpus, fingerprint["beginning"])
     choice = choose_eval_split(settings, corpus, recorded, BY_CONTENT)
     eval_data = None
-    if choice.split or choice.evaluates_rule:
+    if choice.split or choice.evaluates_chosen:
         count = settings.eval_sequences
         if choice.split:
             name, eval_stream = choice.split, open_split(settings, corpus, sources, choice.split)
-            if choice.split != corpus.split:
-                eval_beginning = base.broadcast_from_rank_0(eval_stream.fingerprint)["beginning"]
-                is_trained = bool(settings.num_steps or recorded)
-                sources.refuse_trained(choice.split, eval_beginning, is_trained, fingerprint["beginning"])
+            if sources.trained_on and not recorded:
+                sources.refuse_trained(choice.split, base.broadcast_from_rank_0(eval_stream.fingerprint)["beginning"])
         else:
             name, eval_stream = RULES[BY_CONTENT], stream.reading("eval")
             count = count or STREAM_EVAL_SEQUENCES
@@ -316,7 +311,7 @@ def open_stream(settings: flags.Settings, corpus: Corpus, sources: Sources) -> O
         if len(eval_data.sequences) == count:
             eval_data.name += f", the first {base.counted(count, 'sequence')}"
     spec: Spec = {"eval_rule": choice.rule, **fingerprint}
-    if choice.evaluates_rule and not settings.num_steps:
+    if choice.evaluates_chosen and not settings.num_steps:
         eval_split.refuse_changed_source(corpus.name, recorded, spec)
     return OpenedSource(stream.reading("training") if choice.rule else stream, eval_data, spec)
 
@@ -350,14 +345,14 @@ def choose_num_shards(
     sequence or none of each shard, and a shard reads about a file or less. A UserError if the checkpoint's is another
     number than --streams, or more than the chunks of a source that is added."""
     streamed = [corpus for corpus in corpora if settings.streaming and not corpus.from_token_files]
-    chunks = {corpus.name: max_shards(corpus.files) for corpus in streamed}  # at most
+    most_shards = {corpus.name: max_shards(corpus.files) for corpus in streamed}
     if before:
         shards = base.counted(before.num_shards, "stream shard")
-        for name, count in chunks.items():
+        for name, count in most_shards.items():
             if count < before.num_shards and name not in before.sources:
                 problem = f"the new source {name} has {base.counted(count, 'chunk')} for the run's {shards}"
                 raise base.UserError(f"--dataset: {problem}; give it more text, files or row groups")
-        if settings.streams and chunks and min(settings.streams, *chunks.values()) != before.num_shards:
+        if settings.streams and most_shards and min(settings.streams, *most_shards.values()) != before.num_shards:
             problem = f"the run has {shards}, which a resumed run keeps"
             raise base.UserError(f"--streams {settings.streams}: {problem}; leave it out")
         return before.num_shards
@@ -365,7 +360,7 @@ def choose_num_shards(
         return 1
     most_files = max(len(corpus.files) for corpus in streamed)
     num_shards = settings.streams or math.ceil(most_files / samples_per_step) * samples_per_step
-    return min(num_shards, *chunks.values())
+    return min(num_shards, *most_shards.values())
 
 
 def source_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:

@@ -37,9 +37,9 @@ class EvalData:
 class EvalChoice(NamedTuple):
     """What is evaluated of a source, and what is not trained on."""
 
-    split: str | None = None  # an eval split; None for eval documents of the training split, or if nothing is evaluated
-    rule: str | None = None  # by which eval documents are taken out of the training split; None if all are trained on
-    evaluates_rule: bool = False  # True if the documents that are taken out are evaluated
+    split: str | None = None  # the split that is evaluated; None if it is not a split
+    rule: str | None = None  # by which eval documents are taken out of the training split; None if none are
+    evaluates_chosen: bool = False  # True if these eval documents are evaluated
 
 
 def divide(tokens: Tokens) -> tuple[Tokens, Tokens]:
@@ -91,7 +91,7 @@ def choose_eval_split(settings: flags.Flags, corpus: Corpus, spec: Spec | None, 
     if split:
         return EvalChoice(split, rule if was_divided else None)
     if was_divided:
-        return EvalChoice(rule=rule, evaluates_rule=True)
+        return EvalChoice(rule=rule, evaluates_chosen=True)
     is_trained = bool(settings.num_steps or spec)
     is_eval_split = not (is_trained and flags.splits_overlap(corpus.split, DEFAULT_EVAL_SPLIT))
     if DEFAULT_EVAL_SPLIT in corpus.listing.splits and is_eval_split:
@@ -101,7 +101,7 @@ def choose_eval_split(settings: flags.Flags, corpus: Corpus, spec: Spec | None, 
         raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
     if not settings.num_steps:
         return EvalChoice(corpus.split)
-    return EvalChoice(rule=rule, evaluates_rule=True)
+    return EvalChoice(rule=rule, evaluates_chosen=True)
 
 
 def find_trained_spec(trained_on: Sequence[Spec], beginning: str) -> Spec | None:

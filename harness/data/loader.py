@@ -131,7 +131,7 @@ def join_rows(
         bad = 0
         for item in itertools.islice(items, workers):  # a DataLoader gives one item of each worker in turn
             sequences |= item["sequences"]
-            bad += item["bad_records"]
+            bad += item["bad_records_so_far"]
             state.move_positions(item["positions"])
         if bad >= max(1, 10 * reported):
             job.print0("data      ", f"left out so far: bad records {bad:,}")
@@ -191,7 +191,7 @@ class RankBatches(IterableDataset):
             rows = [row for row, sample in enumerate(samples) if owners[sample % num_shards] == worker]
             sequences, positions = reader.read([samples[row] for row in rows])
             by_row = dict(zip(rows, sequences, strict=True))
-            yield {"sequences": by_row, "positions": positions, "bad_records": reader.counts["bad records"]}
+            yield {"sequences": by_row, "positions": positions, "bad_records_so_far": reader.counts["bad records"]}
 
     def microbatch_samples(self, microbatch: int) -> range:
         first = self.first_sample + (microbatch * self.groups + self.group) * self.settings.batch_size

@@ -39,7 +39,7 @@ class Segment:
 
     first: int  # global sample
     weights: dict[str, Fraction]  # shares of the tokens, up to a common factor
-    per_sample: dict[str, Fraction]  # tokens in a sample of each source, on average
+    tokens_per_sample: dict[str, Fraction]  # of each source, on average
     steps_before: int = 0  # optimizer steps
     samples_per_step: int = 1
 
@@ -55,7 +55,7 @@ class Segment:
     @functools.cached_property
     def sample_weights(self) -> dict[str, int]:
         """Each source's share of the samples, up to a common factor, the heaviest first."""
-        weights = {name: weight / self.per_sample[name] for name, weight in self.weights.items() if weight}
+        weights = {name: weight / self.tokens_per_sample[name] for name, weight in self.weights.items() if weight}
         common = math.lcm(*(weight.denominator for weight in weights.values()))
         return {name: int(weights[name] * common) for name in sorted(weights, key=lambda name: -weights[name])}
 
@@ -89,8 +89,8 @@ class Mixture:
             only_batch_differs = (
                 segment.weights == before.weights and segment.samples_per_step != before.samples_per_step
             )
-            # a segment that changes the batch alone continues the blocks; any other begins new ones, also a stage with
-            # the weights that were there before: that is the order which recorded runs have
+            # if only the batch changed, the blocks continue; else new ones begin, for equal weights too, as checkpoints
+            # were written in that order
             if not only_batch_differs:
                 self.segments.append(segment)
         self.firsts = [segment.first for segment in self.segments]
@@ -228,7 +228,7 @@ class DataRecord:
         """The record in types of JSON, as a manifest has it."""
         record = dataclasses.asdict(self)
         for segment in record["segments"]:
-            for name in ("weights", "per_sample"):
+            for name in ("weights", "tokens_per_sample"):
                 segment[name] = {source: str(number) for source, number in segment[name].items()}
         return record
 
@@ -248,8 +248,8 @@ def read_record(manifest: dict[str, Any]) -> DataRecord:
     segments = []
     for segment in record["segments"]:
         weights = {name: Fraction(weight) for name, weight in segment["weights"].items()}
-        per_sample = {name: Fraction(tokens) for name, tokens in segment["per_sample"].items()}
-        segments.append(Segment(**segment | {"weights": weights, "per_sample": per_sample}))
+        tokens_per_sample = {name: Fraction(tokens) for name, tokens in segment["tokens_per_sample"].items()}
+        segments.append(Segment(**segment | {"weights": weights, "tokens_per_sample": tokens_per_sample}))
     return DataRecord(**record | {"segments": segments})
 
 
@@ -258,7 +258,7 @@ def make_record(
     settings: flags.Flags,
     sources: dict[str, Spec],
     weights: dict[str, Fraction],
-    per_sample: dict[str, Fraction],
+    tokens_per_sample: dict[str, Fraction],
     samples_per_step: int,
     num_shards: int,
     before: DataRecord | None = None,
@@ -269,17 +269,17 @@ def make_record(
 
     Args:
         sources: the spec of each.
-        weights: of each source; `per_sample` the tokens of one of its samples, on average.
+        weights: of each source; `tokens_per_sample` likewise, on average.
         before: what its checkpoint recorded; None for a new run.
     """
     # first the weights, then each stage from the step nearest to its share of the run; stages that are past begin now
-    planned = [Segment(samples, weights, per_sample, step, samples_per_step)]
+    planned = [Segment(samples, weights, tokens_per_sample, step, samples_per_step)]
     for stage in flags.parse_stages(settings.mixture_stage):
         begin = max(round(stage.begin * settings.num_steps), step)
         if begin == step:
             planned.clear()
         first = samples + (begin - step) * samples_per_step
-        planned.append(Segment(first, stage.weights, per_sample, begin, samples_per_step))
+        planned.append(Segment(first, stage.weights, tokens_per_sample, begin, samples_per_step))
     typed = {source.name: None if source.weight is None else str(source.weight) for source in settings.sources()}
     only_source = next(iter(sources)) if len(sources) == 1 else None
     now = DataRecord(sources, only_source, num_shards, typed, list(settings.mixture_stage or ()), planned)

@@ -19,7 +19,7 @@ from harness.data.cache import make_once
 from harness.data.tokens import TokenFile, Tokens, map_numbers
 
 VERSION = 2  # of a packing's files; another version is not read
-MASK_PART = 2**22  # tokens whose mask is read at once
+MASK_PART = 2**20  # tokens whose mask is read at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +128,9 @@ class PackedDataset(Dataset):
 
     @property
     def depends_on_end_of_text(self) -> bool:
-        """True if the end-of-text token decides the sequences: it ends documents, and these were divided or matter."""
-        return self.tokens.needs_end_of_text and (self.document_mask or self.tokens.known_doc_ends is not None)
+        """True if the end-of-text token decides the sequences: files have no boundaries, and a document mask, an eval
+        split or best-fit packing needs them."""
+        return self.tokens.needs_end_of_text and (self.document_mask or self.tokens.cached_doc_ends is not None)
 
     def num_documents(self) -> int:
         """Documents of all tokens."""
@@ -184,8 +185,8 @@ class WholeDocumentDataset(PackedDataset):
 
     @functools.cached_property
     def pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(the first token of each piece, its number of tokens, the first piece of each sequence and the number of
-        pieces), sequence after sequence, mapped."""
+        """(starts of the pieces, their lengths in tokens; the first piece of each sequence and the number of pieces at
+        the end, like cu_seqlens), sequence after sequence, mapped."""
         dtypes = {"starts": np.int64, "lengths": np.int32, "first_pieces": np.int64}
         starts, lengths, first_pieces = (map_numbers(f"{self.folder}/{name}.bin", dtypes[name]) for name in dtypes)
         return starts, lengths, first_pieces
@@ -269,15 +270,16 @@ def pack_documents(
     of one, in each sequence. Sequences without a label that is trained on are left out."""
     starts, lengths = cut_long(tokens.doc_ends, seq_len)
     # sequence i has the pieces items[first_items[i] : first_items[i + 1]]
-    items, first_items = np.arange(len(lengths)), np.arange(len(lengths) + 1)
     if packing == "best-fit":
         items, first_items = best_fit(lengths, seq_len + 1, seed)
+    else:
+        items, first_items = np.arange(len(lengths)), np.arange(len(lengths) + 1)
 
     def sums(piece_values: np.ndarray) -> np.ndarray:
         """The sum of a number of each piece over each sequence."""
-        return (
-            np.add.reduceat(piece_values[items], first_items[:-1], dtype=np.int64) if len(items) else np.zeros(0, int)
-        )
+        if not len(items):
+            return np.zeros(0, int)
+        return np.add.reduceat(piece_values[items], first_items[:-1], dtype=np.int64)
 
     trained = sums(count_trained(tokens, starts, lengths))
     is_trained, sizes = trained > 0, np.diff(first_items)
@@ -322,8 +324,8 @@ def cut_long(doc_ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray
     lengths = doc_ends - starts
     counts = np.where(lengths > seq_len + 1, -(-(lengths - 1) // seq_len), 1)  # pieces of each document
     documents = np.repeat(np.arange(len(lengths)), counts)  # the document of each piece
-    numbers = np.arange(len(documents)) - (np.cumsum(counts) - counts)[documents]  # of a piece in its document
-    offsets = numbers * seq_len
+    # of each piece: its number in its document, times seq_len
+    offsets = (np.arange(len(documents)) - (np.cumsum(counts) - counts)[documents]) * seq_len
     return starts[documents] + offsets, np.minimum(lengths[documents] - offsets, seq_len + 1).astype(np.int32)
 
 

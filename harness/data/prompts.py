@@ -71,7 +71,7 @@ def render_prompt(
         prompt = Conversation([{"role": "user", "content": prompt}])
     chat = ChatEncoder(tokenizer, len(tokenizer), base.read_template(settings.chat_template), "all")
     try:
-        return chat.render_messages(prompt, chat.template_for(prompt), len(prompt.messages), prompt=True).text
+        return chat.render_messages(prompt, chat.template_for(prompt), len(prompt.messages), True).text
     except Exception as error:  # a template may raise anything
         raise base.UserError(f"--sample-prompt: the chat template fails, {base.first_line(error)}") from error
 

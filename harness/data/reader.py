@@ -141,7 +141,7 @@ class CorpusReader:
         folder, _ = base.broadcast_from_node_main(
             lambda: make_once("ends", identity, write, self.cache_dir), self.is_main
         )
-        return dataclasses.replace(tokens, known_doc_ends=map_numbers(str(folder / "doc_ends.bin"), np.int64))
+        return dataclasses.replace(tokens, cached_doc_ends=map_numbers(str(folder / "doc_ends.bin"), np.int64))
 
     def check_doc_ends(self, tokens: Tokens) -> None:
         """Raise a UserError if neither the files nor an end-of-text token say where documents end."""

@@ -217,7 +217,7 @@ TOOL_CALL_SPEAKERS = ("function_call", "tool_call")  # ShareGPT's `from` of call
 # By field, the values that mean trained on. `mask` has none: its 1 means trained on in some data, masked in others.
 TRAINED_VALUES = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)) | {"mask": ()}
 # Fields of a message that a template need not write; contents and calls are checked one by one.
-NAMES_AND_WEIGHTS = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *TRAINED_VALUES}
+FIELDS_WITHOUT_MARK = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *TRAINED_VALUES}
 SYSTEM = ("system", "system_prompt", "system_message")
 NOT_READ = {  # fields that would change a conversation, and what to do instead
     "functions": "name them tools",

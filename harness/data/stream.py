@@ -176,7 +176,7 @@ class Stream:
         sequence 1, at 0; rank 1 sends 6..8 for sequence 1, at 2.
         """
         length = self.seq_len
-        parts, total = self.read_in_turn(count * length + 1 if count else sys.maxsize)
+        parts, total = self.read_first_chunks(count * length + 1 if count else sys.maxsize)
         num_sequences = min(count or sys.maxsize, max(0, total - 1) // length)
         if not num_sequences:
             problem = (
@@ -208,9 +208,9 @@ class Stream:
         fingerprint = f"{[self.files_digest(), self.reads, first_digest]}, {base.counted(num_sequences, 'sequence')}"
         return StreamEvalSequences(held, num_sequences, length, fingerprint)
 
-    def read_in_turn(self, num_tokens: int) -> tuple[dict[int, Encoded], int]:
-        """Read the first chunks until they have this number of tokens. Return ({tokens before it: what this rank has
-        read in one round}, the tokens of all ranks). Every rank calls this.
+    def read_first_chunks(self, num_tokens: int) -> tuple[dict[int, Encoded], int]:
+        """Read the first chunks until they have this number of tokens. Return ({global position of its first token:
+        what this rank has read in one round}, the tokens of all ranks). Every rank calls this.
 
         Ranks divide the chunks of a round. Each round has twice as many chunks as the last, or fewer, if the missing
         tokens need fewer at the tokens per chunk so far.
@@ -310,7 +310,7 @@ class ShardReader:
         self.tokens, self.doc_ends = np.empty(0, stream.encoder.dtype), np.empty(0, np.int64)
         # of the portions in the buffer: (first token in the shard, chunk, portion)
         self.portion_starts: collections.deque[tuple[int, int, int]] = collections.deque()
-        self.batches = self._read(stream.portions(shard, position.chunk, position.portion, counts))
+        self.refill = self._read(stream.portions(shard, position.chunk, position.portion, counts))
         self.last_sequence = position.sequence
 
     def _read(self, portions: Iterator[tuple[int, int, list]]) -> Iterator[None]:
@@ -331,7 +331,7 @@ class ShardReader:
         first = number * self.stream.seq_len
         last = first + self.stream.seq_len
         while self.start + len(self.tokens) <= last:  # one token more: the last label
-            next(self.batches)
+            next(self.refill)
             self._drop(first)
         self._drop(first)
         if first < self.start:

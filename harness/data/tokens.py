@@ -92,14 +92,18 @@ def last_part(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The tokens of files, or of one array, end to end; or stretches of these, such as all eval documents. Only the
-    tokens of a slice are read, and checked against the vocabulary there."""
+    """The tokens of files, or of one array, end to end; or stretches of these, such as all eval documents.
+    `tokens[a:b]` reads these tokens only, and checks their range.
+
+    Document boundaries: a file has the ends of its documents, or all its tokens are read to find end-of-text tokens.
+    `file_doc_ends` are those of all files, kept in `cached_doc_ends` once they were found; `doc_ends` are those of the
+    stretches."""
 
     files: list[TokenFile]
     vocab_size: int | None = None
-    end_of_text: int | None = None  # ends a document, as the end of a file does, if not all files have boundaries
+    end_of_text: int | None = None  # id that ends a document in files without boundaries, as their end does
     stretches: tuple[np.ndarray, np.ndarray] | None = None  # (starts, stops) of each in the files' tokens; None: all
-    known_doc_ends: np.ndarray | None = None  # `file_doc_ends`, if they were read before
+    cached_doc_ends: np.ndarray | None = None  # `file_doc_ends`, if they were read before
 
     @functools.cached_property
     def file_offsets(self) -> np.ndarray:
@@ -127,7 +131,7 @@ class Tokens:
         """Select stretches of these tokens, `starts[i]` to before `stops[i]` each. They must be one stretch so far."""
         assert len(self.starts) == 1
         first = self.starts[0]
-        return dataclasses.replace(self, stretches=(starts + first, stops + first), known_doc_ends=self.file_doc_ends)
+        return dataclasses.replace(self, stretches=(starts + first, stops + first), cached_doc_ends=self.file_doc_ends)
 
     def between(self, first: int, last: int) -> "Tokens":
         return self.cut(np.array([first]), np.array([last]))
@@ -192,14 +196,14 @@ class Tokens:
     @property
     def has_doc_ends(self) -> bool:
         """True if no token need be read for the document boundaries: the files have them, or they were read before."""
-        return self.known_doc_ends is not None or not self.needs_end_of_text
+        return self.cached_doc_ends is not None or not self.needs_end_of_text
 
     @functools.cached_property
     def file_doc_ends(self) -> np.ndarray:
         """The position after each document of the files, int64, ascending, the last one at the end. All tokens of a
         file without boundaries are read for them."""
-        if self.known_doc_ends is not None:
-            return self.known_doc_ends
+        if self.cached_doc_ends is not None:
+            return self.cached_doc_ends
         parts = [self._find_doc_ends(file) for file in self.files]
         ends = parts[0]  # of one file they stay mapped
         if len(parts) > 1:

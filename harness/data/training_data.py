@@ -139,7 +139,7 @@ class TrainingData:
 
 def mix(sequences: dict[str, Any], weights: dict[str, Fraction | None], seq_len: int, seed: int) -> TrainingData:
     """The sequences of sources in the order of a run without stages, by these weights or by size."""
-    per_sample = {name: tokens_per_sample(source, seq_len) for name, source in sequences.items()}
+    tokens_per_sample = {name: mean_sample_tokens(source, seq_len) for name, source in sequences.items()}
     resolved = {name: Fraction(sequences[name].total_tokens()) if w is None else w for name, w in weights.items()}
     record = DataRecord(
         sources={name: {} for name in sequences},
@@ -147,12 +147,12 @@ def mix(sequences: dict[str, Any], weights: dict[str, Fraction | None], seq_len:
         num_shards=1,
         typed_weights={},
         typed_stages=[],
-        segments=[Segment(0, resolved, per_sample)],
+        segments=[Segment(0, resolved, tokens_per_sample)],
     )
     return TrainingData(sequences, record, seq_len, seed)
 
 
-def tokens_per_sample(source: Any, seq_len: int) -> Fraction:
+def mean_sample_tokens(source: Any, seq_len: int) -> Fraction:
     """The mean number of tokens in a sequence of a source, without padding."""
     return Fraction(seq_len) if isinstance(source, Stream) else Fraction(source.total_tokens(), len(source))
 

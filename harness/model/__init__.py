@@ -34,6 +34,7 @@ from harness.model.optimization import (
     local,
     memory_saving_optimizers,
 )
+from harness.model.patches import has_aligned_rows
 from harness.model.precision import choose_precision
 from harness.model.pretrained import PretrainedWeights, describe_ignored_weights, weights_digest
 from harness.model.routing import describe_routing
@@ -95,6 +96,7 @@ __all__ = [
     "freeze_as_in",
     "full_loss",
     "gather_frozen_in_own_dtype",
+    "has_aligned_rows",
     "has_frozen",
     "layer_period",
     "load_config",

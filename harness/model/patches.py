@@ -47,15 +47,16 @@ def repeat_shared_keys(repeats: bool) -> None:
     sdpa_attention.use_gqa_in_sdpa = (lambda *_: False) if repeats else use_gqa_in_sdpa
 
 
-def loop_over_unaligned_experts() -> None:
-    """Make transformers loop over experts whose rows are no multiples of 16 bytes: torch's grouped matmul, which it
-    takes, refuses these."""
+def has_aligned_rows(weight: torch.Tensor) -> bool:
+    """True if the rows of experts are multiples of 16 bytes, which torch's grouped matmul requires."""
+    return all(size * weight.itemsize % 16 == 0 for size in weight.shape[1:])
 
-    def can_use_aligned(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
-        is_aligned = all(size * weight.itemsize % 16 == 0 for size in weight.shape[1:])
-        return is_aligned and can_use_grouped_mm(input, weight, offs)
 
-    moe._can_use_grouped_mm = can_use_aligned
+def can_use_aligned_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+    return has_aligned_rows(weight) and can_use_grouped_mm(input, weight, offs)
+
+
+moe._can_use_grouped_mm = can_use_aligned_mm  # transformers loops over other experts
 
 
 def skip_packing_detection() -> None:

@@ -73,7 +73,6 @@ def watch_routers(model: Any, init: str, group: ContextGroup) -> None:
     turn it off (`output_router_logits` is false). Pretrained weights follow their config.
     """
     model.routing = None
-    patches.loop_over_unaligned_experts()
     if hasattr(model.config, "output_router_logits"):
         model.register_forward_pre_hook(leave_out_router_loss, with_kwargs=True)
     routers = find_routers(model)

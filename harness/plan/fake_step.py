@@ -167,13 +167,16 @@ def on_fake_tensors(recorder: StepRecorder) -> Iterator[None]:
             yield starts[index]
         recorder.weight = weight
 
+    def can_use_grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+        return weight.dtype == torch.bfloat16 and models.has_aligned_rows(weight)
+
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
         dtensor_shapes_unrecorded(),
         copies_of_offloaded_states(recorder) if recorder.cpu_offload else contextlib.nullcontext(),
         models.without_data(three_chunks, recorder.on_host),
         # private: a GPU has grouped matmuls in fp32 too, fake tensors only in bf16
-        mock.patch.object(moe, "_can_use_grouped_mm", lambda tokens, weight, offs: weight.dtype == torch.bfloat16),
+        mock.patch.object(moe, "_can_use_grouped_mm", can_use_grouped_mm),
         # private: no option for it
         mock.patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),

@@ -289,8 +289,8 @@ def test_a_prompt_is_a_text_or_the_conversations_of_a_file_up_to_their_answers(t
 
 BAD_PROMPTS = {  # file, content: the error
     ("a.json", "{"): "cannot be read",
-    ("a.json", "[1]"): "record 1: no field",
-    ("a.json", '{"text": "a"}'): "record 1: no field",
+    ("a.json", "[1]"): "record 1: no conversation, which is messages, ",
+    ("a.json", '{"text": "a"}'): "record 1: no conversation, which is messages, ",
     ("a.json", '{"messages": []}'): "record 1: ..? instead",
     ("a.jsonl", "\n"): "it is empty",
 }

@@ -35,7 +35,7 @@ def record(
         settings=settings,
         sources=rules,
         weights=weights,
-        per_sample=ones,
+        tokens_per_sample=ones,
         samples_per_step=samples_per_step,
         num_shards=num_shards,
         before=before,
