@@ -4,9 +4,10 @@
     train_set = data.load(settings, corpora, tokenizer, config, manifest)
     for batch in data.training_batches(settings, train_set, state, device): ...
 
-The files, in the order of what happens to a corpus:
+The files, in the order of what happens to a corpus; `datasets` opens all of it, start there:
 
-    files, stores, data_file    a name of --dataset -> its files; registered, cache: files that a run writes
+    files, stores, data_file    a name of --dataset -> its files
+    registered, cache           files that a run writes: data sets of --import, tokens
     corpora                     a source as found: its files, and the kind of its first valid record
     formats, schema             a file -> records -> documents
     tokenize, chat              documents -> token ids, the token cache
@@ -17,12 +18,12 @@ The files, in the order of what happens to a corpus:
     mixture, permutation        sample number -> source and sequence
     training_data               the samples of a run
     reader                      corpus -> sequences
-    datasets                    opens all of it: start here
+    datasets                    sources -> the data of a run
     loader                      samples -> batches of a rank
     header, prompts             what is printed about it; the texts that samples continue
 
-Of a plural name (samples, sequences, tokens) an int is a number of them; where the items are at hand too, that is
-`num_samples`. `doc_ends` and `doc_starts` are positions of tokens: after each document, and of its first token.
+An int named `samples` is a count of samples, `num_samples` where the samples themselves are in scope too. `doc_ends`
+and `doc_starts` are positions of tokens: after each document, and of its first token.
 """
 
 from harness.data.corpora import Corpus, find, masks_documents, needs_tokenizer

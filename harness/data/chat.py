@@ -2,11 +2,11 @@
 transformers' sandbox of jinja; no other code of a tokenizer's folder runs.
 
 What the assistant writes are the characters that a template marks with {% generation %}. Here these tags write BEGIN
-and END, which are then taken out of the rendered text: transformers adds up what was rendered before a tag, which is
-wrong in a macro, whose text comes into the conversation later. Without this tag, a turn of the assistant is what lies
-between two renderings: that of the messages before it, with the generation prompt, and that of the messages up to it.
-Both must be prefixes of the rendered conversation. So the token that ends the turn, which a model must learn to write,
-is trained on, and the generation prompt is not.
+and END, which are then taken out of the rendered text: transformers counts the characters that were rendered before a
+tag, which is wrong in a macro, whose text comes into the conversation later. Without this tag, a turn of the assistant
+is what lies between two renderings: that of the messages before it, with the generation prompt, and that of the
+messages up to it. Both must be prefixes of the rendered conversation. So the token that ends the turn, which a model
+must learn to write, is trained on, and the generation prompt is not.
 
 A template may leave out parts of a conversation. Two detectors find this. `find_omissions` renders one conversation of
 each shape once more, with a word that no text has, a mark, in each of its texts: a missing mark is a turn, a call, a
@@ -60,8 +60,8 @@ class Mark(NamedTuple):
     """A word that no text has, put into a text of a conversation."""
 
     word: str
-    must_appear: bool  # in the rendered text; False: must not
-    omission: Omission  # if it does not, or does
+    must_appear: bool  # True: in the rendered text; False: not there
+    omission: Omission  # to report if that is not so
 
 
 class BadConversationError(Exception):
@@ -90,8 +90,8 @@ class ChatEncoder(TextEncoder):
             own_template = own_template.get("default")
         self.has_template = bool(template or own_template)
         self.omissions: dict[Hashable, list[Omission]] = {}  # by shape of a conversation
-        self.first_positions: dict[str, str] = {}  # of a conversation, by warning
-        self.warned: Counter = Counter()  # conversations, by warning
+        self.first_positions: dict[str, str] = {}  # by warning: the position of its first conversation
+        self.warned: Counter = Counter()  # by warning: the number of its conversations
 
     def identity(self) -> list:
         special_tokens = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
@@ -251,8 +251,8 @@ class ChatEncoder(TextEncoder):
         return np.array([] if self.has_template else added_special_tokens(self.tokenizer)[0], np.uint32)
 
     def check_text(self, conversation: Conversation, template: str, text: str) -> None:
-        """Raise a BadConversationError for what the rendered `text` lacks of a conversation, or has twice; what changes
-        neither a turn nor what is trained on is a warning."""
+        """Raise a BadConversationError for what the rendered `text` lacks of a conversation, or has twice; a warning if
+        that changes neither a turn nor what is trained on."""
         shape = shape_of(conversation)
         if shape not in self.omissions:
             self.omissions[shape] = self.find_omissions(conversation, template)
@@ -353,8 +353,8 @@ def has_generation(template: str) -> bool:
 
 
 def with_marked_spans(template: str) -> str:
-    """Return a template that writes BEGIN and END around what it marks with {% generation %}, with the white space and
-    the scope of these tags."""
+    """Return a template that writes BEGIN and END around what it marks with {% generation %}. `with` and `if` keep the
+    scope of these tags, and what a dash in them does to white space."""
     opening, closing = rf"{{%\1 with %}}{BEGIN}{{% if true \3%}}", rf"{{%\1 endif %}}{END}{{% endwith \3%}}"
     return GENERATION.sub(lambda tag: tag.expand(closing if tag[2] else opening), template)
 

@@ -98,7 +98,7 @@ def find_eval_dataset(settings: flags.Flags) -> Corpus:
     """Find the corpus of an --eval-split that is a dataset of its own: its split `validation`, or `test` if it has
     none, or `train`, which is everything if no file is named as a split."""
     name = str(settings.eval_split)
-    source = flags.Source(flags.source_name(name), name, None)
+    source = flags.Source(flags.source_name(name), name, weight=None)
     with blame_eval_split():
         splits = [DEFAULT_EVAL_SPLIT, "test", "train"]
         corpus = inspect_source(source, splits, *fields_of(settings), cache_dir=settings.cache_dir)
@@ -178,7 +178,7 @@ def inspect_records(file: DataFile, names: tuple[str, ...]) -> tuple[str, str] |
     """Return (the kind of a file's records, the layout if they are conversations) from the first valid record, of which
     the first of `names` is read, fields or layouts; None if there is none. Files that cannot be read are reported
     later."""
-    if find_format(file.name).SUFFIXES[0] not in flags.FIELD_SUFFIXES:
+    if find_format(file.name).SUFFIXES[0] not in flags.FIELD_SUFFIXES:  # a format of plain text
         return "text", ""
     try:
         for _, record in itertools.islice(read_records(file, names), MAX_INSPECTED):
@@ -223,8 +223,9 @@ def needs_tokenizer(settings: flags.Flags, corpora: list[Corpus]) -> bool:
 
 
 def masks_documents(document_mask: bool | None, packing: str | None, corpora: Sequence[Corpus]) -> bool:
-    """True if documents do not see each other: by --document-mask, by default if a run trains on conversations or
-    labels, or evaluates them without training; never with --packing none, as a sequence has one document then."""
+    """True if documents do not see each other: by --document-mask, by default if some of the data that are trained on
+    are conversations or labels, or, if nothing is trained, of those that are evaluated. Never with --packing none, as a
+    sequence has one document then."""
     if packing == "none":
         return False
     if document_mask is None:
@@ -248,7 +249,7 @@ def parse_split(split: str) -> tuple[str, list[str]]:
 
 
 def parse_bounds(bounds: list[str], num_documents: int) -> list[Fraction]:
-    """The share of the documents that is before each bound of a slice, such as 95% or -100."""
+    """Each bound of a slice, such as 95% or -100, as the share of the documents before it."""
     shares = []
     for bound in bounds:
         number = int(bound.rstrip("%"))
@@ -279,7 +280,7 @@ def cut_positions(bounds: list[str], doc_ends: np.ndarray, length: int) -> list[
             positions.append(math.floor(length * share))
         else:
             positions.append(int(doc_ends[number - 1]) if number else 0)
-    if positions[0] > positions[1]:  # also of [5%:1] if 5 % of the tokens are more than the first document
+    if positions[0] > positions[1]:  # such as [5%:1] if 5 % of the tokens are more than the first document
         raise bad_slice(bounds, f"it ends before it begins in these {len(doc_ends):,} documents")
     return positions
 
@@ -289,8 +290,8 @@ def bad_slice(bounds: list[str], problem: str) -> base.UserError:
 
 
 def slice_rows(split_files: list[DataFile], bounds: list[str]) -> tuple[int, int] | None:
-    """(first, last) row of a slice of a hub data set, so that only these rows are tokenized; None if its files do not
-    say how many rows they have, or if there are too few for a percentage."""
+    """(start, stop) of the rows of a slice of a hub data set, so that only these are tokenized; None if its files do
+    not say how many rows they have, or if there are too few for a percentage."""
     count = getattr(find_format(split_files[0].name), "count", None)
     if count is None or any(find_format(file.name) is not find_format(split_files[0].name) for file in split_files):
         return None

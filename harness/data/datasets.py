@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 SYNTHETIC_EVAL_SEQUENCES = 1024
-STREAM_EVAL_SEQUENCES = 256  # if a stream has no eval split: its eval documents are spread over all its files
+STREAM_EVAL_SEQUENCES = 256  # without an eval split: all eval documents of a stream would take a read of every file
 
 
 @dataclass
 class Sources:
-    """The sources of a run, opened, and what decided how; see `load`."""
+    """The opened sources of a run, and the arguments with which they were opened; see `load`."""
 
     reader: CorpusReader
     before: DataRecord | None  # of the checkpoint; None for a new run
@@ -78,17 +78,17 @@ def load(
     trained and --eval-split is a dataset of its own. Every rank calls this.
 
     Args:
-        manifest: of the checkpoint that the run resumes from, or whose own data are evaluated or shown: its specs
-            decide how sources are read, and its mixture continues.
-        trained_on: the specs of the sources that the weights were trained on, to evaluate other data than the
-            checkpoint's own: a source that is not among them and has no eval split is evaluated in full.
+        manifest: that of the checkpoint whose data are read: a resume, or an evaluation of the run's own data. Its
+            specs decide how sources are read, and its mixture continues.
+        trained_on: if other data are evaluated, the specs of the sources that the weights were trained on. A source
+            that is not among them and has no eval split is evaluated in full.
         sources: what `open_sources` returned, if it was called before.
     """
     eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_dataset), None)
     if eval_corpus and not settings.num_steps:
         name, reader = eval_corpus.name, make_reader(settings, tokenizer, config)
         evaluated = open_eval_dataset(settings, eval_corpus, reader, trained_on)
-        # as of any run, with samples that are never read
+        # a TrainingData needs a mixture; nothing reads its samples
         data = mix({name: evaluated.sequences}, {name: None}, settings.sequence_length, settings.seed)
         data.eval_data, data.header = {name: evaluated.sequences}, {"eval data": describe_eval_data(evaluated)}
         return data
@@ -179,7 +179,7 @@ def open_sources(
 
 def refuse_other_sources(settings: flags.Flags, corpora: list[Corpus], before: DataRecord) -> None:
     """Raise a UserError if a run that counts epochs has other sources than its checkpoint, or if its mixture had
-    weights or stages: then sources end their epochs at different steps, and there is no epoch of all."""
+    weights or stages: then no step ends an epoch of every source."""
     had_weights = len(before.names) > 1 and any(before.typed_weights.values())
     has_changed = any(segment.weights != before.segments[0].weights for segment in before.segments)
     if had_weights or has_changed or {corpus.name for corpus in corpora} != set(before.names):
@@ -197,7 +197,7 @@ def open_eval_dataset(
     is an error if one of the sources in `trained_on` has the same first tokens."""
     name = settings.eval_split
     is_typed = "document_mask" in settings.explicit
-    # the default of the training data would let conversations see each other, and change the eval loss without a word
+    # as in the training data, documents would see each other, which changes the eval loss: the user decides
     if corpus.has_loss_mask and not settings.document_mask and settings.packing != "none" and not is_typed:
         problem = "it would have a document mask by default, the training data have none"
         raise base.UserError(f"--eval-split {name}: {problem}; give --document-mask or --no-document-mask")
@@ -342,8 +342,8 @@ def choose_num_shards(
 ) -> int:
     """The number of stream shards of a run: the checkpoint's, or --streams, and no more than the chunks of any source.
     By default the smallest multiple of a step's samples that is not below the number of files: each step then takes one
-    sequence or none of each shard, and a shard reads about a file or less. A UserError if the checkpoint's is another
-    number than --streams, or more than the chunks of a source that is added."""
+    sequence or none of each shard, and a shard reads about a file or less. A UserError if --streams differs from the
+    checkpoint's number, or if an added source has fewer chunks than that."""
     streamed = [corpus for corpus in corpora if settings.streaming and not corpus.from_token_files]
     most_shards = {corpus.name: max_shards(corpus.files) for corpus in streamed}
     if before:
@@ -408,7 +408,7 @@ def check_size(settings: flags.Settings, data: TrainingData, corpora: list[Corpu
 
 
 def step_that_reads(data: TrainingData, name: str, epochs: float, num_steps: int) -> int:
-    """The first optimizer step, up to `num_steps`, by which a source has been read so often."""
+    """The first optimizer step, up to `num_steps`, by which a source has been read `epochs` times."""
 
     def read_by(step: int) -> float:
         return data.epochs(data.record.samples_of_step(step).stop)[name]
@@ -419,8 +419,8 @@ def step_that_reads(data: TrainingData, name: str, epochs: float, num_steps: int
 def show_samples(
     settings: flags.Settings, data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None", recorded: dict | None
 ) -> None:
-    """Print the samples of the step --show-samples, in the order that a run's manifest or config.json recorded, if
-    there is one."""
+    """Print the samples of the step --show-samples, in the order that the run's manifest or config.json recorded, if
+    it has one."""
     record = recorded_data(settings, recorded)
     if record:
         data = dataclasses.replace(data, record=record)

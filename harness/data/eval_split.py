@@ -122,12 +122,12 @@ def refuse_changed_source(name: str, before: Spec | None, now: Spec) -> None:
 
 
 def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
-    """True if an evaluation reads exactly the files and splits of some of the run's sources, whose eval documents are
+    """True if an evaluation reads exactly the files and splits of some of the run's sources: their eval documents are
     recorded. A UserError if it reads only some of a source's training data, or other files with them."""
-    before = manifest["flags"]
-    dataset = before["dataset"] if isinstance(before["dataset"], str) else tuple(before["dataset"])
-    others = {name: before[name] for name in ("dataset_split", "dataset_config", "text_field", "streaming")}
-    run = dataclasses.replace(settings, dataset=dataset, **others)
+    run_flags = manifest["flags"]
+    data_flags = {name: run_flags[name] for name in ("dataset_split", "dataset_config", "text_field", "streaming")}
+    dataset = run_flags["dataset"] if isinstance(run_flags["dataset"], str) else tuple(run_flags["dataset"])
+    run = dataclasses.replace(settings, dataset=dataset, **data_flags)
     if flags.is_eval_dataset(settings.eval_split):
         refuse_trained_files(find_eval_dataset(settings), training_files(run))
         return False
@@ -139,8 +139,8 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
             problem = f"it overlaps {trained_split!r}, which the run trained on"
             raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give one that does not")
     names = {trained[file][0] for file in in_both}
-    their_files = {file: split for file, (name, split) in trained.items() if name in names}
-    if in_both and their_files == {file: split for file, (_, split) in read.items()}:
+    files_of_sources = {file: split for file, (name, split) in trained.items() if name in names}
+    if in_both and files_of_sources == {file: split for file, (_, split) in read.items()}:
         return True
     for file in in_both:
         _, trained_split = trained[file]

@@ -121,7 +121,7 @@ def describe_eos(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader, with_example: bool) -> dict[str, str]:
-    """The lines about documents that are packed whole, and about what is trained on of conversations and rows."""
+    """The lines about packing, and about what is trained on of conversations and rows."""
     lines: dict[str, str] = {}
     if corpus.is_chat:
         lines |= base.broadcast_from_rank_0(lambda: reader.chat_encoder(corpus).describe())
@@ -150,7 +150,7 @@ def warn_of_cuts(train: WholeDocumentDataset, document: str) -> str:
 
 
 def find_examples(corpus: Corpus, reader: CorpusReader) -> str:
-    """The first conversations of each kind in the files of a corpus, also if they are not in its slice."""
+    """The first conversations of each kind in the files of a corpus; a slice of it need not have them."""
     records = itertools.chain.from_iterable(read_records(file, corpus.fields) for file in corpus.files)
     first = itertools.islice(records, EXAMPLE_RECORDS)
     documents = read_documents(first, reader.vocab_size, True, Counter(), corpus.kind)

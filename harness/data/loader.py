@@ -17,7 +17,7 @@ from harness.base import IGNORE_INDEX
 from harness.data.packing import EvalSequences, PackedSequence, create_collate_fn, document_lengths
 from harness.data.training_data import Positions, SampleReader, TrainingData
 
-STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a shard reads its next chunk
+STREAM_PREFETCH = 16  # batches that a worker reads ahead of a stream: enough while a shard reads its next chunk
 NON_MODEL_KEYS = ("loss_divisor", "document_lengths")  # keys of a batch that the model does not get
 
 
@@ -31,8 +31,8 @@ class DataPosition(Protocol):
 
 
 class Batches:
-    """An iterator over a run's batches that remembers the last one, and the last one that `find_non_finite` used to
-    check the state before a save."""
+    """An iterator over a run's batches that remembers the last one, and the one with which `loop.find_non_finite` last
+    checked the state before a save."""
 
     def __init__(self, batches: Iterator[dict[str, Any]]):
         self.batches = batches
@@ -170,7 +170,7 @@ class RankBatches(IterableDataset):
             yield base.UserError(str(error), exit_code=1)  # the run has begun: no wrong usage any more
 
     def worker_batches(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
-        """Every batch of one of so many workers: a DataLoader takes one of each in turn."""
+        """The batches of one of several workers: a DataLoader takes one of each worker in turn."""
         reader = SampleReader(self.data, self.positions)
         collate = create_collate_fn(with_shift_labels=False)
         for microbatch in itertools.count(worker, workers):
@@ -202,7 +202,7 @@ def eval_batches(
     settings: flags.Settings, dataset: EvalSequences, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The share of the eval sequences of this rank's group. Each sequence is taken once over all groups, and every rank
-    gets the same number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
+    gets the same number of batches: rows past the end repeat sequence 0, with all labels IGNORE_INDEX."""
     group, groups = find_group(settings)
     per_round = settings.batch_size * groups
     num_sequences = min(len(dataset), settings.eval_sequences or len(dataset))

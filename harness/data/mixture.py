@@ -4,7 +4,7 @@ A run that streams has N shards, any other run has one: sample i is in shard i %
 weights. Its samples in a shard are in blocks of `BLOCK`: how many of a block come from each source follows from the
 weights and the block's number, their order from the seed and the number of its first sample. So any sample is found
 without those before it, on any ranks. Other weights or sources begin a new segment, in which each source continues
-where it was. So does another global batch, which changes no order.
+where it was. Another global batch begins one too, but changes no order.
 
 torchtitan has the same idea from a library, grain's MapDataset: sample i is a pure function of the seed, and shuffle,
 mix and prefetch are operators. It has no stages that begin at a step, no shares that are exact at the end of each block
@@ -27,7 +27,7 @@ from harness import flags
 from harness.data.permutation import permuted, spread
 
 BLOCK = 1024  # samples
-MAX_BLOCKS = 64  # in the cache, plus one for each shard
+MAX_BLOCKS = 64  # in `Mixture.blocks`, plus one for each shard
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Shares
@@ -60,10 +60,10 @@ class Segment:
         return {name: int(weights[name] * common) for name in sorted(weights, key=lambda name: -weights[name])}
 
     def divide(self, samples: int) -> dict[str, int]:
-        """The numbers of the first `samples`, in whole blocks, that come from each source: from the heaviest on, each
-        takes its share of what is left, rounded. Each of n sources is within (2 + 1/2 + 1/3 + ... + 1/(n - 2)) / 2
-        samples of its share: within 1 with up to 3 sources, within 2 with up to 12, within 3 with up to 84. More
-        samples never give a source fewer; by largest remainder they could."""
+        """The numbers of the first `samples`, a multiple of BLOCK, that come from each source: from the heaviest on,
+        each takes its share of what is left, rounded. Each of n sources is within
+        (2 + 1/2 + 1/3 + ... + 1/(n - 2)) / 2 samples of its share: within 1 with up to 3 sources, within 2 with up to
+        12, within 3 with up to 84. More samples never give a source fewer; by largest remainder they could."""
         counts, left, total = {}, samples, sum(self.sample_weights.values())
         for name, weight in self.sample_weights.items():
             counts[name] = (2 * weight * left + total) // (2 * total)
@@ -272,7 +272,8 @@ def make_record(
         weights: of each source; `tokens_per_sample` likewise, on average.
         before: what its checkpoint recorded; None for a new run.
     """
-    # first the weights, then each stage from the step nearest to its share of the run; stages that are past begin now
+    # first the weights, then each stage from the step nearest to its share of the run; of the stages that have begun
+    # already, the last replaces the weights
     planned = [Segment(samples, weights, tokens_per_sample, step, samples_per_step)]
     for stage in flags.parse_stages(settings.mixture_stage):
         begin = max(round(stage.begin * settings.num_steps), step)

@@ -69,19 +69,20 @@ class PackedDataset(Dataset):
 
     @functools.cached_property
     def label_counts(self) -> np.ndarray:
-        """Labels that count in each sequence, also of those left out; only for data with a mask, which is read once."""
+        """Labels that count in each sequence, also of those left out; for data with a loss mask, which is read."""
         last = self.total_sequences * self.seq_len + 1
         mask = self.tokens.trained(1, last)
         counts = mask.reshape(-1, self.seq_len).sum(1, dtype=np.int32)
         if self.document_mask:
-            labels = self.tokens.doc_starts_between(0, last)[1:] - 1  # that begin a document
-            counts -= np.bincount(labels // self.seq_len, mask[labels], self.total_sequences).astype(np.int32)
+            boundary_labels = self.tokens.doc_starts_between(0, last)[1:] - 1
+            boundaries = np.bincount(boundary_labels // self.seq_len, mask[boundary_labels], self.total_sequences)
+            counts -= boundaries.astype(np.int32)
         return counts
 
     @functools.cached_property
     def kept(self) -> np.ndarray | range:
         """The indices, among all sequences, of those with a label that counts: the sequences of the data set. Without a
-        loss mask these are all: one that consists of one-token documents only is not looked for, and has no loss."""
+        loss mask these are all sequences; one of nothing but one-token documents is kept, and has no loss."""
         return np.flatnonzero(self.label_counts) if self.has_loss_mask else range(self.total_sequences)
 
     @property
@@ -164,7 +165,7 @@ def mask_boundaries(
 
 
 class WholeDocumentDataset(PackedDataset):
-    """Sequences of `seq_len + 1` tokens that hold whole documents, or one, and then padding.
+    """Sequences of `seq_len + 1` tokens that hold one whole document or several, and then padding.
 
     A document's labels end with it: its last token does not predict the first of the next. Padding is not trained on
     and counts as no token. A document longer than a sequence is cut into pieces, see `cut_long`.
@@ -276,7 +277,7 @@ def pack_documents(
         items, first_items = np.arange(len(lengths)), np.arange(len(lengths) + 1)
 
     def sums(piece_values: np.ndarray) -> np.ndarray:
-        """The sum of a number of each piece over each sequence."""
+        """Sum a value of each piece over each sequence."""
         if not len(items):
             return np.zeros(0, int)
         return np.add.reduceat(piece_values[items], first_items[:-1], dtype=np.int64)

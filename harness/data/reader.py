@@ -96,7 +96,8 @@ class CorpusReader:
     ) -> tuple[pathlib.Path, dict]:
         """Tokenize files, or some of their rows, unless the cache has them; return (the folder of the cache, counts).
 
-        With --skip-bad-records a cache may lack bad records. Without it they are an error, with or without a cache.
+        A cache that was made with --skip-bad-records lacks bad records. Without that flag they are an error: then the
+        records are read again up to the first bad one.
         """
         encoder = self.encoder(corpus)
         content = [file.identity() for file in split_files]
@@ -136,7 +137,7 @@ class CorpusReader:
             tokens.file_doc_ends.tofile(folder / "doc_ends.bin")
             return {}
 
-        # the dtype too: of a .ds without metadata it depends on the vocabulary, not on the file
+        # the dtype too: that of datatrove's .ds without metadata depends on the vocabulary, not on the file
         identity = [[[file.identity, file.tokens.dtype.str] for file in tokens.files], tokens.end_of_text]
         folder, _ = base.broadcast_from_node_main(
             lambda: make_once("ends", identity, write, self.cache_dir), self.is_main

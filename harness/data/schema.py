@@ -3,7 +3,7 @@
 LAYOUTS has the layouts of conversations; the first that a record has is read. A column that --text-field names and that
 holds messages is one too. All but `messages` are converted to role and content:
 
-- ShareGPT's `conversations` have `from` and `value`; the names in ROLES are known, a call of functions is JSON.
+- ShareGPT's `conversations` have `from`, one of ROLES or TOOL_CALL_SPEAKERS, and `value`; a tool call is JSON.
 - `prompt` and `completion` are both text or both lists of messages, as TRL has them; what is in the prompt is not
   trained on.
 - Alpaca's `instruction` and `input`, joined by a blank line, are the user's turn, `output` the assistant's; `history`
@@ -102,7 +102,8 @@ def read_value(fields: dict[str, Any], field: str) -> Record:
 
 def check_ids(ids: np.ndarray, fields: dict[str, Any]) -> np.ndarray | LabelledIds | BadRecord:
     """Apply ID_FIELDS to token ids as transformers does: padding (`attention_mask` 0) is removed, and ids with the
-    label -100 or a 0 in one of LOSS_MASKS are not trained on. What a sequence cannot express is a bad record."""
+    label -100 or a 0 in one of LOSS_MASKS are not trained on. Attention and positions that a packed sequence
+    cannot have make a bad record."""
     if np.size(fields.get("seq_lengths", ())) > 1:
         return BadRecord("seq_lengths has several documents; give each document a record")
     values_by_name = {name: fields[name] for name in PER_TOKEN_FIELDS if fields.get(name) is not None}
@@ -260,7 +261,7 @@ def find_document(record: Any, names: tuple[str, ...]) -> Record:
         is_there = has_layout(fields, name) if name in LAYOUTS else name in fields
         if is_there:
             return read_fields(fields, name)
-    wanted = names[-1]
+    wanted = names[-1]  # the typed --text-field or the default; the error names it
     if isinstance(fields.get(wanted), str):  # --text-field messages, and the column has texts
         return read_fields(fields, wanted)
     missing = missing_in(fields, LAYOUTS[wanted]) if wanted in LAYOUTS else wanted
@@ -308,7 +309,7 @@ def layout_of_messages(name: str, title: str) -> Layout:
 
 
 def has_layout(fields: dict[str, Any], name: str) -> bool:
-    """True if a record has the fields of a layout: not null, and a list if it is the only field."""
+    """True if a record has the fields of a layout: not null, and no text if it is the only field."""
     needs = LAYOUTS[name].needs
     return all(fields.get(need) is not None for need in needs) and not (
         len(needs) == 1 and isinstance(fields[needs[0]], str)

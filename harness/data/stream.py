@@ -1,7 +1,7 @@
 """Streams: a corpus that is read and tokenized while training. It is cut into chunks, which are dealt to shards; a rank
 opens the shards of its own samples.
 
-A chunk is a part of files that can be cut, a row group of Parquet, or a compressed file. Each epoch a shard takes its
+A chunk is a part of files that can be cut, a row group of Parquet, or any other file. Each epoch a shard takes its
 chunks in an order of its own and reads each in portions, whose documents it shuffles. Its sequences are cut from their
 tokens end to end. A position from which a sequence can be read again is (its number in the shard, the chunk counted
 over epochs, the portion of the chunk, the tokens of the portion before the sequence). To resume there, the portions of
@@ -37,8 +37,8 @@ from harness.data.tokens import BEGINNING_TOKENS, checksum_of_beginning
 
 MIN_CHUNK = 2**12  # bytes: a corpus has no more shards than chunks
 MAX_CHUNK = 2**18  # bytes, and characters of a portion: about what an open shard holds in memory
-MAX_OPEN_BYTES = 2**26  # of one chunk for each shard, all shards together
-BATCH = 16  # documents per call of the tokenizer: training waits for the first of each shard
+MAX_OPEN_BYTES = 2**26  # of the open chunks of all shards, one each
+BATCH = 16  # documents per call of the tokenizer; few, as training waits for the first call of each shard
 
 
 class Position(NamedTuple):
@@ -87,7 +87,7 @@ class Stream:
         self.chunks = cut_into_chunks(files, num_shards)
 
     def reading(self, reads: Documents) -> "Stream":
-        """The same stream of other documents."""
+        """A copy of the stream that reads all documents, those to train on, or the eval documents."""
         stream = copy.copy(self)
         stream.reads = reads
         return stream
@@ -104,8 +104,8 @@ class Stream:
                     yield document
 
     def shard_chunks(self, shard: int) -> list[list[Part]]:
-        """The chunks of a shard, or of the next one that has a document, as a shard gives sequences without end: a text
-        of 10 MB without a separator has 40 chunks, and all but the first have no document."""
+        """The chunks of a shard; if they have no document, those of the next shard that has one: every shard must give
+        sequences. A text of 10 MB without a separator has 40 chunks, and all but the first have no document."""
         for owner in range(shard, shard + self.num_shards):
             chunks = self.chunks[owner % self.num_shards :: self.num_shards]
             documents = itertools.chain.from_iterable(map(self.documents, chunks))
@@ -326,7 +326,7 @@ class ShardReader:
                 yield
 
     def sequence(self, number: int) -> np.ndarray | PackedSequence:
-        """A sequence of the shard; those between this one and the last are passed over."""
+        """A sequence of the shard; those between the last call's and this one are skipped."""
         self.last_sequence = number
         first = number * self.stream.seq_len
         last = first + self.stream.seq_len

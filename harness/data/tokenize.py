@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BATCH_CHARACTERS = 2**21  # per call of the tokenizer, which takes a hundred times this in memory
 VERSION = 8  # of the files; another version is not read
-LEFT_OUT = ["empty documents", "bad records"]  # counts
+LEFT_OUT = ["empty documents", "bad records"]  # keys of the counts
 LEFT_OUT += [f"{name} without a trained token" for name in ("conversations", "rows")]
 FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # until the first line of progress, and between lines
 
@@ -59,7 +59,7 @@ class TextEncoder:
         if not tokenizer:
             return [self.vocab_size]
         identity = [vocabulary_of(tokenizer), tokenizer.eos_token_id, self.vocab_size]
-        if not tokenizer.is_fast:  # its class and arguments, as lower case or normalization, split text too
+        if not tokenizer.is_fast:  # its class and arguments (lower case, normalization) decide how it splits text
             identity += [type(tokenizer).__name__, json.dumps(tokenizer.init_kwargs, sort_keys=True, default=str)]
         return identity
 

@@ -30,7 +30,7 @@ class TokenFile:
 
     tokens: np.ndarray  # flat, integers, mapped
     name: str = ""  # of the file, as messages have it; empty for the token cache and for an array
-    kind: str = ""  # what the file was taken for, in words
+    kind: str = ""  # its format, for the header
     # The position after each document, int64, ascending, the last one at the end; None if only end-of-text tokens tell.
     read_doc_ends: Callable[[], np.ndarray] | None = None
     tokenizer: str | None = None  # the name of the one that made it, if the format has it
@@ -51,7 +51,7 @@ def id_dtype(vocab_size: int) -> np.dtype:
 
 def map_numbers(file: str, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
     """The numbers in a file from a byte on, mapped: a page of it is read when its numbers are. A UserError if the
-    file is empty, or its size no multiple of theirs."""
+    file is empty, or its size is no multiple of a number's."""
     if os.path.getsize(file) <= offset:
         raise damaged(file, "it is empty, or ends within its header")
     content = np.memmap(file, np.uint8, "r", offset=offset)
@@ -107,7 +107,7 @@ class Tokens:
 
     @functools.cached_property
     def file_offsets(self) -> np.ndarray:
-        """Tokens before each file, and all."""
+        """Tokens before each file, then the total."""
         return np.concatenate([[0], np.cumsum([len(file.tokens) for file in self.files], dtype=np.int64)])
 
     @functools.cached_property
@@ -120,7 +120,7 @@ class Tokens:
 
     @functools.cached_property
     def stretch_offsets(self) -> np.ndarray:
-        """Tokens before each stretch, and all."""
+        """Tokens before each stretch, then the total."""
         return np.concatenate([[0], np.cumsum(self.stops - self.starts)])
 
     @functools.cached_property
@@ -134,6 +134,7 @@ class Tokens:
         return dataclasses.replace(self, stretches=(starts + first, stops + first), cached_doc_ends=self.file_doc_ends)
 
     def between(self, first: int, last: int) -> "Tokens":
+        """Select the tokens from `first` to before `last`."""
         return self.cut(np.array([first]), np.array([last]))
 
     def __len__(self) -> int:
@@ -245,8 +246,8 @@ class Tokens:
         return np.concatenate([[0], ends]).astype(np.int64)
 
     def stretches_between(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, stops) of the stretches, or parts of them, of the tokens from `first` to before `last`, at least
-        one, counted in the files' tokens."""
+        """(starts, stops), counted in the files' tokens, of the stretches, or parts of them, that hold the tokens from
+        `first` to before `last`, of which there is at least one."""
         offsets = self.stretch_offsets
         number, end = np.searchsorted(offsets, first, "right") - 1, np.searchsorted(offsets, last, "left")
         starts, stops = self.starts[number:end].copy(), self.stops[number:end].copy()

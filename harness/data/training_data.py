@@ -54,7 +54,7 @@ class TrainingData:
                 )
 
     def __len__(self) -> int:
-        """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
+        """Samples after which each source has been read once; further ones are of further epochs. Without streams."""
         weights = self.record.segments[0].sample_weights
         total = sum(weights.values())
         return max(-(-self.orders[name].num_sequences * total // weight) for name, weight in weights.items())
@@ -161,15 +161,14 @@ class SampleReader:
     """Reads the samples of a run for one data worker. A shard of a stream is opened when its first sample is read."""
 
     def __init__(self, data: TrainingData, positions: Positions):
-        """`positions` are positions in shards of streams to read on from; other shards are read from their
-        beginning."""
+        """`positions` are those from which shards of streams are read; other shards are read from their beginning."""
         self.data, self.positions = data, positions
         self.readers: dict[tuple[str, int], ShardReader] = {}
         self.counts: Counter = Counter()
 
     def read(self, samples: Sequence[int]) -> tuple[list, Positions]:
-        """(these samples, and for each shard of theirs the position of the first of them). A UserError if one cannot be
-        read."""
+        """(the sequences of these samples; for each shard of a stream among them, the position of its first one). A
+        UserError if one cannot be read."""
         sequences = []
         positions: Positions = {}
         for sample in samples:
