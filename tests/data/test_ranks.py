@@ -48,6 +48,16 @@ def test_no_more_of_a_stream_is_read_for_evaluations_than_they_take(device, flag
         assert 1 <= len(chunks) <= 3  # of 12
 
 
+@pytest.mark.slow
+def test_the_eval_sequences_of_a_stream_are_those_of_one_rank_and_none_is_lost(device, flags, tmp_path):
+    (tmp_path / "train.jsonl").write_text("".join((STORIES / "train.jsonl").open().readlines()[:400]))
+    run = [*flags, "--dataset", tmp_path / "train.jsonl", "--output-dir"]
+    train([*run, tmp_path / "one", "--batch-size", 4], device)
+    forked(2, multirank.program, *map(str, [*run, tmp_path / "two", "--batch-size", 3]))
+    losses = [metrics_of(tmp_path / name / "r")[-1]["eval_loss"] for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What one rank reads for all
 

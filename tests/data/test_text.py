@@ -317,7 +317,7 @@ def collected():
 
 
 @pytest.mark.usefixtures("collected")
-@pytest.mark.parametrize("name, content, printed", UNUSABLE)
+@pytest.mark.parametrize("name, content, printed", UNUSABLE, ids=itertools.count())
 def test_data_that_cannot_be_used_is_named(load, tmp_path, name, content, printed):
     file = tmp_path / name
     if isinstance(content, list):

@@ -3,11 +3,25 @@ nothing is trained or left behind. Mistakes in models, data and checkpoints are 
 
 import json
 import math
+import os
 import re
 import sys
 
 import pytest
-from conftest import PROGRAM, ROOT, cold_python, copy_program, parse, python, start, torchrun_command, train, words
+from checkpoints import write_checkpoint
+from conftest import (
+    PROGRAM,
+    ROOT,
+    cold_python,
+    copy_program,
+    parse,
+    python,
+    slow_case,
+    start,
+    torchrun_command,
+    train,
+    words,
+)
 
 from harness.base import UserError
 from harness.flags.parser import drop_accelerate_settings, make_parser
@@ -50,6 +64,13 @@ FLAGS = {  # a command line: the beginning of its error, or "" for its first fla
     # files and URLs
     "--output-dir s3://b/run": "--output-dir: s3://b/run is a URL, and a local path is needed; copy or sync",
     "--resume file:///tmp/run": "--resume: file:///tmp/run is a URL, and a local path is needed; copy or sync",
+    "--export s3://b/x": "--export: s3://b/x is a URL, and a local path is needed; copy or sync",
+    "--cache-dir gs://b/c": "--cache-dir: gs://b/c is a URL, and a local path is needed; copy or sync",
+    "--config https://b/c": "--config: https://b/c is a URL, and a local path is needed; copy or sync",
+    "--import s3://b/x.py": "--import: s3://b/x.py is a URL, and a local path is needed; copy or sync",
+    "--chat-template s3://b/x": "--chat-template: s3://b/x is a URL, and a local path is needed; copy or sync",
+    "--compare s3://b/x": "--compare: s3://b/x is a URL, and a local path is needed; copy or sync",
+    "--tokenizer s3://x/y": "--tokenizer: s3://x/y is a URL; give a hub id such as OWNER/NAME, or a local folder",
     "--model hf://x/y": "--model: hf://x/y is a URL; give a hub id such as OWNER/NAME, or a local folder",
     "--dataset ./tales": "--dataset ./tales: no such file or folder",
     "--resume none-such": "--resume none-such: no such folder",
@@ -376,14 +397,41 @@ def test_a_setting_of_accelerate_launch_that_is_ignored_is_a_warning(environment
     assert printed.count("\n") == bool(warning)
 
 
-def test_a_mistake_of_every_rank_is_one_line_of_one_rank(arguments):
-    process = start([*torchrun_command(2), PROGRAM, *arguments, "--batch-size", 0])
+@pytest.mark.parametrize("ranks, flags", [(2, "--batch-size 0"), slow_case(3, "--dp-replicate-size 2")])
+def test_a_mistake_of_every_rank_is_one_line_of_one_rank(arguments, ranks, flags):
+    process = start([*torchrun_command(ranks), PROGRAM, *arguments, *words(flags)])
     assert process.returncode != 0
     ours, _, launchers_report = process.stderr.partition("torch/distributed/elastic")
     (error,) = [line for line in ours.splitlines() if PREFIX in line]
-    assert error.startswith(f"{PREFIX}--batch-size") and "Traceback" not in ours
+    assert error.startswith(f"{PREFIX}{flags.split()[0]}") and "Traceback" not in ours
     assert process.stderr.rstrip().splitlines()[-2].strip() == error  # and the last line is a rule
     assert launchers_report
+
+
+@pytest.mark.parametrize("manifest, problem", [("{", "manifest.json cannot be read"), (None, "No such file or dir")])
+def test_a_run_whose_checkpoints_are_all_damaged_is_named(manifest, problem, tmp_path):
+    for folder in (tmp_path / "checkpoints" / f"step-0000000{step}" for step in (1, 2)):
+        folder.mkdir(parents=True)
+        if manifest:
+            (folder / "manifest.json").write_text(manifest)
+    damaged = f"--resume {tmp_path}: all its checkpoints are damaged (step-00000002: {problem}"
+    assert refused("--resume", f"{tmp_path}").startswith(damaged)
+
+
+def test_a_folder_of_a_run_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, 1)
+    stat = os.stat
+
+    def denied(file, *args, **options):
+        if isinstance(file, str | os.PathLike) and str(file).startswith(f"{tmp_path}/"):
+            raise PermissionError(13, "Permission denied", str(file))
+        return stat(file, *args, **options)
+
+    monkeypatch.setattr(os, "stat", denied)
+    printed = refused("--resume", f"{tmp_path}")
+    assert printed.startswith(f"--resume {tmp_path}: {tmp_path}/") and printed.endswith(
+        "cannot be read (Permission denied)"
+    )
 
 
 @pytest.mark.slow

@@ -216,12 +216,17 @@ def write_lower_case(folder) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def test_a_tokenizer_that_changed_under_its_name_is_refused(run, mistake, tmp_path):
+def test_data_and_a_tokenizer_that_changed_under_their_names_are_refused(run, mistake, tmp_path):
     shutil.copytree(DEMO, tmp_path / "t", ignore=shutil.ignore_patterns("stories*"))
-    same = ("--tokenizer", tmp_path / "t", "--dataset", STORIES, "--resume", "auto")
+    text = tmp_path / "corpus.txt"
+    text.write_text("The fox had a red ball. " * 200)
+    same = ("--tokenizer", tmp_path / "t", "--dataset", text, "--resume", "auto")
     assert run("r", *same, "--num-steps", 1) == 0
     write_lower_case(tmp_path / "t")
     assert mistake(*same).startswith("--tokenizer: its vocabulary is not the checkpoint's")
+    shutil.copy(DEMO / "tokenizer.json", tmp_path / "t")
+    text.write_text("The owl had a red ball. " * 200)
+    assert mistake(*same).startswith(f"--dataset: {text} is not what it was at the checkpoint; a resumed run must")
 
 
 OTHER_RUNS = {
@@ -648,7 +653,7 @@ def test_a_signal_to_one_rank_ends_all_saved_and_before_that_no_second_start_get
 @pytest.mark.slow
 def test_a_run_killed_during_a_save_repeats_its_steps_to_the_bit():
     driver = ROOT / "benchmarks" / "kill_test.py"
-    process = start([sys.executable, driver, *words("--kills 1 --ranks 1 --num-steps 100 --seed 4")])
+    process = start([sys.executable, driver, *words("--kills 1 --ranks 2 --num-steps 100 --seed 4")])
     assert process.returncode == 0, process.stdout + process.stderr
     result = json.loads(process.stdout[process.stdout.index("{") :])
     assert (result["kills"], result["steps"]) == (1, 100)

@@ -1,7 +1,6 @@
 """An export serves: what was written loads everywhere with the weights, the tokenizer and the habits of its source."""
 
 import json
-import os
 import pathlib
 import shutil
 
@@ -176,7 +175,10 @@ def test_what_is_damaged_foreign_or_missing_has_no_mean(device, tuned, tmp_path)
     assert "has 3 complete checkpoints up to step-00000006" in refusal(4)
     reseal(checkpoint(run, 4), run_id="another")
     assert "are of 2 runs, not of one" in refusal(3)
-    os.truncate(checkpoint(run, 4) / "__0_0.distcp", 100)
+    shard = checkpoint(run, 4) / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
     assert f"{checkpoint(run, 4)} is damaged" in refusal(3)
     assert not (tmp_path / "out").exists()
 
