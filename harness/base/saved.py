@@ -11,7 +11,7 @@ import re
 
 MANIFEST = "manifest.json"  # of a checkpoint; includes the flags of the run
 ADAPTER_CONFIG = "adapter_config.json"  # of a folder of adapters, by peft
-FORMAT = 2  # version of the checkpoint format; others are refused
+FORMAT = 3  # version of the checkpoint format; others are refused
 DAMAGED: set[pathlib.Path] = set()  # checkpoints with intact manifests whose other files this process found damaged
 UNFINISHED = re.compile(r"\.step-[0-9]{8}\.(writing|deleting)")
 

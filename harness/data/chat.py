@@ -37,7 +37,7 @@ TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: Llama's defa
 DATE_CODES = ["%a", "%A", "%b", "%B", "%c", "%d", "%-d", "%F", "%H"]
 DATE_CODES += ["%I", "%j", "%m", "%-m", "%M", "%p", "%S", "%y", "%Y"]
 COMPLETIONS = "prompt+completion"  # the layout that needs no template if both are text
-GENERATION = re.compile(r"{%(-?)\s*(end)?generation\s*(-?)%}")
+GENERATION = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
 BEGIN, END = "\ufdd0[", "\ufdd0]"  # around generated text; U+FDD0 is no character
 CONTEXT_CHARACTERS = 30  # shown on each side of a position
 
@@ -161,12 +161,19 @@ class ChatEncoder(TextEncoder):
         """Render a conversation as `apply_chat_template` does and find what is trained on."""
         if not self.has_template:
             return self.render_without_template(conversation)
-        template = self.template_for(conversation)
-        text, spans = self.render_messages(conversation, template, len(conversation.messages))
+        template, count = self.template_for(conversation), len(conversation.messages)
+        has_spans = self.loss != "all" and has_generation(template)
+        if has_spans and any(mark in text for mark in (BEGIN, END) for text in texts_in(conversation.messages)):
+            raise BadConversationError("its text has U+FDD0, which is no character")
+        text, spans = self.render_messages(conversation, template, count, with_spans=has_spans)
+        is_new_shape = shape_of(conversation) not in self.omissions
+        if has_spans and is_new_shape and self.render_messages(conversation, template, count).text != text:
+            problem = "its chat template changes what it has marked with {% generation %}"
+            raise no_assistant_mask(f"--dataset {conversation.position}: {problem}")
         self.check_text(conversation, template, text)
         if self.loss == "all":
             return Rendered(text, [(0, len(text))])
-        if not has_generation(template):
+        if not has_spans:
             return Rendered(text, self.spans_by_prefixes(conversation, template, text))
         if conversation.first_trained:
             try:
@@ -183,21 +190,26 @@ class ChatEncoder(TextEncoder):
         return self.tokenizer.get_chat_template(self.template, conversation.tools)
 
     def render_messages(
-        self, conversation: Conversation, template: str, count: int, add_generation_prompt: bool = False
+        self,
+        conversation: Conversation,
+        template: str,
+        count: int,
+        add_generation_prompt: bool = False,
+        with_spans: bool = False,
     ) -> Rendered:
-        """Render the first `count` messages, with the generation prompt if asked, and with the spans that the
-        template marks."""
+        """Render the first `count` messages; `with_spans` with those that the template marks."""
         from transformers.utils.chat_template_utils import render_jinja_template  # takes long to import
 
         tools: Any = conversation.tools  # transformers types them as objects or functions
         rendered: Any = render_jinja_template(
             conversations=[conversation.messages[:count]],
             tools=tools,
-            chat_template=with_marked_spans(with_fixed_date(template)),
+            chat_template=with_fixed_date(with_marked_spans(template) if with_spans else template),
             add_generation_prompt=add_generation_prompt,
             **self.tokenizer.special_tokens_map,
         )
-        return take_spans(rendered[0][0])
+        text = rendered[0][0]
+        return take_spans(text) if with_spans else Rendered(text, [])
 
     def spans_by_prefixes(self, conversation: Conversation, template: str, text: str) -> list[tuple[int, int]]:
         """Find the characters of each trained turn of the assistant in the rendered `text` of a conversation."""
@@ -353,14 +365,14 @@ def has_generation(template: str) -> bool:
 
 
 def with_marked_spans(template: str) -> str:
-    """Return a template that writes BEGIN and END around what it marks with {% generation %}. `with` and `if` keep the
-    scope of these tags, and what a dash in them does to white space."""
-    opening, closing = rf"{{%\1 with %}}{BEGIN}{{% if true \3%}}", rf"{{%\1 endif %}}{END}{{% endwith \3%}}"
+    """Return a template that writes BEGIN and END around what it marks with {% generation %}. A `with` on each side of
+    them keeps the scope of these tags, and what a dash in them does to white space."""
+    opening, closing = rf"{{%\1 with %}}{BEGIN}{{% with \3%}}", rf"{{%\1 endwith %}}{END}{{% endwith \3%}}"
     return GENERATION.sub(lambda tag: tag.expand(closing if tag[2] else opening), template)
 
 
 def take_spans(text: str) -> Rendered:
-    """Take BEGIN and END out of a rendered text."""
+    """Take BEGIN and END out of a rendered text. A ValueError if one lacks the other."""
     parts: list[str] = []
     starts: list[int] = []
     spans: list[tuple[int, int]] = []
@@ -373,6 +385,8 @@ def take_spans(text: str) -> Rendered:
         else:
             parts.append(part)
             length += len(part)
+    if starts:
+        raise ValueError("{% generation %} is left before its end")
     return Rendered("".join(parts), spans)
 
 

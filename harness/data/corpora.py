@@ -74,7 +74,8 @@ def list_corpora(args: flags.Args) -> list[Corpus]:
     corpora = []
     if args.dataset != "synthetic" and not (has_eval_dataset and args.num_steps == 0):
         corpora = [find_corpus(args, source) for source in args.sources()]
-    if args.eval_interval and args.eval_split and not has_eval_dataset:  # before anything is tokenized
+    names_split = args.eval_interval and args.eval_split and not flags.is_eval_dataset(args.eval_split)
+    if names_split:  # before anything is tokenized
         with blame_eval_split():
             name, _ = parse_split(args.eval_split)
         for corpus in corpora:

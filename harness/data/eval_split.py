@@ -80,7 +80,7 @@ def choose_eval_split(settings: flags.Flags, corpus: Corpus, spec: Spec | None, 
     """
     if not settings.eval_interval:
         return EvalChoice()
-    was_divided = bool(spec and spec["eval_rule"])
+    was_divided = bool(spec and spec.get("eval_rule"))
     if was_divided and spec["eval_rule"] != rule:
         advice = "add" if rule == BY_NUMBER else "leave out"
         problem = "the run chose its eval documents differently"
@@ -108,7 +108,7 @@ def find_trained_spec(trained_on: Sequence[Spec], beginning: str) -> Spec | None
     """The spec of the source in `trained_on` whose tokens have this `beginning`, read from the token cache or streamed;
     None if none has. If several runs trained on it with different rules, no document is known to be untrained."""
     found = [spec for spec in trained_on if spec.get("beginning") == beginning]
-    if len({spec["eval_rule"] for spec in found}) > 1:
+    if len({spec.get("eval_rule") for spec in found}) > 1:
         return {**found[0], "eval_rule": None}
     return found[0] if found else None
 

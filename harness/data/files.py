@@ -44,7 +44,9 @@ class Listing:
         if split not in self.splits:
             names = ", ".join(self.splits)
             problem = f"has no split {split!r}, only {names}"
-            raise base.UserError(f"--dataset {self.dataset}: {problem}; give one of these as --dataset-split")
+            raise base.UserError(
+                f"--dataset {self.dataset}: {problem}; give one of these, as with --dataset-split, or its files"
+            )
         return self.splits[split]
 
     def describe(self, trained: str) -> str:

@@ -205,6 +205,26 @@ def test_the_warning_is_reported_again_if_the_tokens_are_in_the_cache(load, tmp_
         assert re.search(printed, capfd.readouterr().err)
 
 
+MARKED = "{% generation %}{{ m.content }}{% endgeneration %}"
+OPENED, CLOSED = (
+    f"{{% if m.role == 'assistant' %}}{{% {tag} %}}{{% endif %}}" for tag in ("generation", "endgeneration")
+)
+UNMARKED = {  # what a template does: the template of each message m, an answer, the error
+    "trims marks": ("{% set turn %}" + MARKED + " {% endset %}{{ turn|trim }}", " Hi ", "changes what it has marked"),
+    "has marks already": (MARKED, "a \ufdd0] b", "its text has U+FDD0"),
+    "crosses tags": (f"{OPENED}{{{{ m.content }}}}{CLOSED}", "Hi", "syntax error in line 1"),
+    "leaves a mark": ("{% generation %}{{ m.content }}{% continue %}{% endgeneration %}", "Hi", "left before its end"),
+}
+
+
+@pytest.mark.parametrize("name", UNMARKED)
+def test_spans_that_a_template_does_not_mark_well_are_one_line(tokenizer, name):
+    template, answer, printed = UNMARKED[name]
+    chat = ChatEncoder(tokenizer, len(tokenizer), f"{{% for m in messages %}}{template}{{% endfor %}}", "assistant")
+    messages = [says("user", "Hi"), says("assistant", answer)]
+    assert printed in report_of(chat, Conversation(messages, position="chat.jsonl, line 3"))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Templates that have a name
 

@@ -80,7 +80,7 @@ def test_what_is_not_trained_on_is_named_and_without_a_train_all_that_is_in_no_s
     assert splits_of(tmp_path / "b" / "my.val.txt") == {"train": ["my.val.txt"]}  # a single file is what is asked for
     make(tmp_path / "c", "x.txt", "validation.txt")
     assert splits_of(tmp_path / "c") == {"train": ["x.txt"], "validation": ["validation.txt"]}
-    with pytest.raises(UserError, match=r"has no split 'test', only train, validation; give one of these as"):
+    with pytest.raises(UserError, match=r"has no split 'test', only train, validation; give one of these,"):
         files.find_files(str(tmp_path / "c")).files_in_split("test")
 
 

@@ -230,7 +230,8 @@ def test_show_samples_prints_what_a_step_trained_on(run, flags, corpora, device,
     steps = run(*mixed, stop_after=3)
     steps |= run(*mixed, "--batch-size", 2)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    resume = ["--resume", saved.newest_checkpoint(tmp_path / "r")]
+    resume = ["--resume", saved.newest_checkpoint(tmp_path / "r"), "--eval-split", corpora / "web.jsonl"]
+    resume += words("--eval-interval 9")  # without an effect on what is shown
     for way in (resume, [*flags, *mixed, "--output-dir", tmp_path, "--resume", "none"]):
         for step, first in ((2, BATCH), (5, 3 * BATCH + 2)):
             capsys.readouterr()

@@ -76,15 +76,16 @@ def row_group_starts(metadata: "pyarrow.parquet.FileMetaData") -> list[int]:
 
 def choose_columns(schema: "pyarrow.Schema", names: tuple[str, ...]) -> tuple[str, list[str]]:
     """Return (the field or layout that is read, the columns that it needs)."""
-    if len({*schema.names}) < len(schema.names):
-        raise ValueError("two of its columns have the same name")
     flat_columns = {column.name for column in schema if not is_nested(column.type)}
     field = choose_field(schema.names, flat_columns, names)
     items = {column.name: getattr(column.type, "value_type", column.type) for column in schema}  # of lists of any kind
     if field in items and not is_nested(items[field]):  # texts or token ids
-        return field, [field, *(name for name in ID_FIELDS if name in schema.names)]
-    layout = layout_of(field)
-    return field, [*layout.needs, *optional_columns(layout, schema.names)]
+        columns = [field, *(name for name in ID_FIELDS if name in schema.names)]
+    else:
+        columns = [*layout_of(field).needs, *optional_columns(layout_of(field), schema.names)]
+    if doubled := [name for name in columns if schema.names.count(name) > 1]:
+        raise ValueError(f"two of its columns are named {doubled[0]}")
+    return field, columns
 
 
 def is_nested(kind: "pyarrow.DataType") -> bool:
