@@ -469,16 +469,11 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_is_remov
     for folder in others:
         flip(folder / "__0_0.distcp")
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    other_format = (
-        f"--resume: {newest}: manifest.json has format 1, and this version reads 2: resume or export with the"
-    )
-    for resume in (
-        ("--run-name", "branch", "--resume", newest),
-        ("--resume", "auto"),
-    ):  # it would be mixed with another
+    other_format = f"--resume: {newest}: manifest.json has format 1, and this version reads {saved.FORMAT}: resume or"
+    for resume in (("--run-name", "branch", "--resume", newest), ("--resume", "auto")):
         assert mistake(*resume).startswith(other_format)
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    reseal(newest, format=2)
+    reseal(newest, format=saved.FORMAT)
     flip(newest / "__0_0.distcp")
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     message = mistake("--resume", "auto", "--num-steps", STEPS + 2, exit_code=1)
