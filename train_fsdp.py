@@ -191,7 +191,7 @@ def train_step(
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
     # At stage 0 too: its shard group is one rank, so nothing is sent, and FSDP2 adds each gradient to `.grad` instead
-    # of keeping an unreduced copy beside it. set_requires_all_reduce, below, reduces among replicas.
+    # of keeping an unreduced copy too. set_requires_all_reduce, below, reduces among replicas.
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
     step_loss = models.StepLoss(model, settings.gradient_accumulation_steps)
     document_lengths = []

@@ -166,10 +166,6 @@ class ChatEncoder(TextEncoder):
         if has_spans and any(mark in text for mark in (BEGIN, END) for text in texts_in(conversation.messages)):
             raise BadConversationError("its text has U+FDD0, which is no character")
         text, spans = self.render_messages(conversation, template, count, with_spans=has_spans)
-        is_new_shape = shape_of(conversation) not in self.omissions
-        if has_spans and is_new_shape and self.render_messages(conversation, template, count).text != text:
-            problem = "its chat template changes what it has marked with {% generation %}"
-            raise no_assistant_mask(f"--dataset {conversation.position}: {problem}")
         self.check_text(conversation, template, text)
         if self.loss == "all":
             return Rendered(text, [(0, len(text))])
@@ -267,6 +263,9 @@ class ChatEncoder(TextEncoder):
         that changes neither a turn nor what is trained on."""
         shape = shape_of(conversation)
         if shape not in self.omissions:
+            if self.render_messages(conversation, template, len(conversation.messages)).text != text:
+                problem = "its chat template changes what it has marked with {% generation %}"
+                raise no_assistant_mask(f"--dataset {conversation.position}: {problem}")
             self.omissions[shape] = self.find_omissions(conversation, template)
         rendered = self.special_tokens_in(conversation, text)
         found = (*self.omissions[shape], *changed_contents(conversation, text), *rendered)
