@@ -1,5 +1,6 @@
 """The loader: the microbatches of one rank, read ahead by data workers and moved to its device; evaluation batches."""
 
+import contextlib
 import itertools
 import math
 import os
@@ -18,7 +19,12 @@ from harness.data.packing import EvalSequences, PackedSequence, create_collate_f
 from harness.data.training_data import Positions, SampleReader, TrainingData
 
 STREAM_PREFETCH = 16  # batches that a worker reads ahead of a stream: enough while a shard reads its next chunk
-NON_MODEL_KEYS = ("loss_divisor", "document_lengths")  # keys of a batch that the model does not get
+
+
+class Clock(Protocol):
+    """The part of a `utils.PerformanceTracker` that is used here."""
+
+    def data_wait(self) -> contextlib.AbstractContextManager: ...
 
 
 class DataPosition(Protocol):
@@ -31,25 +37,39 @@ class DataPosition(Protocol):
 
 
 class Batches:
-    """An iterator over a run's batches that remembers the last one, and the one with which `loop.find_non_finite` last
-    checked the state before a save."""
+    """An iterator over a run's microbatches that times the wait for them. It remembers the last microbatch of the last
+    complete step, and the one with which `loop.find_non_finite` last checked the state before a save."""
 
-    def __init__(self, batches: Iterator[dict[str, Any]]):
-        self.batches = batches
-        self.last: dict[str, Any] = {}
+    def __init__(self, batches: Iterator[dict[str, Any]], tracker: Clock):
+        self.batches, self.tracker = batches, tracker
+        self.newest: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}  # of the last complete step
         self.checked: dict[str, Any] = {}
+        self.document_lengths: list[np.ndarray] = []  # of each microbatch since the last complete step
 
     def __iter__(self) -> "Batches":
         return self
 
     def __next__(self) -> dict[str, Any]:
-        self.last = next(self.batches)
-        return dict(self.last)  # a step takes out what the model does not get
+        job.enter_phase("data")
+        with self.tracker.data_wait():
+            batch = next(self.batches)
+        self.document_lengths.append(batch.pop("document_lengths"))
+        self.newest = batch
+        return dict(batch)  # a step takes out what the model does not get
+
+    def complete_step(self) -> np.ndarray:
+        """Count the microbatches since the last call as a complete step; return the tokens of each document in them."""
+        lengths = np.concatenate(self.document_lengths)
+        self.document_lengths.clear()
+        self.last = self.newest
+        return lengths
 
     def batch_to_check(self, was_skipped: bool) -> dict[str, Any]:
-        """Return the last batch; if its step was skipped, the batch of the previous check, if there was one."""
+        """Return the last microbatch of the last complete step; if that was skipped, the one of the previous check, if
+        there was one."""
         if not (was_skipped and self.checked):
-            self.checked = {name: value for name, value in self.last.items() if name not in NON_MODEL_KEYS}
+            self.checked = {name: value for name, value in self.last.items() if name != "loss_divisor"}
         return self.checked
 
 

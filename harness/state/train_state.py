@@ -126,6 +126,7 @@ class TrainState(Counters):
             model.set_requires_all_reduce(True)
             model.set_reshard_after_backward(True)
             models.reshard(model)  # at stages below 3 parameters stay gathered between microbatches
+            models.discard_unreduced_gradients(model)
             self.optimizer.zero_grad()
             raise
 

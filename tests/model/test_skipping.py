@@ -12,7 +12,6 @@ from conftest import forked, slow_case
 from tiny import build
 
 import train_fsdp
-import utils
 from harness import model as models
 from harness.base import all_gather_objects
 from harness.job import start_processes, stop_processes
@@ -61,9 +60,7 @@ def train(workspace, flags: str) -> list[list]:
             batch["loss_divisor"] = math.nan
         clips = plant_and_clip if broken == "gradient" and is_last else clip
         with mock.patch.object(models, "clip_grad_norm", clips):
-            result = train_fsdp.train_step(
-                settings, model, optimizer, iter([batch]), utils.PerformanceTracker(0, dist.get_world_size(), 0)
-            )
+            result = train_fsdp.train_step(settings, model, optimizer, iter([batch]))
         after = bits(model, optimizer)
         changed = {name for name in after if after[name] != before[name]}
         wanted = {name for name in after if name.endswith((".step", "q_proj.weight"))}
