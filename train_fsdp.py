@@ -160,7 +160,7 @@ def sharding_policies(settings: flags.Settings, device: torch.device) -> dict[st
 
 
 def train_step(
-    settings: flags.Settings, model: FSDPModule, optimizer: torch.optim.Optimizer, batches: Iterator[dict[str, Any]]
+    settings: flags.Settings, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[dict[str, Any]]
 ) -> report.StepResult:
     """Take one optimizer step and return its result: tensors on the device. The host does not wait for them, except
     with adamw8bit. A step with a non-finite gradient norm is skipped. Each `job.enter_phase` is recorded, to say in
@@ -172,6 +172,7 @@ def train_step(
     loss is computed per microbatch and averaged over all microbatches of all ranks, so the same microbatches give the
     same router loss on any number of ranks.
     """
+    assert isinstance(model, FSDPModule)  # `build_model` has sharded it
     # At stage 0 a reduce-scatter over the one rank of its shard group sends nothing; FSDP2 then adds up gradients in
     # place, without an unreduced copy. Replicas are reduced once a step, below.
     reduce_scatters_each_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync

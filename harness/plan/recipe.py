@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from harness import flags
 
@@ -15,7 +15,7 @@ from harness import flags
 class Recipe(NamedTuple):
     build_mesh: Callable[[flags.Flags, torch.device], DeviceMesh]
     build_model: Callable[..., transformers.PreTrainedModel]
-    train_step: Callable[[flags.Settings, FSDPModule, torch.optim.Optimizer, Iterator[dict[str, Any]]], object]
+    train_step: Callable[[flags.Settings, nn.Module, torch.optim.Optimizer, Iterator[dict[str, Any]]], object]
     evaluate: Callable[..., tuple[dict[str, float], int]]
     estimate_mfu: Callable[[float, float, float, int, float | None], dict[str, float]]
     get_flops_by_length: Callable[[transformers.PreTrainedModel, np.ndarray], np.ndarray]
