@@ -47,7 +47,7 @@ class Opened:
         """The record of the data that the weights are trained on; None if no run of ours has trained them."""
         if self.dataset is not None and self.settings.num_steps:
             return self.dataset.record
-        return data.read_record(self.manifest) if self.manifest else None
+        return data.read_data_record(self.manifest) if self.manifest else None
 
     @property
     def is_chat_model(self) -> bool:
@@ -204,7 +204,7 @@ def open_training(
     job.check_machine(settings, mesh, device)
     job.check_host_memory(models.offloaded_bytes(settings, config))
     opened.dataset = data.load(
-        settings, opened.corpora, tokenizer, config, manifest=opened.manifest, sources=opened.opened_sources
+        settings, opened.corpora, tokenizer, config, manifest=opened.manifest, opening=opened.opened_sources
     )
     identity = state.describe_identity(settings, config, tokenizer, opened.dataset)
     return OpenedTraining(

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from harness import base, flags, job
 from harness.base import IGNORE_INDEX
-from harness.data.packing import EvalSequences, PackedSequence, create_collate_fn, document_lengths
+from harness.data.packing import EvalSequences, PackedSequence, collate, document_lengths
 from harness.data.training_data import Positions, SampleReader, TrainingData
 
 STREAM_PREFETCH = 16  # batches that a worker reads ahead of a stream: enough while a shard reads its next chunk
@@ -96,6 +96,7 @@ def add_loss_divisors(batches: Iterator[dict[str, Any]], microbatches_per_step: 
         in_step = trained.sum()
         job.enter_phase("labels")  # from here on a rank waits for the others, which it does not in "data"
         dist.all_reduce(in_step)
+        # infinite for a microbatch without a trained label, whose loss is 0
         for batch, divisor in zip(microbatches, (in_step / (trained * dist.get_world_size())).float(), strict=True):
             yield batch | {"loss_divisor": divisor}
 
@@ -144,7 +145,6 @@ def join_rows(
     items: Iterator[dict[str, Any]], workers: int, state: DataPosition, pins: bool
 ) -> Iterator[dict[str, Any]]:
     """Join the rows of each microbatch, of which each of `workers` reads some; see `RankBatches.worker_rows`."""
-    collate = create_collate_fn(with_shift_labels=False)
     reported = 0
     while True:
         sequences: dict[int, Any] = {}  # by row
@@ -157,7 +157,9 @@ def join_rows(
             job.print0("data      ", f"left out so far: bad records {bad:,}")
             reported = bad
         rows = [sequences[row] for row in sorted(sequences)]
-        batch = {name: tensor.pin_memory() if pins else tensor for name, tensor in collate(rows).items()}
+        batch = collate(rows, with_shift_labels=False)
+        if pins:
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         yield {**batch, "document_lengths": lengths_in(rows)}
 
 
@@ -192,11 +194,10 @@ class RankBatches(IterableDataset):
     def worker_batches(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """The batches of one of several workers: a DataLoader takes one of each worker in turn."""
         reader = SampleReader(self.data, self.positions)
-        collate = create_collate_fn(with_shift_labels=False)
         for microbatch in itertools.count(worker, workers):
             samples = self.microbatch_samples(microbatch)
             sequences, _ = reader.read(samples)
-            yield {**collate(sequences), "document_lengths": lengths_in(sequences)}
+            yield {**collate(sequences, with_shift_labels=False), "document_lengths": lengths_in(sequences)}
 
     def worker_rows(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Yield the sequences of this worker's shards in each microbatch, by row, and the positions of these shards.
@@ -226,17 +227,17 @@ def eval_batches(
     group, groups = find_group(settings)
     per_round = settings.batch_size * groups
     num_sequences = min(len(dataset), settings.eval_sequences or len(dataset))
-    collate = create_collate_fn(with_shift_labels=False)
     for number in range(math.ceil(num_sequences / per_round)):
         first = number * per_round + group * settings.batch_size
         indices = range(first, first + settings.batch_size)
-        batch = collate([dataset[index if index < num_sequences else 0] for index in indices])
+        sequences = [dataset[index if index < num_sequences else 0] for index in indices]
+        batch = collate(sequences, with_shift_labels=False)
         left_over = [index >= num_sequences for index in indices]
         batch["labels"][left_over] = IGNORE_INDEX
         yield {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def evaluating_ranks(settings: flags.Settings, number: int) -> range:
+def ranks_evaluating(settings: flags.Settings, number: int) -> range:
     """The ranks on which `eval_batches` takes the eval sequence of this number."""
     group = number // settings.batch_size % settings.groups(dist.get_world_size())
     return range(group * settings.context_parallel, (group + 1) * settings.context_parallel)

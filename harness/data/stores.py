@@ -43,8 +43,8 @@ def before_pattern(path: str) -> str:
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """Return (fsspec's file system for a URL, the path in it); a UserError if there is none. A process that is forked
-    must call this again."""
+    """Return (fsspec's file system for a URL, the path in it); a UserError if there is none. Called for each request:
+    a forked process needs a file system of its own."""
     import fsspec
 
     scheme = url.partition(":")[0].lower()

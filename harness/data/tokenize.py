@@ -16,7 +16,7 @@ import numpy as np
 
 from harness import base, job
 from harness.data.schema import LabelledIds
-from harness.data.tokens import TokenFile, id_dtype, map_numbers
+from harness.data.tokens import MappedTokens, id_dtype, map_numbers
 
 if TYPE_CHECKING:
     import tokenizers
@@ -37,8 +37,8 @@ class Encoded(NamedTuple):
     trained: np.ndarray | None = None  # loss mask, uint8: 1 for each token that is trained on; None: all are
 
 
-def take(documents: Iterator, count: int, characters: int = BATCH_CHARACTERS) -> Iterator:
-    """Yield the next documents: up to `count`, fewer if these have more than `characters`."""
+def take(documents: Iterator, count: int | None = None, characters: int = BATCH_CHARACTERS) -> Iterator:
+    """Yield the next documents: up to `count`, if it is given, fewer if these have more than `characters`."""
     for document in itertools.islice(documents, count):
         yield document
         characters -= len(document)
@@ -172,10 +172,10 @@ def write_tokens(batches: Iterator[Encoded], folder: pathlib.Path) -> None:
             total += len(encoded.tokens)
 
 
-def open_cache(folder: pathlib.Path, vocab_size: int) -> TokenFile:
+def open_cache(folder: pathlib.Path, vocab_size: int) -> MappedTokens:
     """Map the tokens of a folder of the cache."""
     trained = folder / "trained.bin"
-    return TokenFile(
+    return MappedTokens(
         tokens=map_numbers(str(folder / "tokens.bin"), id_dtype(vocab_size)),
         cache_key=folder.name,
         read_doc_ends=functools.partial(map_numbers, str(folder / "doc_ends.bin"), np.int64),
