@@ -262,7 +262,7 @@ def train(run: loop.Run, stop: job.StopRequest) -> None:
             with stop.before_each_forward(model), run.state.step_undone_if_stopped():
                 result = train_step(settings, model, run.state.optimizer, run.batches)
             run.log.keep(result)
-            run.state.advance(run.dataset)  # steps, samples, the schedule
+            run.state.advance(run.dataset, run.batches.complete_step())  # steps, samples, tokens, the schedule
         stop.can_save = True  # from here on a signal is answered by a checkpoint
         if due.log or due.save:  # an evaluation always has a log line
             loop.log_and_evaluate(run, due, stop, evaluate)

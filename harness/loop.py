@@ -253,13 +253,12 @@ def ready_run(opened: OpenedTraining, train_state: state.TrainState, recipe: pla
         changed=changed,
     )
     job.print0(header)
-    batches = data.training_batches(settings, opened.dataset, train_state, device)
-    timed_batches = data.Batches(batches, train_state.tracker)
+    batches = data.Batches(settings, opened.dataset, train_state, device)
     log = report.Log(
         settings=settings,
         state=train_state,
         data=opened.dataset,
-        batches=timed_batches,
+        batches=batches,
         folder=folder,
         device=device,
         trackers=opened.trackers,
@@ -269,7 +268,7 @@ def ready_run(opened: OpenedTraining, train_state: state.TrainState, recipe: pla
     )
     return Run(
         **vars(opened),
-        batches=timed_batches,
+        batches=batches,
         log=log,
         checkpoints=state.Checkpoints(settings, folder, opened.identity, device, log.sync),
         state=train_state,

@@ -1,6 +1,5 @@
 """The loader: the microbatches of one rank, read ahead by data workers and moved to its device; evaluation batches."""
 
-import contextlib
 import itertools
 import math
 import os
@@ -21,31 +20,31 @@ from harness.data.training_data import Positions, SampleReader, TrainingData
 STREAM_PREFETCH = 16  # batches that a worker reads ahead of a stream: enough while a shard reads its next chunk
 
 
-class Clock(Protocol):
-    """The part of a `utils.PerformanceTracker` that is used here."""
-
-    def data_wait(self) -> contextlib.AbstractContextManager: ...
-
-
 class DataPosition(Protocol):
     """The part of a run's `TrainState` that is read and moved here."""
 
     samples: int
     positions: Positions
+    tracker: Any  # a `utils.PerformanceTracker`
 
     def move_positions(self, positions: Positions) -> None: ...
 
 
 class Batches:
-    """An iterator over a run's microbatches that times the wait for them. It remembers the last microbatch of the last
-    complete step, and the one with which `loop.find_non_finite` last checked the state before a save."""
+    """An iterator over a run's `training_batches` that times the wait for them and counts their tokens. It remembers
+    the last microbatch of the last complete step, and the one with which `loop.find_non_finite` last checked the state
+    before a save."""
 
-    def __init__(self, batches: Iterator[dict[str, Any]], tracker: Clock):
-        self.batches, self.tracker = batches, tracker
+    def __init__(self, settings: flags.Settings, data: TrainingData, state: DataPosition, device: torch.device):
+        self.batches, self.tracker = training_batches(settings, data, state, device), state.tracker
+        self.ranks_per_sequence = settings.context_parallel
+        # sums on the host, as a device would have to finish the step first; without padding all ranks have equal tokens
+        self.group = job.new_gloo_group() if data.has_padding else None
         self.newest: dict[str, Any] = {}
         self.last: dict[str, Any] = {}  # of the last complete step
         self.checked: dict[str, Any] = {}
         self.document_lengths: list[np.ndarray] = []  # of each microbatch since the last complete step
+        self.step_lengths = np.empty(0, np.int64)  # tokens of each document in the last complete step on this rank
 
     def __iter__(self) -> "Batches":
         return self
@@ -58,12 +57,18 @@ class Batches:
         self.newest = batch
         return dict(batch)  # a step takes out what the model does not get
 
-    def complete_step(self) -> np.ndarray:
-        """Count the microbatches since the last call as a complete step; return the tokens of each document in them."""
-        lengths = np.concatenate(self.document_lengths)
+    def complete_step(self) -> int:
+        """Take the microbatches since the last call for a complete step; return its tokens on all ranks, without
+        padding. Every rank calls this."""
+        self.step_lengths = np.concatenate(self.document_lengths)
         self.document_lengths.clear()
         self.last = self.newest
-        return lengths
+        tokens = self.step_lengths.sum()
+        if self.group is None:
+            return int(tokens) * dist.get_world_size() // self.ranks_per_sequence
+        total = torch.tensor(tokens)
+        dist.all_reduce(total, group=self.group)
+        return int(total) // self.ranks_per_sequence
 
     def batch_to_check(self, was_skipped: bool) -> dict[str, Any]:
         """Return the last microbatch of the last complete step; if that was skipped, the one of the previous check, if

@@ -294,7 +294,7 @@ def open_stream(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
         raise base.UserError(
             f"--dataset {dataset}: holds {holds}, whose masks are in the token cache; leave out --streaming"
         )
-    stream = open_split(settings, corpus, opening, corpus.split)
+    stream = open_split(settings, corpus, opening, corpus.split, opening.num_shards)
     fingerprint = base.broadcast_from_rank_0(stream.fingerprint)
     recorded = opening.recorded_spec(corpus, fingerprint["beginning"])
     choice = choose_eval_split(settings, corpus, recorded, BY_CONTENT)
@@ -302,7 +302,7 @@ def open_stream(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
     if choice.split or choice.evaluates_documents:
         count = settings.eval_sequences  # 0: all
         if choice.split:
-            name, eval_stream = choice.split, open_split(settings, corpus, opening, choice.split)
+            name, eval_stream = choice.split, open_split(settings, corpus, opening, choice.split, num_shards=1)
             if opening.trained_on and not recorded:
                 eval_beginning = base.broadcast_from_rank_0(eval_stream.fingerprint)["beginning"]
                 refuse_trained(choice.split, eval_beginning, opening.trained_on)
@@ -318,7 +318,7 @@ def open_stream(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
     return OpenedSource(stream.reading("training") if choice.rule else stream, eval_data, spec)
 
 
-def open_split(settings: flags.Settings, corpus: Corpus, opening: Opening, split: str) -> Stream:
+def open_split(settings: flags.Settings, corpus: Corpus, opening: Opening, split: str, num_shards: int) -> Stream:
     """Open a split of a source as a stream; a UserError for a slice or token files."""
     name, bounds = parse_split(split)
     subject = f"--dataset {corpus.source.dataset}"
@@ -334,7 +334,7 @@ def open_split(settings: flags.Settings, corpus: Corpus, opening: Opening, split
         seq_len=settings.sequence_length,
         seed=settings.seed,
         skip_bad=settings.skip_bad_records,
-        num_shards=opening.num_shards,
+        num_shards=num_shards,
         document_mask=bool(settings.document_mask),
     )
 
@@ -372,7 +372,7 @@ def source_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) ->
         train = opened[source.name].train
         if source.weight is not None:
             weights[source.name] = source.weight
-        elif len(opened) == 1:
+        elif len(opened) == 1 or not settings.num_steps:
             weights[source.name] = Fraction(1)
         elif isinstance(train, Stream):
             raise base.UserError(

@@ -70,8 +70,10 @@ class TextEncoder:
         if not texts:
             return self.join(documents, counts)
         if self.tokenizer is None or self.tokenizer.eos_token_id is None:
-            name = getattr(self.tokenizer, "name_or_path", "there is none")
-            raise base.UserError(f"--tokenizer {name}: it has no end-of-text token (eos_token), which text needs")
+            if self.tokenizer is None:
+                raise base.UserError("--tokenizer: there is none, and text needs one; name it")
+            problem = "it has no end-of-text token (eos_token), which text needs"
+            raise base.UserError(f"--tokenizer {self.tokenizer.name_or_path}: {problem}")
         encoded, end = iter(encode_texts(self.tokenizer, texts)), self.tokenizer.eos_token_id
         arrays = []
         for document in documents:

@@ -157,7 +157,6 @@ class Log(contextlib.AbstractContextManager):
         if due.profile_begins:
             self.profile.enter_context(profiling(self.folder, self.state))
         yield due
-        document_lengths = self.batches.complete_step()
         if due.profile_ends:
             self.profile.close()
         self.bar.update()
@@ -170,7 +169,8 @@ class Log(contextlib.AbstractContextManager):
             # Exact for each interval and for streams, unlike a mean over the corpus. Each rank multiplies the FLOPs of
             # its group's documents by the number of groups; a log line has the mean over ranks.
             groups = self.settings.groups(dist.get_world_size())
-            flops = groups * float(document_lengths @ self.flops_by_length[document_lengths])
+            lengths = self.batches.step_lengths
+            flops = groups * float(lengths @ self.flops_by_length[lengths])
             self.speed = self.state.tracker.step(tokens, flops / tokens, synchronize=due.log)
 
     def keep(self, result: StepResult) -> None:

@@ -97,7 +97,7 @@ class TrainState(Counters):
 
     # ---- Counting ----------------------------------------------------------------------------------------------------
 
-    def advance(self, data: corpora.TrainingData) -> None:
+    def advance(self, data: corpora.TrainingData, tokens: int) -> None:
         """Count an optimizer step of `data`, the training data: samples, tokens and the learning rate schedule."""
         self.step += 1
         self.eval_loss = None
@@ -105,7 +105,7 @@ class TrainState(Counters):
         self.step_positions.clear()
         samples = data.record.samples_of_step(self.step)
         self.samples += len(samples)
-        self.tokens += data.count_tokens(samples)
+        self.tokens += tokens
         self.scheduler.step()
         self.learning_rate = float(self.scheduler.get_last_lr()[0])
 
