@@ -149,6 +149,12 @@ def dequantizer(config: transformers.PretrainedConfig) -> "HfQuantizer | None":
     return quantizer
 
 
+def open_weights(model: Any, layers: nn.ModuleList, name: str, dtype: torch.dtype) -> "PretrainedWeights":
+    """Open the weights of a --model, a folder or hub id. Every rank calls this: an error on one node is raised on all
+    ranks."""
+    return base.call_on_all_ranks(lambda: PretrainedWeights(model, layers, configs.find_source(name), dtype))
+
+
 class PretrainedWeights:
     """The safetensors of a local folder or hub id, read one decoder layer at a time.
 

@@ -73,7 +73,7 @@ def layer_period(model: nn.Module) -> int:
     return len(layers)
 
 
-def check_dtypes(model: Any, precision: str) -> None:
+def check_trained_dtypes(model: Any, precision: str) -> None:
     """Check that trained weights have one dtype, as FSDP2 requires; `model` has no storage yet.
 
     Raises:

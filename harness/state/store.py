@@ -58,7 +58,7 @@ class Checkpoints:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
-            self.finish()
+            self.wait()
 
     def save(self, state: TrainState, wait: bool = False) -> None:
         """Save `state`. Returns after the copy to host memory, or with `wait` when all is on disk. Every rank calls
@@ -67,7 +67,7 @@ class Checkpoints:
             start = time.perf_counter()
             job.enter_phase("save")
             if wait or self._is_best(state):
-                self.finish()
+                self.wait()
             if any(base.all_gather_objects(self.thread is not None and self.thread.is_alive())):
                 job.print0(f"skipped    checkpoint at step {state.step}: the previous one is still being written")
                 return
@@ -139,7 +139,7 @@ class Checkpoints:
                     best = path, loss
         return best
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait for the save in progress."""
         job.enter_phase("save")
         if self.thread is not None:

@@ -20,7 +20,7 @@ import families
 import utils
 from harness import model as models
 from harness.base import UserError
-from harness.model import flops, loss
+from harness.model import flops, loss, pretrained
 from harness.model.configs import find_training_obstacle, load_config
 from harness.model.context import ContextGroup
 from harness.model.matrices import matrix_weights
@@ -70,7 +70,7 @@ def materialized(config, dtype=torch.float32, folder=None):
     model = models.on_meta(config, "eager", dtype)
     layers = models.decoder_layers(model)
     source = models.find_source(str(folder))
-    weights = models.PretrainedWeights(model, layers, source, dtype) if folder else None
+    weights = pretrained.PretrainedWeights(model, layers, source, dtype) if folder else None
     in_layers = [list(layer.modules()) for layer in layers]
     outside = set(model.modules()) - {module for modules in in_layers for module in modules}
     torch.manual_seed(0)

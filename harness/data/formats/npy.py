@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from harness.data.tokens import TokenFile, damaged
+from harness.data.tokens import MappedTokens, damaged
 
 SUFFIXES = (".npy",)
 
 
-def open_tokens(file: str, vocab_size: int) -> TokenFile:
+def open_tokens(file: str, vocab_size: int) -> MappedTokens:
     array = np.load(file, mmap_mode="r")
     if array.dtype.kind not in "iu":
         raise damaged(file, f"its numbers are {array.dtype.name}; token ids are integers", "convert it")
@@ -16,4 +16,4 @@ def open_tokens(file: str, vocab_size: int) -> TokenFile:
         raise damaged(file, fault, "save it with np.ascontiguousarray")
     sizes = " x ".join(f"{length:,}" for length in array.shape)
     tokens = array.view(np.ndarray).reshape(-1)
-    return TokenFile(tokens, file, f"NumPy's .npy, {array.dtype.name}, {sizes}")
+    return MappedTokens(tokens, file, f"NumPy's .npy, {array.dtype.name}, {sizes}")
