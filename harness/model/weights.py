@@ -65,8 +65,9 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     }
     if not lists:
         raise base.UserError(f"--model: no list of {count} decoder layers found in {type(model).__name__}")
-    outermost = min(lists, key=lambda name: name.count("."))
-    return lists[outermost]
+    in_decoder = set(model.get_decoder().modules())
+    names = [name for name, module in lists.items() if module in in_decoder] or [*lists]
+    return lists[min(names, key=lambda name: name.count("."))]
 
 
 def layer_period(model: nn.Module) -> int:

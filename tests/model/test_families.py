@@ -25,6 +25,7 @@ from harness.base import UserError
 from harness.model import flops, loss
 from harness.model.configs import find_training_obstacle, load_config
 from harness.model.context import ContextGroup
+from harness.model.lora import decoder_linears
 from harness.model.matrices import matrix_weights
 from harness.model.optimization import decay_matrices
 from harness.model.routing import watch_routers
@@ -148,6 +149,19 @@ def test_the_text_part_of_a_family_is_read_from_its_export(tmp_path, family):
     assert read.get_text_config().hidden_size == model.config.hidden_size
 
 
+def test_the_decoder_layers_are_those_of_the_text_although_an_image_tower_has_as_many():
+    model = models.on_meta(families.small_config("got_ocr2"))
+    assert models.decoder_layers(model) is model.model.language_model.layers
+
+
+@pytest.mark.parametrize(
+    "family, linears, other", [("deepseek_v4", "o_b_proj", "o_a_proj"), ("falcon", "query_key_value", "")]
+)
+def test_a_subclass_of_linear_that_computes_something_else_has_no_adapters(family, linears, other):
+    found = {name.split(".")[-1] for name in decoder_linears(models.on_meta(families.small_config(family)))}
+    assert linears in found and other not in found
+
+
 @pytest.mark.slow
 def test_rope_that_is_scaled_is_read_from_the_export_of_every_family_as_it_was_trained(tmp_path):
     compared, refused = 0, []
@@ -195,6 +209,15 @@ def test_the_load_of_every_router_is_that_of_its_experts():
         assert loss == model(input_ids=tokens, labels=tokens, use_cache=False, output_router_logits=True).loss
         compared.append(name)
     assert {"minimax_m2", "phimoe", "qwen3_moe"} < set(compared) and len(compared) > 20
+
+
+def test_a_router_of_product_keys_is_not_watched():
+    config = families.small_config("doge")
+    config.update({"is_moe": True, "num_experts": 16})
+    model = AutoModelForCausalLM.from_config(config)
+    watch_routers(model, "random", ContextGroup())
+    tokens = torch.randint(1, 500, (2, 32))
+    assert model(input_ids=tokens, labels=tokens).loss.isfinite() and model.routing is None
 
 
 def test_a_router_loss_that_is_not_known_is_no_part_of_the_loss():
