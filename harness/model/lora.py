@@ -192,7 +192,13 @@ def decoder_linears(model: nn.Module) -> list[str]:
     """The names of the linears of a model's decoder layers, without the routers of experts."""
     inside = {module for layer in decoder_layers(model) for module in layer.modules()}
     inside -= {module for router, _ in find_routers(model) for module in router.modules()}
-    return [n for n, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module in inside]
+    return [name for name, module in model.named_modules() if module in inside and is_linear(module)]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for a linear, also GPT-2's. A subclass with sizes of another kind computes something else, such as
+    DeepSeek-V4's projection of groups."""
+    return isinstance(module, Conv1D) or type(module).__init__ is nn.Linear.__init__
 
 
 def matching_modules(target: str | list[str], model: nn.Module, saved: LoraConfig | None = None) -> list[str]:

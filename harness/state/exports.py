@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from harness import base, data, flags, job
 from harness import model as models
@@ -340,6 +340,10 @@ def model_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
     """Return the config of an export. A model with random initial weights gets the tokenizer's BOS and EOS, which it
     was trained with. The padding token stays, as its embedding gets no gradient."""
     config = copy.deepcopy(model.config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # of the text part of mllama or emu3, read inside the full one
+        kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+        full = next(kind for kind in kinds if kind.sub_configs.get("text_config") is type(config))
+        config = full(text_config=config, tie_word_embeddings=config.tie_word_embeddings)
     config.update({"architectures": [type(model).__name__.removeprefix("FSDP")], "use_cache": True})
     config.get_text_config().use_cache = True
     config.dtype = next(model.parameters()).dtype
