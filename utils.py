@@ -159,10 +159,10 @@ def get_flops_by_length(
     text = on_meta.config.get_text_config()
     matmuls = 6 * matmul_parameters(on_meta, text)
     skips_masked = not models.computes_every_score(config)
-    is_confirmed = models.count_flops(on_meta, 4) == 4 * (matmuls + attention_flops(text, np.array([4]))[0])
+    is_confirmed = models.count_flops(on_meta, 4) == 4 * (matmuls + attention_flops(text, np.array([4])).sum())
     has_frozen = isinstance(model, torch.nn.Module) and models.has_frozen(model)
     if is_confirmed and not has_frozen:
-        return matmuls + attention_flops(text, lengths, skips_masked, causal)
+        return matmuls + attention_flops(text, lengths, skips_masked, causal).sum(0)
     if causal and not is_confirmed:
         problem = f"the FLOPs of {text.model_type} come from torch's counter, which knows no causal masks"
         raise ValueError(f"causal=True: {problem}")
@@ -172,7 +172,11 @@ def get_flops_by_length(
     # length, so that of two lengths gives it for all.
     longest = int(lengths[-1])
     counted = models.count_flops(on_meta, longest) / longest
-    masked_out = attention_flops(text, lengths) - attention_flops(text, lengths, skips_masked, causal)
+    masked_flops = attention_flops(text, lengths) - attention_flops(text, lengths, skips_masked, causal)
+    if has_frozen and masked_flops.any():
+        per_key = attention_flops(text, np.array([1]))
+        masked_flops *= models.attention_flops_per_key(on_meta)[:, None] / np.maximum(per_key, 1)
+    masked_out = masked_flops.sum(0)
     if len(lengths) == 1:
         return counted - masked_out
     half = max(longest // 2, 1)
@@ -204,7 +208,7 @@ def matmul_parameters(model: torch.nn.Module, config: "transformers.PretrainedCo
 def attention_flops(
     config: "transformers.PretrainedConfig", lengths: np.ndarray, skips_masked: bool = False, causal: bool = False
 ) -> np.ndarray:
-    """FLOPs per token of softmax attention in sequences of each of `lengths`, float64: in each layer
+    """FLOPs per token of softmax attention in sequences of each of `lengths`, float64 (layers, lengths): in each layer
     6 x heads x (head_dim of keys + that of values) x keys.
 
     A query meets all keys of its sequence, or with `skips_masked` those of its layer's window or chunk. If `causal`, it
@@ -215,7 +219,7 @@ def attention_flops(
     if not layer_types:  # all alike, with a window if the config has one; Moshi's layers ignore it
         layer_types = ["full_attention" if config.model_type == "moshi" else "sliding_attention"]
         layer_types *= config.num_hidden_layers
-    total = np.zeros(len(lengths))
+    flops = np.zeros((len(layer_types), len(lengths)))
     for index, layer_type in enumerate(layer_types):
         layer = config.per_layer_config[index] if hasattr(config, "per_layer_config") else config
         heads = getattr(layer, "num_attention_heads", 0)
@@ -231,8 +235,8 @@ def attention_flops(
         elif causal:
             # the first queries of a sequence have no full window before them
             keys = keys * (1 - keys / (2 * np.maximum(lengths, 1)))
-        total += 6 * heads * (qk_dim + v_dim) * keys
-    return total
+        flops[index] = 6 * heads * (qk_dim + v_dim) * keys
+    return flops
 
 
 def estimate_mfu(
