@@ -159,18 +159,21 @@ def get_flops_by_length(
     text = on_meta.config.get_text_config()
     matmuls = 6 * matmul_parameters(on_meta, text)
     skips_masked = not models.computes_every_score(config)
-    formula_holds = models.count_flops(on_meta, 4) == 4 * (matmuls + attention_flops(text, np.array([4]))[0])
+    formula_holds = models.count_flops(on_meta, 4) == 4 * (matmuls + attention_flops(text, np.array([4])).sum())
     if causal and not formula_holds:
         problem = f"the FLOPs of {text.model_type} come from torch's counter, which knows no causal masks"
         raise ValueError(f"causal=True: {problem}")
     has_frozen = isinstance(model, torch.nn.Module) and models.has_frozen(model)
     if formula_holds and not has_frozen:
-        return matmuls + attention_flops(text, lengths, skips_masked, causal)
+        return matmuls + attention_flops(text, lengths, skips_masked, causal).sum(0)
     if has_frozen:
         models.freeze_as_in(model, on_meta)
     # torch counts whole score matrices, also what masks leave out
     masked_out = attention_flops(text, lengths) - attention_flops(text, lengths, skips_masked, causal)
-    return counted_by_length(on_meta, lengths) - masked_out
+    if has_frozen and masked_out.any():  # layers compute fewer products then
+        per_key = attention_flops(text, np.array([1]))
+        masked_out *= models.attention_flops_per_key(on_meta)[:, None] / np.maximum(per_key, 1)
+    return counted_by_length(on_meta, lengths) - masked_out.sum(0)
 
 
 def counted_by_length(on_meta: torch.nn.Module, lengths: np.ndarray) -> np.ndarray:
@@ -211,7 +214,7 @@ def matmul_parameters(model: torch.nn.Module, config: "transformers.PretrainedCo
 def attention_flops(
     config: "transformers.PretrainedConfig", lengths: np.ndarray, skips_masked: bool = False, causal: bool = False
 ) -> np.ndarray:
-    """FLOPs per token of softmax attention in sequences of each of `lengths`, float64: in each layer
+    """FLOPs per token of softmax attention in sequences of each of `lengths`, float64 (layers, lengths): in each layer
     6 x heads x (head_dim of keys + that of values) x keys.
 
     A query meets all keys of its sequence, or with `skips_masked` those of its layer's window or chunk. If `causal`, it
@@ -221,7 +224,7 @@ def attention_flops(
     if not layer_types:  # all alike, with a window if the config has one; Moshi's layers ignore theirs
         layer_types = ["full_attention" if config.model_type == "moshi" else "sliding_attention"]
         layer_types *= config.num_hidden_layers
-    total, positive = np.zeros(len(lengths)), np.maximum(lengths, 1)
+    flops, positive = np.zeros((len(layer_types), len(lengths))), np.maximum(lengths, 1)
     for index, layer_type in enumerate(layer_types):
         layer = config.per_layer_config[index] if hasattr(config, "per_layer_config") else config
         heads = getattr(layer, "num_attention_heads", 0)
@@ -241,8 +244,8 @@ def attention_flops(
         elif causal:
             # the first queries of a sequence have no full window before them
             keys = keys * (1 - keys / (2 * positive))
-        total += 6 * heads * (qk_dim + v_dim) * keys
-    return total
+        flops[index] = 6 * heads * (qk_dim + v_dim) * keys
+    return flops
 
 
 def estimate_mfu(

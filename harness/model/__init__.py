@@ -16,7 +16,14 @@ from harness.model.configs import find_source, load_config, read_generation_conf
 from harness.model.context import check_context_parallel, most_ranks_per_sequence
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
-from harness.model.flops import CORRECTED_FORMULAS, computes_every_score, count_flops, eager_on_meta, flops_or_zeros
+from harness.model.flops import (
+    CORRECTED_FORMULAS,
+    attention_flops_per_key,
+    computes_every_score,
+    count_flops,
+    eager_on_meta,
+    flops_or_zeros,
+)
 from harness.model.lora import (
     Adapters,
     describe_adapters,
@@ -67,6 +74,7 @@ __all__ = [
     "StepLoss",
     "adapt_forward",
     "as_in_checkpoint",
+    "attention_flops_per_key",
     "avoid_copies_on_one_rank",
     "build_optimizer",
     "build_scheduler",

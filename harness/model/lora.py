@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 ADAPTERS_FILE = "adapter_model.safetensors"
 PREFIX, NAME = "base_model.model.", ".default."  # parts of peft's names: its wrapper, the adapters of a model
+# what torch.compile, checkpoint_wrapper and FSDP1 put into the names of parameters
+WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 ALL_LINEARS = (None, ("all-linear",))  # values of --lora-targets; the latter is peft's word
 NOT_SUPPORTED_BY_PEFT = "peft has no place for adapters of that name in this family"
 # The fields of an adapter_config.json that are followed, or have no effect on the trained tensors. A folder that sets
@@ -119,12 +121,12 @@ def lora_config(**fields: Any) -> LoraConfig:
     return peft.LoraConfig(**fields)
 
 
-def inject_on_meta(config: LoraConfig, model: nn.Module) -> None:
+def inject_on_meta(config: LoraConfig, model: nn.Module, name: str = "default") -> None:
     """Inject adapters without storage into a model, or a layer of one."""
     import peft
 
     with quiet_on_meta():
-        peft.inject_adapter_in_model(config, model)
+        peft.inject_adapter_in_model(config, model, name)
 
 
 @contextlib.contextmanager
@@ -147,13 +149,22 @@ def trained_on_meta(settings: flags.Settings, config: transformers.PretrainedCon
 
 def freeze_as_in(trained: Any, model: nn.Module) -> None:
     """Inject the adapters of `trained`, if it has some, into a model without, and freeze the parameters that are frozen
-    there."""
+    there.
+
+    Raises:
+        ValueError: `trained` has several adapters, or lacks a parameter of the model.
+    """
     if adapters := getattr(trained, "peft_config", None):
-        (config,) = adapters.values()
-        inject_on_meta(copy.deepcopy(config), model)
-    is_trained = {name.removeprefix(PREFIX): one.requires_grad for name, one in trained.named_parameters()}
+        if len(adapters) > 1:
+            raise ValueError(f"FLOPs are counted with one adapter, and the model has {', '.join(adapters)}")
+        ((name, config),) = adapters.items()
+        inject_on_meta(copy.deepcopy(config), model, name)
+    named = ((WRAPPERS.sub("", name), parameter) for name, parameter in trained.named_parameters())
+    is_trained = {name.removeprefix(PREFIX): parameter.requires_grad for name, parameter in named}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trained.get(name, True))
+        if name not in is_trained:
+            raise ValueError(f"the model lacks {name}, which its config has")
+        parameter.requires_grad_(is_trained[name])
 
 
 # ---- Target linears --------------------------------------------------------------------------------------------------
