@@ -163,6 +163,7 @@ def export(
     write(lambda: make_folder(temporary))
     write_weights(temporary, settings, state, trained_on)
     write(lambda: write_configs(temporary, settings, state.model, tokenizer, stop_ids))
+    write(lambda: sync_folder(temporary))  # a power cut must not leave half an export where an earlier one was removed
     base.broadcast_from_rank_0(lambda: publish(settings, temporary, {state.run_id, replaced_run}))
     parts = [os.path.expanduser(settings.export), state.describe_steps()]
     if settings.lora_rank:
@@ -194,6 +195,11 @@ def write_on_rank_0(settings: flags.Settings, temporary: pathlib.Path, write: Ca
 def make_folder(folder: pathlib.Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed export
     folder.mkdir(parents=True)
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        base.sync_to_disk(path)
 
 
 @base.working()

@@ -233,7 +233,7 @@ class Checkpoints:
             if dist.get_rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             problem = f"checkpoint {final.name}: {base.first_line(error)}"
-            job.print0(f"failed     {problem}; the run continues, older checkpoints stay")
+            job.print0(f"failed     {problem}; older checkpoints stay")
             return
         megabytes = sum(size for size, _ in files.values()) / 1e6
         paused = "" if pause is None else f", training paused for {pause:.3f} s"

@@ -389,7 +389,7 @@ def test_a_full_disk_is_reported_and_the_run_continues_and_exits_with_1(run, mis
     assert message.startswith("--checkpoint-interval: 2 checkpoints could not be saved")
     output = capsys.readouterr().out
     for step in (4, 6):
-        assert f"failed     checkpoint step-{step:08d}: [Errno 27] File too large; the run continues" in output
+        assert f"failed     checkpoint step-{step:08d}: [Errno 27] File too large; older checkpoints stay" in output
     assert names(tmp_path / "r") == checkpoint_names(2)
     assert steps_of(tmp_path / "r") == steps_of(finished)
     assert run("r", "--resume", "auto", "--checkpoint-interval", 2) == 0  # there is room again

@@ -1,6 +1,7 @@
 """An export serves: what was written loads everywhere with the weights, the tokenizer and the habits of its source."""
 
 import json
+import os
 import pathlib
 import shutil
 
@@ -266,6 +267,13 @@ def test_an_export_goes_to_an_empty_folder_and_where_a_link_leads(run, tmp_path)
         assert run("r", "--resume", "auto", "--export", tmp_path / name) == 0
         assert (tmp_path / name / "config.json").exists()
     assert (tmp_path / "link").readlink().name == "created" and hidden_files(tmp_path) == []
+
+
+def test_an_export_is_synced_to_disk(run, tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino) or fsync(file))
+    assert run("r", "--export", tmp_path / "export") == 0
+    assert {path.name for path in (tmp_path / "export").iterdir() if path.stat().st_ino not in synced} == set()
 
 
 def test_an_export_that_cannot_be_renamed_to_its_folder_has_another_name(mistake, monkeypatch, tmp_path):
