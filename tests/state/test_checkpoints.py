@@ -481,6 +481,13 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_is_remov
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
 
 
+def test_checkpoints_that_cannot_be_read_are_no_fresh_start(mistake, copied):
+    (copied / "checkpoints").rename(copied / "elsewhere")
+    (copied / "checkpoints").write_text("")
+    message = mistake("--resume", "auto", exit_code=1)
+    assert message == f"--resume auto: {copied / 'checkpoints'} cannot be read (Not a directory)"
+
+
 def test_a_run_is_saved_where_a_damaged_checkpoint_was_skipped(run, copied, capsys):
     """Stopped at the step of a damaged one, whose manifest is intact: it is no checkpoint of this run."""
     flip(copied / "checkpoints" / "step-00000006" / "__0_0.distcp")

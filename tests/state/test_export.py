@@ -317,6 +317,26 @@ def test_an_export_that_another_run_wrote_meanwhile_stays_and_this_one_has_anoth
     assert hidden_files(tmp_path) == []
 
 
+def test_an_export_is_complete_though_another_one_of_the_run_begins_and_fails_meanwhile(
+    device, tuned, monkeypatch, tmp_path
+):
+    write_configs = exports.write_configs
+    flags = ["--num-steps", 0, "--resume", tuned / "r", "--export", tmp_path / "export"]
+
+    def write_late(*arguments):
+        monkeypatch.setattr(exports, "write_configs", write_configs)
+        with files_of_at_most(50_000), pytest.raises(UserError, match="cannot be written"):
+            train(flags, device)
+        write_configs(*arguments)
+
+    run_id = saved.read_config(tuned / "r")["run_id"]
+    (tmp_path / f".export.{run_id}-0.writing").mkdir()  # by an export that was killed
+    monkeypatch.setattr(exports, "write_configs", write_late)
+    assert train(flags, device) == 0
+    assert {path.name for path in (tmp_path / "export").iterdir()} == {p.name for p in (tuned / "export").iterdir()}
+    assert hidden_files(tmp_path) == []
+
+
 def test_a_tokenizer_without_an_end_token_writes_all_tokens(tuned, device, tmp_path, capfd):
     export = shutil.copytree(tuned / "export", tmp_path / "export")
     names = read(export, "tokenizer_config")
