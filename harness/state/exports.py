@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import glob
 import hashlib
 import itertools
 import json
@@ -11,6 +12,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -154,15 +156,17 @@ def export(
             exported to it meanwhile; then this export has another name.
     """
     final = export_folder(settings)
-    temporary = final.with_name(f".{final.name}.{state.run_id}.writing")  # other runs may write theirs at the same time
+    # a new name, as other processes may write an export of this run at the same time
+    temporary = final.with_name(f".{final.name}.{state.run_id}-{uuid.uuid4().hex[:8]}.writing")
 
     problem = state.describe_fault()
     if problem:
         raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
     write = functools.partial(write_on_rank_0, settings, temporary)
-    write(lambda: make_folder(temporary))
+    write(lambda: temporary.mkdir(parents=True))
     write_weights(temporary, settings, state, trained_on)
     write(lambda: write_configs(temporary, settings, state.model, tokenizer, stop_ids))
+    write(lambda: sync_folder(temporary))  # a power cut must not leave half an export where an earlier one was removed
     base.broadcast_from_rank_0(lambda: publish(settings, temporary, {state.run_id, replaced_run}))
     parts = [os.path.expanduser(settings.export), state.describe_steps()]
     if settings.lora_rank:
@@ -191,9 +195,9 @@ def write_on_rank_0(settings: flags.Settings, temporary: pathlib.Path, write: Ca
     base.broadcast_from_rank_0(write_or_clean_up)
 
 
-def make_folder(folder: pathlib.Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # left by a killed export
-    folder.mkdir(parents=True)
+def sync_folder(folder: pathlib.Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        base.sync_to_disk(path)
 
 
 @base.working()
@@ -220,6 +224,9 @@ def publish(settings: flags.Settings, new: pathlib.Path, replaced_runs: set[str]
         cause = f"cannot be replaced ({error.strerror})" if isinstance(error, OSError) else "was written meanwhile"
         problem = f"--export: {settings.export} {cause}; this export is in {free}"
         raise base.UserError(problem, exit_code=1) from error
+    unfinished, _, _ = new.name.rpartition("-")
+    for leftover in final.parent.glob(f"{glob.escape(unfinished)}-*.writing"):  # of killed exports of this run
+        shutil.rmtree(leftover, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
 
 
