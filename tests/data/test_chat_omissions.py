@@ -283,7 +283,12 @@ def test_chatml_is_the_usual_one(tokenizer):
     assert prompt == text + "<|im_start|>assistant\n"
 
 
-def test_another_name_is_refused_with_those_that_there_are():
+def test_a_file_with_a_byte_order_mark_is_read_and_json_or_another_name_is_refused(tmp_path):
+    (tmp_path / "a.jinja").write_text(CHATML, encoding="utf-8-sig")
+    assert base.read_template(str(tmp_path / "a.jinja")) == CHATML
+    (tmp_path / "a.json").write_text(json.dumps({"chat_template": CHATML}))
+    with pytest.raises(UserError, match=r"a.json: it is JSON; copy its chat_template into a jinja file"):
+        base.read_template(str(tmp_path / "a.json"))
     with pytest.raises(UserError, match=r"--chat-template chatm: cannot be read .* or one of chatml, llama3, mistral"):
         base.read_template("chatm")
 
