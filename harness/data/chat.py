@@ -301,9 +301,9 @@ class ChatEncoder(TextEncoder):
         """Find special tokens in the texts of messages: an error if the text was rendered before, as in
         `<|im_start|>user\nHi<|im_end|>` (see `is_rendered`), else a warning."""
         content = "\n".join(texts_in(conversation.messages))
-        tokens = [token for token in self.special_tokens if token in content]
-        if not tokens:
+        if not self.special_token.search(content):
             return
+        tokens = [token for token in self.special_tokens if token in content]
         if all(text.count(token) == content.count(token) for token in self.special_tokens):
             return  # the template adds none: it is for texts that are rendered already
         for token in tokens:
@@ -320,6 +320,11 @@ class ChatEncoder(TextEncoder):
     @functools.cached_property
     def special_tokens(self) -> list[str]:
         return [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+
+    @functools.cached_property
+    def special_token(self) -> re.Pattern:
+        """A pattern of all special tokens, faster than to look for each of 1,000."""
+        return re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
 
     def encode_rendered(self, rendered: list[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield (tokens, mask) of each text; a token is trained on if one of its characters is. `apply_chat_template`
