@@ -2,6 +2,8 @@
 
 from __future__ import annotations  # for older interpreters, which `versions` refuses
 
+import contextlib
+import json
 import pathlib
 import re
 from collections.abc import Iterable
@@ -65,7 +67,11 @@ def read_template(name: str | None) -> str | None:
     if name is None:
         return None
     try:
-        return chat_templates().get(name, pathlib.Path(name).expanduser()).read_text(encoding="utf-8")
+        template = chat_templates().get(name, pathlib.Path(name).expanduser()).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         problem = f"cannot be read ({first_line(error)}); name a jinja file, or one of {', '.join(chat_templates())}"
         raise UserError(f"--chat-template {name}: {problem}") from error
+    with contextlib.suppress(ValueError):
+        json.loads(template)  # of tokenizer_config.json or chat_template.json; no template is JSON
+        raise UserError(f"--chat-template {name}: it is JSON; copy its chat_template into a jinja file")
+    return template

@@ -210,10 +210,7 @@ class ChatEncoder(TextEncoder):
         """Find the characters of each trained turn of the assistant in the rendered `text` of a conversation."""
         spans = []
         for number, message in enumerate(conversation.messages):
-            role = message["role"]
-            if role != "assistant" and ROLES.get(role.lower()) == "assistant":
-                raise BadConversationError(f"its role {role} is not trained on; name it assistant")
-            if role != "assistant" or number < conversation.first_trained:
+            if message["role"] != "assistant" or number < conversation.first_trained:
                 continue
             try:
                 first = self.prefix_length(conversation, template, text, number, add_generation_prompt=True)
@@ -265,7 +262,10 @@ class ChatEncoder(TextEncoder):
             if self.render_messages(conversation, template, len(conversation.messages)).text != text:
                 problem = "its chat template changes what it has marked with {% generation %}"
                 raise no_assistant_mask(f"--dataset {conversation.position}: {problem}")
-            self.omissions[shape] = self.find_omissions(conversation, template)
+            self.omissions[shape] = [
+                *self.find_unknown_roles(conversation, template),
+                *self.find_omissions(conversation, template),
+            ]
         rendered = self.special_tokens_in(conversation, text)
         found = (*self.omissions[shape], *changed_contents(conversation, text), *rendered)
         for omission in dict.fromkeys(found):  # once, though several messages may have it
@@ -283,13 +283,26 @@ class ChatEncoder(TextEncoder):
             return []
         return list(dict.fromkeys(mark.omission for mark in marks if (mark.word in text) != mark.must_appear))
 
+    def find_unknown_roles(self, conversation: Conversation, template: str) -> Iterator[Omission]:
+        """Find roles by other names than templates have, such as human: an error if the assistant's turns are not
+        trained on for it, a warning if the template does not mention the name."""
+        for role in dict.fromkeys(message["role"] for message in conversation.messages):
+            name = ROLES.get(role.lower(), role)
+            if name == role:
+                continue
+            is_known = re.search(rf"""['"]{re.escape(role)}['"]""", template) is not None
+            if name == "assistant" and self.loss != "all" and not (is_known and has_generation(template)):
+                yield Omission(f"its role {role} is not trained on; name it assistant")
+            elif not is_known:
+                yield Omission(f"the chat template does not know its role {role}; name it {name}", is_fault=False)
+
     def special_tokens_in(self, conversation: Conversation, text: str) -> Iterator[Omission]:
         """Find special tokens in the texts of messages: an error if the text was rendered before, as in
         `<|im_start|>user\nHi<|im_end|>` (see `is_rendered`), else a warning."""
         content = "\n".join(texts_in(conversation.messages))
-        tokens = [token for token in self.special_tokens if token in content]
-        if not tokens:
+        if not self.special_token.search(content):
             return
+        tokens = [token for token in self.special_tokens if token in content]
         if all(text.count(token) == content.count(token) for token in self.special_tokens):
             return  # the template adds none: it is for texts that are rendered already
         for token in tokens:
@@ -306,6 +319,11 @@ class ChatEncoder(TextEncoder):
     @functools.cached_property
     def special_tokens(self) -> list[str]:
         return [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+
+    @functools.cached_property
+    def special_token(self) -> re.Pattern:
+        """A pattern of all special tokens, faster than to look for each of 1,000."""
+        return re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
 
     def encode_rendered(self, rendered: list[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield (tokens, mask) of each text; a token is trained on if one of its characters is. `apply_chat_template`
@@ -449,7 +467,10 @@ def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
             if isinstance(arguments, dict):
                 call["arguments"] = {name: mark(omitted) for name in arguments}
             elif arguments:
-                call["arguments"] = mark(omitted)
+                word = mark(omitted)
+                call["arguments"] = f'{{"{word}": 0}}'
+                quoted = f"writes arguments of {called}, which are JSON text, as a quoted text; give them as an object"
+                marks.append(Mark(f'\\"{word}', False, Omission(f"the chat template {quoted}", is_fault=False)))
         for part in parts_of(message):
             what = f"the content of its {role} is a list of parts, which the chat template"
             parts_advice = "give the text alone, or a template that reads parts"

@@ -27,6 +27,7 @@ MAX_CUT_SHARE = 0.1  # maximum share of documents longer than a sequence without
 MAX_UNEVEN = 1.5  # maximum ratio of the sizes of stream shards without a word in the header
 EXAMPLE_RECORDS = 1000  # records searched for examples
 MAX_EXAMPLES, EXAMPLE_TOKENS = 4, 200
+SEARCHED_TOKENS = 2**20  # for one that ends an answer
 THOUGHTS = {"reasoning_content", "reasoning", "thinking"}  # fields of messages
 MAX_PRINTED = 200  # characters of a document in a sample
 
@@ -135,9 +136,21 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader,
         documents = base.counted(train.num_documents(), document)
         lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
     if train.has_loss_mask and with_example:
+        if corpus.is_chat and not base.broadcast_from_rank_0(lambda: trains_special_token(train, reader.tokenizer)):
+            problem = "no special token is trained on, so the model does not learn to end an answer"
+            advice = "give a template that marks the end token too, one of the tokenizer's, with --chat-template FILE"
+            job.warn(f"--dataset {corpus.source.dataset}: {problem}; {advice}")
         examples = base.broadcast_from_rank_0(lambda: find_examples(corpus, reader))
         lines["examples"] = f"(of the first records of the files; [[ ]] is around what is trained on)\n{examples}"
     return lines
+
+
+def trains_special_token(train: PackedDataset, tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """False if no trained token among the first SEARCHED_TOKENS is special, as one that ends an answer is."""
+    tokens = train.tokens[:SEARCHED_TOKENS]
+    trained = tokens[train.tokens.trained(0, len(tokens)).astype(bool)]
+    special = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
+    return not len(trained) or bool(np.isin(trained, [*special, *tokenizer.all_special_ids]).any())
 
 
 def warn_of_cuts(train: WholeDocumentDataset, document: str) -> str:

@@ -29,7 +29,9 @@ MAX_TOKEN_ID = 2**32 - 1
 
 LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")  # 1 for each trained token
 PER_TOKEN_FIELDS = ("labels", "attention_mask", "position_ids", *LOSS_MASKS)  # an integer for each token id
-ID_FIELDS = (*PER_TOKEN_FIELDS, "seq_lengths")  # read together with token ids
+# Fields that divide token ids into documents, and the number of values that each has for one document
+DOCUMENT_FIELDS = {"seq_lengths": 1, "seq_start_id": 1, "cu_seqlens": 2}
+ID_FIELDS = (*PER_TOKEN_FIELDS, *DOCUMENT_FIELDS)  # read together with token ids
 
 
 class BadRecord(NamedTuple):
@@ -90,7 +92,8 @@ def read_value(fields: dict[str, Any], field: str) -> Record:
     if field == "input_ids" or isinstance(value, list):
         are_ints = isinstance(value, list) and set(map(type, value)) <= {int}
         if are_ints and 0 <= min(value, default=0) <= max(value, default=0) <= MAX_TOKEN_ID:
-            return check_ids(np.array(value, np.uint32), fields)
+            others = {name: other for name, other in fields.items() if name != field}
+            return check_ids(np.array(value, np.uint32), others)
         wanted = "token ids" if field == "input_ids" or are_ints else "text"
         return BadRecord(f"{excerpt(value)} instead of {wanted}")
     if not isinstance(value, str):
@@ -103,9 +106,16 @@ def read_value(fields: dict[str, Any], field: str) -> Record:
 def check_ids(ids: np.ndarray, fields: dict[str, Any]) -> np.ndarray | LabelledIds | BadRecord:
     """Apply ID_FIELDS to token ids as transformers does: padding (`attention_mask` 0) is removed, and ids with the
     label -100 or a 0 in one of LOSS_MASKS are not trained on. Attention and positions that a packed sequence
-    cannot have make a bad record."""
-    if np.size(fields.get("seq_lengths", ())) > 1:
-        return BadRecord("seq_lengths has several documents; give each document a record")
+    cannot have make a bad record, as do masks and weights under other names."""
+    for name, count in DOCUMENT_FIELDS.items():
+        if np.size(fields.get(name, ())) > count:
+            return BadRecord(f"{name} has several documents; give each document a record")
+    for name, values in fields.items():
+        is_for_tokens = is_named_like_mask(name) and is_flat(values) and len(values) == len(ids)
+        if is_for_tokens and any(value != values[0] for value in values):
+            shown = excerpt(values.tolist() if isinstance(values, np.ndarray) else values)
+            advice = "give a loss_mask with 1 for each token to train on, or remove it"
+            return BadRecord(f"{name} is {shown}, which is not read; {advice}")
     values_by_name = {name: fields[name] for name in PER_TOKEN_FIELDS if fields.get(name) is not None}
     if not values_by_name:
         return ids
@@ -143,6 +153,12 @@ def is_flat(values: Any) -> bool:
     return isinstance(values, np.ndarray) or (
         isinstance(values, list) and not any(isinstance(value, list) for value in values)
     )
+
+
+def is_named_like_mask(field: str) -> bool:
+    """True for a field that may be a mask or weights of tokens under another name: response_mask, loss_weights."""
+    known = (*PER_TOKEN_FIELDS, "special_tokens_mask")
+    return field not in known and re.search("mask|weight|loss|label", field.lower()) is not None
 
 
 def has_lone_surrogate(text: str) -> bool:
@@ -215,8 +231,10 @@ ROLES = {  # of chat templates, by ShareGPT's `from`
     "system": "system",
 }
 TOOL_CALL_SPEAKERS = ("function_call", "tool_call")  # ShareGPT's `from` of calls by the assistant
-# By field, the values that mean trained on. `mask` has none: its 1 means trained on in some data, masked in others.
-TRAINED_VALUES = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)) | {"mask": ()}
+# By field, the values that mean trained on. `mask` has none: its 1 means trained on in some data, masked in others;
+# `train_detail` is for parts of a turn.
+TRAINED_VALUES = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,))
+TRAINED_VALUES |= {"mask": (), "train_detail": ()}
 # Fields of a message that a template need not write; contents and calls are checked one by one.
 FIELDS_WITHOUT_MARK = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *TRAINED_VALUES}
 SYSTEM = ("system", "system_prompt", "system_message")
@@ -225,7 +243,8 @@ NOT_READ = {  # fields that would change a conversation, and what to do instead
     "chat_template_kwargs": "set them in a template for --chat-template FILE",
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "remove it to train on the text alone"),
 }
-CHAT_FIELDS = (*SYSTEM, "tools", *NOT_READ)  # read together with any layout
+LABELS = ("label", "kto_tag")  # False for an answer that is not to be learned, in data for KTO
+CHAT_FIELDS = (*SYSTEM, "tools", "chosen", *LABELS, *NOT_READ)  # read together with any layout
 PREFERENCE_ADVICE = (
     "chosen and rejected are preference pairs, for DPO, which is not supported; to train on the chosen ones, rename "
     "them to completion, with a prompt, or to messages"
@@ -348,6 +367,13 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
         advice = NOT_READ.get(field) or ("name them tools" if is_named_like_tools(field) and are_tools(value) else "")
         if value and advice:
             raise ValueError(f"{field} is {excerpt(value)}, which is not read; {advice}")
+    for field in LABELS:
+        label = fields.get(field)
+        # beside messages, 0 may be the number of a class
+        if label is False or str(label).lower() == "false" or (label == 0 and "completion" in layout.needs):
+            raise ValueError(f"{field} is {excerpt(label)}, so its answer is not to be trained on")
+    if "chosen" in fields and messages[-1]["role"] == "user":  # else the messages have an answer
+        raise ValueError(PREFERENCE_ADVICE)
     tools = read_tools(fields.get("tools"))
     if not isinstance(tools, list | None):
         raise ValueError(f"tools are {excerpt(tools)} instead of a list")
@@ -359,9 +385,6 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
 
 def read_completion(fields: dict[str, Any]) -> tuple[list[dict], int]:
     prompt, completion = fields["prompt"], fields["completion"]
-    label = fields.get("label", True)
-    if label == 0 or str(label).lower() == "false":
-        raise ValueError(f"label is {excerpt(label)}, so the completion is not to be trained on")
     if isinstance(prompt, str) and isinstance(completion, str):
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], 1
     for name in ("prompt", "completion"):
@@ -400,13 +423,13 @@ def messages_in(items: Any, name: str) -> list[dict]:
         if isinstance(message, dict) and "role" not in message and isinstance(message.get("from"), str):
             message = from_sharegpt(message, position)
         if not is_message(message):
-            wanted = "an object with role and content"
+            wanted = "an object with role and content, which is text or a list of parts"
             if name == "conversations":
-                wanted += ", or with from and value"
+                wanted += ", or with from and value, which is text"
             raise ValueError(f"{position} is {excerpt(message)} instead of {wanted}")
         if message["role"] == "assistant":
             for field, values in TRAINED_VALUES.items():
-                if field in message and message[field] not in values:
+                if message.get(field) is not None and message[field] not in values:
                     problem = f"{position} has {field} {excerpt(message[field])}, but all turns of the assistant are"
                     raise ValueError(f"{problem} trained on; remove that field, or the turn")
         for part in parts_of(message):
@@ -493,7 +516,7 @@ LAYOUTS = {
     "messages": layout_of_messages("messages", "messages"),
     "conversations": layout_of_messages("conversations", "conversations, as ShareGPT's"),
     "conversation": layout_of_messages("conversation", "conversation"),
-    "prompt+completion": Layout("prompt and completion", ("prompt", "completion"), ("label",), read_completion),
+    "prompt+completion": Layout("prompt and completion", ("prompt", "completion"), (), read_completion),
     "instruction+output": Layout(
         "instruction, input and output, as Alpaca's",
         ("instruction", "output"),

@@ -36,6 +36,7 @@ READ = {  # the records, and each as a conversation of `messages`; of completion
         (GOOD | {"tools_used": 1}, TURN),
         ({"conversations": [turn("user", "Hi"), turn("Assistant", "Hello!")]}, TURN),
         ({"conversations": [turn("human", "Hi", weight=0), turn("chatgpt", "Hello!", weight=1)], "id": "x"}, TURN),
+        ({"conversations": [turn("human", "Hi", weight=None), turn("gpt", "Hello!", weight=None)]}, TURN),
         ({"conversations": [turn("system", "Be kind."), turn("human", "Hi"), turn("bing", "Hello!")]}, [SYSTEM, *TURN]),
         (GOOD | {"system": "Be kind."}, [SYSTEM, *TURN]),
         ({"conversations": TURN}, TURN),
@@ -48,7 +49,10 @@ READ = {  # the records, and each as a conversation of `messages`; of completion
         ({"conversations": TURN, "functions": [], "system_prompt": ""}, TURN),
     ],
     "conversation": [({"conversation": TURN, "model": "m"}, TURN)],
-    "messages": [({"messages": TURN, "prompt": "x", "completion": "y"}, TURN)],
+    "messages": [
+        ({"messages": TURN, "prompt": "x", "completion": "y"}, TURN),
+        ({"messages": TURN, "label": 0, "chosen": TURN, "rejected": TURN}, TURN),  # the number of a class
+    ],
     "completions of text": [
         ({"prompt": "Hi", "completion": "Hello!"}, TURN),
         ({"prompt": "Hi", "completion": "Hello!", "label": True, "text": "Hi Hello!"}, TURN),
@@ -90,7 +94,7 @@ def test_a_layout_gives_the_tokens_and_the_mask_of_its_messages_from_each_kind_o
 ):
     records, conversations = zip(*READ[layout], strict=True)
     if layout == "conversations" and suffix == ".parquet":  # fields of one type in a column
-        records, conversations = records[:5], conversations[:5]
+        records, conversations = records[:6], conversations[:6]
     tools = [{"tools": TOOLS} if "tools" in record else {} for record in records]
     as_messages = [{"messages": messages} | more for messages, more in zip(conversations, tools, strict=True)]
     expected = read(write_records(tmp_path / "messages.jsonl", as_messages))
@@ -121,12 +125,21 @@ REFUSED = {
             answering("Hello!", **{field: value}),
             f"messages[1] has {field} {json.dumps(value)}, but all turns of the assistant are trained on",
         )
-        for field, value in (("loss", False), ("training", 0), ("train", "false"), ("weight", 0.5), ("mask", 1))
+        for field, value in (
+            ("loss", False),
+            ("training", 0),
+            ("train", "false"),
+            ("train_detail", [{"train": False}]),
+            ("weight", 0.5),
+            ("mask", 1),
+        )
     },
     **{
         f"a label {value!r}": ([{"prompt": "Hi", "completion": "No!", "label": value}], f"label is {json.dumps(value)}")
         for value in (0, False, "False")
     },
+    "a label of messages": ([{"messages": TURN, "label": False}], "label is false, so its answer is not to be trained"),
+    "a label of Alpaca": ([{"instruction": "Hi", "output": "No!", "kto_tag": False}], "kto_tag is false"),
     "a system of another name": ([GOOD | {"system_prompt": ["a"]}], 'system_prompt is ["a"] instead of text'),
     "functions": ([GOOD | {"functions": TOOLS}], "functions is", "name them tools"),
     "tools of another name": ([GOOD | {"tool_defs": json.dumps(TOOLS)}], "tool_defs is", "name them tools"),
@@ -161,6 +174,14 @@ REFUSED = {
         "a source of their own",
     ),
     "preferences": ([{"prompt": "Hi", "chosen": "Hello!", "rejected": "No!"}], "preference pairs, for DPO"),
+    "preferences after a question": (
+        [{"conversations": [*SHAREGPT, SHAREGPT[0]], "chosen": SHAREGPT[1], "rejected": turn("gpt", "No!")}],
+        "preference pairs, for DPO",
+    ),
+    "a result that is an object": (
+        [{"messages": [*TURN, says("tool", {"sum": 3})]}],
+        'messages[2] is {"role": "tool", "content": {"sum": 3}} instead of an object with role and content, which',
+    ),
     "other names": ([{"question": "Hi", "answer": "Hello!"}], "rename fields: conversations are messages,"),
     "the assistant by another name": (
         [{"messages": [TURN[0], says("Assistant", "Hello!")]}],
@@ -292,7 +313,8 @@ def test_a_run_on_conversations_shows_what_it_trains_on_and_answers_prompts_thro
     flags = [*arguments, "--dataset", write_records(tmp_path / "a.jsonl", records), *words("--chat-template chatml")]
     prompts = ["--sample-prompt", "Who runs?", "--sample-prompt", tmp_path / "prompt.json", "--sample-tokens", "4"]
     assert train([*flags, *prompts, *words("--sequence-length 128 --final-checkpoint")], device) == 0
-    out = capfd.readouterr().out
+    out, err = capfd.readouterr()
+    assert "no special token is trained on" in err  # the demo's tokenizer has no <|im_end|>
     assert "\nformat     conversations, as ShareGPT's\n" in out
     assert "\ntrained on the assistant's turns, marked by the chat template\n" in out
     titles = [f"line {line}" for line in ("1: several turns", "2: one turn", "3: tools", "5: reasoning")]

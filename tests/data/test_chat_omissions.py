@@ -76,6 +76,8 @@ RECORDS = {  # messages, tools
     "call": ([HI, calling("find", {"what": "kite"})], TOOLS),
     "call beside a content": ([HI, calling("find", {"what": "kite"}, content="I look.")], TOOLS),
     "two calls": ([HI, calling("find", {"what": "kite"}, {"what": "hat"})], TOOLS),
+    "call as JSON text": ([HI, calling("find", '{"what": "kite"}')], TOOLS),
+    "another name of a role": ([says("human", "Hi"), HELLO], None),
     "older call": ([HI, says("assistant", "", function_call={"name": "find", "arguments": "{}"})], None),
     "parts": ([says("user", [{"type": "text", "text": "Hi"}, {"type": "text", "text": " you"}]), HELLO], None),
 }
@@ -90,6 +92,10 @@ EXPECTED = {  # (record, template): the error or the warning; nothing of all oth
     ("thoughts, earlier", "cuts thoughts"): "cuts <think> out of earlier turns of the assistant",
     ("thoughts, earlier", "qwen3"): "cuts <think> out of earlier turns of the assistant",
     ("reasoning_content, earlier", "qwen3"): "leaves out reasoning_content of earlier turns of the assistant",
+    **{("call as JSON text", name): "writes arguments of its call of find, .*, as a quoted text" for name in TEMPLATES},
+    **{("another name of a role", name): "does not know its role human; name it user" for name in TEMPLATES},
+    ("another name of a role", "three roles"): "error: leaves out the content of the human",
+    ("another name of a role", "moves the system prompt"): "error: leaves out the content of the human",
     ("two calls", "llama 3.1"): "error: leaves out its call of find",
     ("call beside a content", "llama 3.1"): "error: leaves out the content of the assistant beside a call",
     **{("another field", name): "leaves out mood of the user" for name in TEMPLATES},
@@ -99,7 +105,7 @@ EXPECTED = {  # (record, template): the error or the warning; nothing of all oth
 for name in TEMPLATES:
     if name not in ("qwen3", "llama 3.1"):
         EXPECTED["tools", name] = "does not write tools, so it is trained on as if there were none"
-        for record in ("call", "two calls"):
+        for record in ("call", "two calls", "call as JSON text"):
             EXPECTED[record, name] = "error: leaves out its call of find"
         EXPECTED["call beside a content", name] = "error: leaves out its call of find"
     if name != "qwen3":
@@ -235,6 +241,8 @@ NAMED = {  # (template, record): the error or the warning; nothing of all others
         if "reasoning" in record
     },
     ("mistral", "function"): "error: the role function is none of",
+    ("mistral", "another name of a role"): "error: the role human is none of",
+    **{(name, "another name of a role"): "does not know its role human" for name in ("chatml", "llama3")},
     **{(name, "another field"): "leaves out mood" for name in base.chat_templates()},
 }
 ENDS = {"chatml": "<|im_end|>\n", "llama3": "<|eot_id|>", "mistral": "EOS"}  # of an answer; EOS is the tokenizer's
@@ -275,7 +283,12 @@ def test_chatml_is_the_usual_one(tokenizer):
     assert prompt == text + "<|im_start|>assistant\n"
 
 
-def test_another_name_is_refused_with_those_that_there_are():
+def test_a_file_with_a_byte_order_mark_is_read_and_json_or_another_name_is_refused(tmp_path):
+    (tmp_path / "a.jinja").write_text(CHATML, encoding="utf-8-sig")
+    assert base.read_template(str(tmp_path / "a.jinja")) == CHATML
+    (tmp_path / "a.json").write_text(json.dumps({"chat_template": CHATML}))
+    with pytest.raises(UserError, match=r"a.json: it is JSON; copy its chat_template into a jinja file"):
+        base.read_template(str(tmp_path / "a.json"))
     with pytest.raises(UserError, match=r"--chat-template chatm: cannot be read .* or one of chatml, llama3, mistral"):
         base.read_template("chatm")
 

@@ -113,6 +113,9 @@ def test_a_conversation_without_a_mark_is_left_out_and_a_corpus_of_them_is_refus
     both = write_records(tmp_path / "both.jsonl", [unmarked, {"messages": [HI, HELLO]}])
     assert len(load(both, **options).tokens.doc_ends) == 1
     assert line_of(both, **options).endswith(", left out: conversations without a trained token 1")
+    gpt = write_records(tmp_path / "gpt.jsonl", [{"messages": [HI, HELLO, HI, says("gpt", "Bye.")]}])
+    with pytest.raises(UserError, match=r"line 1: its role gpt is not trained on; name it assistant"):
+        load(gpt, **options)
 
 
 @pytest.mark.parametrize(

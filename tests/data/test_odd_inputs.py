@@ -314,7 +314,9 @@ ROWS = {  # fields beside or over IDS: (ids, which of them are trained on; None 
     "lengths of one": ({"seq_lengths": [4]}, (IDS, None)),
     "two masks": ({"completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 1]}, (IDS, [0, 1, 0, 1])),
     "positions": ({"position_ids": [0, 1, 2, 3]}, (IDS, None)),
-    "another field": ({"token_type_ids": [0, 0, 0, 0], "label": 3, "length": 4}, (IDS, None)),
+    "other fields": ({"token_type_ids": [0, 0, 0, 0], "label": 3, "length": 4, "losses": [2, 3]}, (IDS, None)),
+    "a mask of special tokens": ({"special_tokens_mask": [1, 0, 0, 1], "pad_mask": [1, 1, 1, 1]}, (IDS, None)),
+    "the ends of one": ({"seq_start_id": [0], "cu_seqlens": [0, 4]}, (IDS, None)),
 }
 REFUSED = {
     "labels that are shifted": ({"labels": [6, 7, 8, -100]}, r"labels\[0\] is 6 instead of -100 or its token id, 5"),
@@ -326,6 +328,10 @@ REFUSED = {
     "several documents": ({"attention_mask": [1, 1, 2, 2]}, "attention_mask is .* instead of 0 and 1; give each"),
     "hidden tokens": ({"attention_mask": [1, 0, 1, 1]}, "attention_mask is 0 between tokens"),
     "lengths of several": ({"seq_lengths": [2, 2]}, "seq_lengths has several documents; give each document a record"),
+    "starts of several": ({"seq_start_id": [0, 2]}, "seq_start_id has several documents; give each document a record"),
+    "ends of several": ({"cu_seqlens": [0, 2, 4]}, "cu_seqlens has several documents; give each document a record"),
+    "a mask of another name": ({"response_mask": [0, 0, 1, 1]}, "response_mask is .*, which is not read; .* loss_mask"),
+    "weights": ({"labels": IDS, "loss_scale": [0.0, 1.0, 2.0, 2.0]}, r"loss_scale is \[0.0, .*, which is not read"),
     "positions anew": ({"position_ids": [0, 1, 0, 1]}, "position_ids do not count up from 0; give each document"),
 }
 
@@ -410,7 +416,8 @@ def test_the_header_counts_the_sequences_that_are_left_out_and_warns_of_many_tha
         r"warning: --sequence-length 16: \d+ of 38 conversations are longer and are cut into pieces", err
     ), err
     assert train([*flags, *words("--sequence-length 128 --run-name long --num-steps 1")], device) == 0
-    assert "cut into pieces" not in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "cut into pieces" not in err and "no special token is trained on" not in err
 
 
 @pytest.mark.parametrize("packing", ["best-fit", "concatenate"])

@@ -203,6 +203,10 @@ DAMAGED = {  # how a file is written; what its error says
     "nanoGPT, 4 bytes a token": (lambda d: flat(d / "a.bin", FLAT, "<u4"), "seem to have 4; save them as"),
     "llm.c, cut": (lambda d: resized(llmc(d), -2), r"it has [\d,]+ tokens, its header says"),
     "NumPy, cut": (lambda d: resized(npy(d / "a.npy", FLAT), -8), r"a\.npy: cannot be read \(mmap length"),
+    "NumPy, no header": (
+        lambda d: flat(d / "a.npy", FLAT),
+        r"no header of NumPy.* name it a\.bin; .* np\.memmap\('a\.npy'",
+    ),
     "NumPy, floats": (lambda d: npy(d / "a.npy", FLAT.astype(np.float32)), "its numbers are float32"),
     "NumPy, columns": (lambda d: npy(d / "a.npy", np.asfortranarray(TWO_ROWS)), "or 2 in C order"),
     "compressed": (

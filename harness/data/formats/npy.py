@@ -1,13 +1,26 @@
 """NumPy's .npy: an array of token ids with one dimension, or with two, whose rows are joined."""
 
+import pathlib
+
 import numpy as np
 
 from harness.data.tokens import MappedTokens, damaged
 
 SUFFIXES = (".npy",)
 
+MAGIC = b"\x93NUMPY"  # first bytes
+
 
 def open_tokens(file: str, vocab_size: int) -> MappedTokens:
+    with open(file, "rb") as opened:
+        beginning = opened.read(len(MAGIC))
+    if beginning != MAGIC:  # np.load takes it for a pickle
+        name = pathlib.Path(file)
+        fault = "it has no header of NumPy, as arrays that dolma and OLMo write"
+        uint32 = f"np.save('{name.stem}-ids.npy', np.memmap('{name.name}', np.uint32, 'r'))"
+        raise damaged(
+            file, fault, f"if its ids are uint16, name it {name.stem}.bin; if they are uint32, write {uint32}"
+        )
     array = np.load(file, mmap_mode="r")
     if array.dtype.kind not in "iu":
         raise damaged(file, f"its numbers are {array.dtype.name}; token ids are integers", "convert it")

@@ -15,6 +15,7 @@ from harness.data.schema import (
     Record,
     check_ids,
     choose_field,
+    is_named_like_mask,
     layout_of,
     optional_columns,
     read_fields,
@@ -80,7 +81,10 @@ def choose_columns(schema: "pyarrow.Schema", names: tuple[str, ...]) -> tuple[st
     field = choose_field(schema.names, flat_columns, names)
     item_types = {column.name: getattr(column.type, "value_type", column.type) for column in schema}  # of lists' items
     if field in item_types and not is_nested(item_types[field]):  # texts or token ids
-        columns = [field, *(name for name in ID_FIELDS if name in schema.names)]
+        columns = [field]
+        if field not in flat_columns:
+            lists = [name for name in schema.names if name not in flat_columns and is_named_like_mask(name)]
+            columns += [*(name for name in ID_FIELDS if name in schema.names), *lists]
     else:
         columns = [*layout_of(field).needs, *optional_columns(layout_of(field), schema.names)]
     if doubled := [name for name in columns if schema.names.count(name) > 1]:
