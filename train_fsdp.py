@@ -4,15 +4,17 @@
     torchrun --nproc_per_node=4 train_fsdp.py --model smollm3-3b --zero-stage 2
     accelerate launch --num_processes=4 train_fsdp.py --model smollm3-3b
 
-Read it from the top: the model and how it is sharded, a step, an evaluation, a run. `args` are the flags as typed,
-`settings` the same with every default resolved. utils.py has the FLOP and MFU math and the clock. Everything else is in
-the packages of harness/, whose `__init__.py` files list what they offer:
+Read it from the top: the model and how it is sharded, a step, an evaluation, a run. `args` are the flags as typed
+(flags.Args), `settings` the same with every default resolved (flags.Settings). utils.py has the FLOP and MFU math and
+the clock. Everything else is in harness/:
 
     base     errors, text, GPUs                        models   weights, loss, optimizers (harness/model)
     flags    every flag, and the rules between them    state    checkpoints, resume, export
     job      processes, signals, the run's folder      report   log lines, trackers, the HTML page, acceptance gates
     data     from files to batches                     plan     what a configuration will need and give
     loop     around the steps: opening a run, evaluating, logging, saving, stopping
+
+A file of --import registers more in harness/register.py: model classes, data sets, optimizers, loss terms, metrics.
 """
 
 from harness import before_torch
@@ -45,7 +47,7 @@ from harness import model as models
 # Replicas reduce among each other once a step. With --defer-grad-sync all stages reduce once a step.
 
 
-def build_mesh(args: flags.Flags, device: torch.device) -> DeviceMesh:
+def build_mesh(args: flags.Args | flags.Settings, device: torch.device) -> DeviceMesh:
     """(shard,) or, for HSDP and stage 0, (replicate, shard). Context parallelism adds no dimension: the ranks that
     share a sequence are consecutive, and to FSDP they are ranks like any others."""
     world = dist.get_world_size()
@@ -54,7 +56,8 @@ def build_mesh(args: flags.Flags, device: torch.device) -> DeviceMesh:
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    job.lift_group_timeouts(*mesh.get_all_groups())  # new groups; a mesh of one dimension uses the default group
+    # Heartbeats find a stalled rank, not torch's timeout. A mesh of one dimension has the default group, without one.
+    job.lift_group_timeouts(*mesh.get_all_groups())
     return mesh
 
 
@@ -81,7 +84,7 @@ def build_model(
     Args:
         read_weights: False if a checkpoint is loaded next; frozen weights are read anyway, as no checkpoint has them.
     """
-    dtype = models.own_weights_dtype(settings)
+    dtype = models.base_weights_dtype(settings)  # of all weights but LoRA's adapters
     model = models.on_meta(config, settings.attention, dtype)
     models.adapt_forward(model, settings)  # the loss, document masks, the part of a sequence (--context-parallel)
     layers = models.decoder_layers(model)
@@ -112,7 +115,8 @@ def build_model(
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
-    models.gather_frozen_in_own_dtype(model)  # FSDP2 would round to bf16 what a family keeps in fp32
+    models.gather_frozen_in_own_dtype(model)  # they are stored as they compute, bf16 or fp32; FSDP2 would cast all
+    # A shard group of one rank (one GPU, or stage 0) needs no second buffer for a gather or a reduction.
     models.avoid_copies_on_one_rank(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
     models.make_replicas_equal(model, mesh)  # different kinds of GPU draw different numbers from one seed
     base.trim_host_memory()  # host memory of the full layers, which glibc would keep
@@ -163,11 +167,11 @@ def train_step(
     settings: flags.Settings, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[dict[str, Any]]
 ) -> report.StepResult:
     """Take one optimizer step and return its result: tensors on the device. The host does not wait for them, except
-    with adamw8bit. A step with a non-finite gradient norm is skipped. Each `job.enter_phase` is recorded, to say in
-    which phase a rank hangs.
+    with optimizers such as adamw8bit. A step with a non-finite gradient norm is skipped. Each `job.enter_phase` is
+    recorded, to say in which phase a rank hangs.
 
     The training objective is the cross entropy, plus the router loss of a mixture of experts times its coefficient,
-    plus the terms of --import such as a z-loss. The result's `loss` is the cross entropy alone; its mean over ranks is
+    plus registered loss terms such as a z-loss. The result's `loss` is the cross entropy alone; its mean over ranks is
     that of the global batch. Cross entropy and terms weight every trained token of the global batch equally. The router
     loss is computed per microbatch and averaged over all microbatches of all ranks, so the same microbatches give the
     same router loss on any number of ranks.
@@ -187,15 +191,16 @@ def train_step(
         model.set_reshard_after_backward(last or reshards_in_each_pass(settings))
         batch = next(batches)
         job.enter_phase("forward")
-        # if not every label counts, "loss_divisor" weights this microbatch by its number of trained tokens
+        # Microbatches with few trained tokens count less: their mean losses, divided, sum up to the mean of all tokens.
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
-        cross_entropy = model(**batch, use_cache=False).loss  # its gradient is also that of the terms of --import
+        # Its value is the cross entropy; its backward adds the gradients of registered terms (harness/model/loss.py).
+        cross_entropy = model(**batch, use_cache=False).loss
         objective = step_loss.add_microbatch(cross_entropy, divisor)  # plus the router loss
         job.enter_phase("backward")
         objective.backward()
     job.enter_phase("optimizer")
-    # The gradients are means over the ranks by now: FSDP2 divides where it reduces. Neither clipping nor skipping waits
-    # for the norm if the optimizer applies both on the device, as all but adamw8bit do.
+    # The gradients are means over the ranks by now: FSDP2 divides where it reduces. Clipping and skipping are done on
+    # the device by the optimizer's step; for an optimizer that cannot, such as adamw8bit, the host waits for the norm.
     norm = models.clip_grad_norm(optimizer, settings.max_grad_norm)
     skip = models.decide_skip(norm)
     models.step_or_skip(optimizer, skip)
@@ -255,16 +260,17 @@ def train(run: loop.Run, stop: job.StopRequest) -> None:
     """Run the training loop. `stop` is set by a signal to any rank, which asks to save and exit. All ranks check it
     before the same forward pass, which then raises job.Stopped; the last complete step is what is saved."""
     settings, model = run.settings, run.state.model
-    loop.evaluate_missed_step(run, stop, evaluate)
+    loop.finish_interrupted_evaluation(run, stop, evaluate)
     run.state.tracker.start_interval()  # restart the clock: setting up is no part of a step
     while run.state.step < settings.num_steps:
         with run.log.timed_step() as due:  # a log line, an evaluation, a checkpoint
             with stop.before_each_forward(model), run.state.step_undone_if_stopped():
                 result = train_step(settings, model, run.state.optimizer, run.batches)
             run.log.keep(result)
-            run.state.advance(run.dataset, run.batches.complete_step())  # steps, samples, tokens, the schedule
+            tokens = run.batches.complete_step()  # of all ranks
+            run.state.advance(run.dataset, tokens)  # steps, samples, tokens, the schedule
         stop.can_save = True  # from here on a signal is answered by a checkpoint
-        if due.log or due.save:  # an evaluation always has a log line
+        if due.log or due.save:  # before a save the state is checked; an evaluation always has a log line
             loop.log_and_evaluate(run, due, stop, evaluate)
         if due.save:
             run.checkpoints.save(run.state, wait=due.last)
@@ -274,14 +280,14 @@ def train(run: loop.Run, stop: job.StopRequest) -> None:
 
 
 def train_or_evaluate(args: flags.Args, device: torch.device, stop: job.StopRequest) -> int:
-    """One run, from its flags to its last line. Returns the exit code."""
+    """Train, or with --show-samples or --num-steps 0 do what needs no training. Returns the exit code."""
     if args.show_samples:
         return loop.show_samples(args)
     if args.num_steps == 0:
         return loop.evaluate_only(args, device, RECIPE)
     run = prepare(args, device)
     stop.resumed_step = run.state.step  # the message after Ctrl-C counts lost steps since this one
-    # On a GPU another process plans this run meanwhile: the run's last line compares the plan with what it did.
+    # On a GPU another process plans this run meanwhile, and the run's last line has what it predicted.
     planning = plan.planning_in_background(run.settings, device, run.settings.num_steps - run.state.step)
     with run.log, run.checkpoints, planning as plan_process:
         try:
@@ -291,7 +297,7 @@ def train_or_evaluate(args: flags.Args, device: torch.device, stop: job.StopRequ
             return loop.save_and_stop(run, stop)
 
 
-# For plans and harness/loop.py, which do not import the pair.
+# The functions that plans and harness/loop.py call; harness/ imports neither this file nor utils.py.
 RECIPE = plan.Recipe(
     build_mesh=build_mesh,
     build_model=build_model,

@@ -196,6 +196,7 @@ def matmul_parameters(model: torch.nn.Module, config: "transformers.PretrainedCo
     weight of three dimensions (experts, outputs, inputs), as many count as the config says are active."""
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
     active = next((getattr(config, name) for name in names if getattr(config, name, None)), 1)
+    active = active[0] if isinstance(active, list) else active  # one for each layer
     total = 0
     for path, module in model.named_modules(remove_duplicate=False):
         experts = re.match(r"(.*\bexperts)\.\d+(\.|$)", path)
@@ -204,7 +205,7 @@ def matmul_parameters(model: torch.nn.Module, config: "transformers.PretrainedCo
                 continue
             if experts:
                 total += weight.numel() * active // len(list(model.get_submodule(experts[1]).children()))
-            elif weight.dim() == 3 and len(weight) > 1:
+            elif weight.dim() == 3 and len(weight) > 1:  # a stack of experts
                 total += weight[0].numel() * active
             else:
                 total += weight.numel()
@@ -221,12 +222,12 @@ def attention_flops(
     meets, on average over the sequence, those of them that come before it.
     """
     layer_types = getattr(config, "layer_types", None)
-    if not layer_types:  # all alike, with a window if the config has one; Moshi's layers ignore theirs
+    if not layer_types:  # all alike; a sliding layer without a window has full attention, and Moshi ignores its window
         layer_types = ["full_attention" if config.model_type == "moshi" else "sliding_attention"]
         layer_types *= config.num_hidden_layers
     flops, positive = np.zeros((len(layer_types), len(lengths))), np.maximum(lengths, 1)
     for index, layer_type in enumerate(layer_types):
-        layer = config.per_layer_config[index] if hasattr(config, "per_layer_config") else config
+        layer = config.per_layer_config[index]  # heads and windows may differ between layers
         heads = getattr(layer, "num_attention_heads", 0)
         if not heads:
             continue
@@ -292,11 +293,18 @@ class PerformanceTracker:
 
     def reset(self) -> None:
         """Forget everything; the warmup begins again."""
-        self.steps_seen, self.warmup_seconds = 0, 0.0
+        self.steps_seen = 0
+        self.warmup_seconds = 0.0  # this and `intervals` are read by `TrainState.productive_seconds`
         self.total = dict.fromkeys(("steps", "tokens", "flops", "seconds", "data_wait"), 0.0)
         self.intervals: list[tuple[float, float]] = []  # (steps, seconds)
         self._start: float | None = None  # when the clock was started; None while it is stopped
         self.start_interval()
+
+    def start_interval(self) -> None:
+        """Restart the clock: what came before, such as setting a run up, is in no interval."""
+        base.wait_for_device()
+        self.interval = dict.fromkeys(self.total, 0.0)
+        self._start = time.perf_counter()
 
     def step(self, batch_tokens: int, model_flops_per_token: float, synchronize: bool = True) -> dict[str, Any]:
         """Count one optimizer step of `batch_tokens` tokens (global: every rank, every microbatch).
@@ -371,12 +379,6 @@ class PerformanceTracker:
             active, allocated, reserved = (metrics[f"peak_memory_{kind}"] for kind in ("active", "alloc", "reserved"))
             parts.append(f"{active:.1f} GiB active, {allocated:.1f} allocated, {reserved:.1f} reserved")
         return "  ".join(parts)
-
-    def start_interval(self) -> None:
-        """Restart the clock: what came before, such as setting a run up, is in no interval."""
-        base.wait_for_device()
-        self.interval = dict.fromkeys(self.total, 0.0)
-        self._start = time.perf_counter()
 
     def _metrics(self, interval: dict[str, float]) -> dict[str, float]:
         seconds, tokens, flops = max(interval["seconds"], 1e-9), interval["tokens"], interval["flops"]

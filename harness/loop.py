@@ -29,13 +29,13 @@ class Opened:
 
     settings: flags.Settings
     corpora: list[data.Corpus]
-    opened_sources: Any  # None unless --num-epochs had to count their sequences
+    opening: data.Opening | None  # of the data; None unless --num-epochs had to count their sequences
     config: transformers.PretrainedConfig
     tokenizer: Any
     prompts: list[str | data.Conversation]  # to generate samples from
-    resumed_checkpoint: state.Checkpoint | None  # that --resume names
+    resumed_checkpoint: state.Checkpoint | None  # of --resume; without training the one that is read
     replaced_run: str = ""  # id of the run whose earlier export in --export DIR may be replaced
-    dataset: Any = None  # a data.TrainingData; None if no data are read, or before they are
+    dataset: Any = None  # a data.TrainingData, with the eval data; None if no data are read, or before they are
 
     @property
     def manifest(self) -> dict | None:
@@ -51,7 +51,7 @@ class Opened:
 
     @property
     def is_chat_model(self) -> bool:
-        """True if the weights are trained on conversations, as far as is known, or if conversations are read."""
+        """True if the weights are or were trained on conversations; if that is not known, if conversations are read."""
         if self.record is not None and not self.settings.num_steps:
             return data.is_record_of_chats(self.record)
         return data.are_chats(self.corpora)
@@ -78,7 +78,7 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     if warning:
         job.warn(warning)
     replaced_run = state.check_export(args, checkpoint, folder) if args.export else ""
-    # only a run that trains keeps the global batch and the warmup of its checkpoint
+    # only a run that trains keeps what its checkpoint resolved: precision, learning rate, global batch, warmup
     resumed_manifest = checkpoint.manifest if checkpoint and args.trains() else None
     settings = resolving.resolve(args, config, corpora, resumed_manifest)
     if settings.compile:
@@ -88,16 +88,16 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
         settings = dataclasses.replace(settings, batch_size=size)
     if resumed_manifest:
         settings = state.keep_global_batch(settings, resumed_manifest)
-    opened_sources, samples_per_epoch = None, 0
+    opening, samples_per_epoch = None, 0
     if settings.num_epochs:
-        opened_sources = data.open_sources(settings, corpora, tokenizer, config, resumed_manifest)
-        samples_per_epoch = sum(len(source.train) for source in opened_sources.opened.values())
+        opening = data.open_sources(settings, corpora, tokenizer, config, resumed_manifest)
+        samples_per_epoch = sum(len(source.train) for source in opening.opened.values())
     settings = resolving.resolve_steps(settings, resumed_manifest, samples_per_epoch)
-    resolving.refuse_contradictions(settings, args)
+    resolving.refuse_contradictions(settings, args)  # once more, as defaults are decided now
     opened = Opened(
         settings=settings,
         corpora=corpora,
-        opened_sources=opened_sources,
+        opening=opening,
         config=config,
         tokenizer=tokenizer,
         prompts=prompts,
@@ -195,7 +195,7 @@ def open_training(
             run's.
     """
     folder = job.take_folder(args)
-    report.check_measurable(args, device, peak_tflops)
+    report.check_measurable(args, device, peak_tflops)  # for --min-mfu, --max-memory-gib and --memory-snapshot
     trackers = report.open_trackers(args, folder)
     if args.memory_snapshot:
         report.record_memory(folder)
@@ -204,7 +204,7 @@ def open_training(
     job.check_machine(settings, mesh, device)
     job.check_host_memory(models.offloaded_bytes(settings, config))
     opened.dataset = data.load(
-        settings, opened.corpora, tokenizer, config, manifest=opened.manifest, opening=opened.opened_sources
+        settings, opened.corpora, tokenizer, config, manifest=opened.manifest, opening=opened.opening
     )
     identity = state.describe_identity(settings, config, tokenizer, opened.dataset)
     return OpenedTraining(
@@ -270,12 +270,12 @@ def ready_run(opened: OpenedTraining, train_state: state.TrainState, recipe: pla
         **vars(opened),
         batches=batches,
         log=log,
-        checkpoints=state.Checkpoints(settings, folder, opened.identity, device, log.sync),
+        checkpoints=state.Checkpoints(settings, folder, opened.identity, device, sync_log=log.sync),
         state=train_state,
     )
 
 
-def evaluate_missed_step(run: Run, stop: job.StopRequest, evaluate: Evaluate) -> None:
+def finish_interrupted_evaluation(run: Run, stop: job.StopRequest, evaluate: Evaluate) -> None:
     """Evaluate the step that the run resumes from, if it was stopped before that evaluation was done."""
     due = run.log.due_at(run.state.step)
     if due.evaluate and base.broadcast_from_rank_0(run.log.needs_evaluation):
@@ -320,7 +320,7 @@ def evaluate_and_log(run: Run, due: job.Actions, metrics: dict, stop: job.StopRe
         run.log.write(metrics)
         raise
     metrics |= losses
-    run.checkpoints.record_eval_loss(run.state, metrics["eval_loss"])
+    run.checkpoints.record_eval_loss(run.state, metrics["eval_loss"])  # for the next save, or one of this step
     run.log.write(metrics, samples)
     if problem := report.first_not_finite(metrics):
         raise_divergence(run, problem)
@@ -356,14 +356,19 @@ def finish(run: Run, stop: job.StopRequest, plan_process: subprocess.Popen | Non
         plan_process: the process that plans this run, if there is one.
 
     Returns:
-        The exit code.
+        The exit code, 0.
+
+    Raises:
+        UserError: a gate is missed, or a checkpoint or lines of the log could not be written.
+        job.Stopped: a stop was requested before the export.
     """
     settings = run.settings
     with stop.before_each_forward(run.state.model):
         samples = generate_samples(run, run.state.model, run.device)
-    if settings.export or settings.plan_gpu or run.device.type == "cuda":
-        # An export and the wait for the plan take long; without them the run is done anyway. All ranks must agree, so
-        # this does not ask for `plan_process`, which rank 0 alone has.
+    # An export and the wait for the plan take long; without them the run is done anyway. All ranks must agree, so this
+    # does not ask for `plan_process`, which rank 0 alone has.
+    may_be_planned = settings.own_plan and (settings.plan_gpu or run.device.type == "cuda")
+    if settings.export or may_be_planned:
         stop.raise_if_stopping()
     stop.can_save = False  # nothing is left to save: from here on a signal ends the process at once
     metrics = run.log.finish(samples, plan.predicted_metrics(plan_process) | run.checkpoints.best_metrics())
@@ -415,7 +420,8 @@ def evaluate_only(args: flags.Args, device: torch.device, recipe: plan.Recipe) -
         state.check_same_weights(settings, opened.config, opened.manifest)
         model = recipe.build_model(settings, opened.config, mesh, device, read_weights=not checkpoint)
         loaded = state.TrainState(model)
-        if checkpoint:  # a newer one if its run has removed it meanwhile
+        if checkpoint:
+            # or of a newer one, if a run that goes on has removed it meanwhile
             opened.resumed_checkpoint = state.load_for_inference(settings, loaded, opened.config, checkpoint)
         state.check_finite(settings, loaded, opened.resumed_checkpoint)
         if settings.eval_interval:

@@ -26,11 +26,11 @@ from harness.model.flops import (
 )
 from harness.model.lora import (
     Adapters,
+    base_weights_dtype,
     describe_adapters,
     freeze_as_in,
     has_frozen,
     merged,
-    own_weights_dtype,
     to_peft_names,
     trained_on_meta,
     write_adapter_config,
@@ -76,6 +76,7 @@ __all__ = [
     "as_in_checkpoint",
     "attention_flops_per_key",
     "avoid_copies_on_one_rank",
+    "base_weights_dtype",
     "build_optimizer",
     "build_scheduler",
     "check_context_parallel",
@@ -126,7 +127,6 @@ __all__ = [
     "offloaded_bytes",
     "on_meta",
     "open_weights",
-    "own_weights_dtype",
     "pinned_bytes",
     "read_generation_config",
     "reshard",

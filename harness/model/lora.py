@@ -54,7 +54,7 @@ PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # others change th
 MERGE = "merge them into the base with peft (merge_and_unload) and train new ones on it, or train on with peft"
 
 
-def own_weights_dtype(settings: flags.Settings) -> torch.dtype:
+def base_weights_dtype(settings: flags.Settings) -> torch.dtype:
     """The dtype in which a model's own weights are built, loaded and sharded."""
     return torch.bfloat16 if settings.lora_rank and settings.precision == "bf16" else weight_dtype(settings)
 
@@ -378,7 +378,7 @@ def describe_adapters(settings: flags.Settings, model: Any) -> str:
     everything = sum(parameter.numel() for parameter in model.parameters())
     adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
     names = ", ".join(leaf_names(adapted))
-    frozen = str(own_weights_dtype(settings)).removeprefix("torch.")
+    frozen = str(base_weights_dtype(settings)).removeprefix("torch.")
     share = f"{trained:,} of {everything:,} parameters are trained ({100 * trained / everything:.2g} %)"
     scale = f"rank {settings.lora_rank}, alpha {settings.lora_alpha}"
     if model.peft_config["default"].use_rslora:

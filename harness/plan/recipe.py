@@ -13,7 +13,7 @@ from harness import flags
 
 
 class Recipe(NamedTuple):
-    build_mesh: Callable[[flags.Flags, torch.device], DeviceMesh]
+    build_mesh: Callable[[flags.Args | flags.Settings, torch.device], DeviceMesh]
     build_model: Callable[..., transformers.PreTrainedModel]
     train_step: Callable[[flags.Settings, nn.Module, torch.optim.Optimizer, Iterator[dict[str, Any]]], object]
     evaluate: Callable[..., tuple[dict[str, float], int]]

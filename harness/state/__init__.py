@@ -2,7 +2,7 @@
 counters in the manifest.
 
     TrainState                everything that must survive a restart; `advance` counts a step, `load` restores it
-    Checkpoints               `save` publishes a complete checkpoint or nothing, `finish` waits for it
+    Checkpoints               `save` publishes a complete checkpoint or nothing, `wait` waits for it
     find_checkpoint           the verified `Checkpoint` to resume, a path and a manifest; None for a fresh start
     find_recorded_data        a run's record of its data, for --show-samples
     resumes_same_run          True if a checkpoint belongs to the run in a folder; otherwise that is a new run
