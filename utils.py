@@ -39,7 +39,7 @@ def get_dataset(
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
     seq_len: int,
     accelerator: "accelerate.Accelerator | None" = None,
-    dataset: str | os.PathLike | Sequence[str] = "roneneldan/TinyStories",
+    dataset: str | os.PathLike | Sequence[str | os.PathLike] = "roneneldan/TinyStories",
     split: str | None = None,
     vocab_size: int | None = None,
     cache_dir: str | os.PathLike | None = None,
@@ -106,8 +106,8 @@ def get_dataset(
         seed=seed,
         is_main=accelerator is None or accelerator.is_local_main_process,
     )
-    dataset = os.fspath(dataset) if isinstance(dataset, os.PathLike) else dataset
-    return data.open_sequences(reader, dataset, split, text_field, subset, shuffle)
+    names = os.fspath(dataset) if isinstance(dataset, str | os.PathLike) else [os.fspath(name) for name in dataset]
+    return data.open_sequences(reader, names, split, text_field, subset, shuffle)
 
 
 def get_gpu_peak_tflops(name: str | None = None) -> float | None:

@@ -90,7 +90,8 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
         settings = state.keep_global_batch(settings, resumed_manifest)
     opening, samples_per_epoch = None, 0
     if settings.num_epochs:
-        opening = data.open_sources(settings, corpora, tokenizer, config, resumed_manifest)
+        trained_on = state.trained_on(settings, None)
+        opening = data.open_sources(settings, corpora, tokenizer, config, resumed_manifest, trained_on)
         samples_per_epoch = sum(len(source.train) for source in opening.opened.values())
     settings = resolving.resolve_steps(settings, resumed_manifest, samples_per_epoch)
     resolving.refuse_contradictions(settings, args)  # once more, as defaults are decided now
@@ -204,7 +205,13 @@ def open_training(
     job.check_machine(settings, mesh, device)
     job.check_host_memory(models.offloaded_bytes(settings, config))
     opened.dataset = data.load(
-        settings, opened.corpora, tokenizer, config, manifest=opened.manifest, opening=opened.opening
+        settings,
+        opened.corpora,
+        tokenizer,
+        config,
+        manifest=opened.manifest,
+        trained_on=state.trained_on(settings, None),  # the weights of --init pretrained, if we exported them
+        opening=opened.opening,
     )
     identity = state.describe_identity(settings, config, tokenizer, opened.dataset)
     return OpenedTraining(

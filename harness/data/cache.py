@@ -26,6 +26,9 @@ def make_once(
     name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
     cache = cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "train_fsdp")
     folder = pathlib.Path(cache).expanduser() / f"{kind}-{name}"
+    counts = counts_of(folder)  # before the lock, whose file cannot be opened in a cache that is read only
+    if counts is not None:
+        return folder, counts
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):  # against runs that start together, and nodes with a shared disk

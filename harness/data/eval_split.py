@@ -15,7 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from harness import base, flags
-from harness.data.corpora import DEFAULT_EVAL_SPLIT, Corpus, find_corpus, find_eval_dataset, refuse_trained_files
+from harness.data.corpora import (
+    DEFAULT_EVAL_SPLIT,
+    Corpus,
+    find_corpus,
+    find_eval_dataset,
+    parse_split,
+    refuse_trained_files,
+)
 from harness.data.mixture import Spec
 from harness.data.packing import EvalSequences
 from harness.data.tokens import Tokens
@@ -32,6 +39,8 @@ class EvalData:
 
     sequences: EvalSequences
     name: str  # in words
+    split: str | None = None  # of its source; None for documents that a rule chooses, and for an eval dataset
+    beginning: str = ""  # a checksum of the first tokens of that split
 
 
 class EvalChoice(NamedTuple):
@@ -104,6 +113,19 @@ def choose_eval_split(settings: flags.Flags, corpus: Corpus, spec: Spec | None, 
     return EvalChoice(rule=rule, evaluates_documents=True)
 
 
+def refuse_overlap(split: str, tokens: Tokens, other_split: str, eval_tokens: Tokens) -> None:
+    """Raise a UserError if a slice to train on and an eval slice of the same tokens overlap. `flags.splits_overlap`
+    finds this by their bounds, but few documents may be cut at the end of one by a bound, and within one by another:
+    of documents with 98, 1 and 1 tokens `train[:67%]` has 99, and `train[90%:]` the last 10."""
+    one, other = (parse_split(name)[0] for name in (split, other_split))
+    caches, eval_caches = ([file.cache_key for file in found.files] for found in (tokens, eval_tokens))
+    if one != other or caches != eval_caches:  # other files, or the rows of a slice
+        return
+    if tokens.starts[0] < eval_tokens.stops[-1] and eval_tokens.starts[0] < tokens.stops[-1]:
+        problem = f"it overlaps the training split {split!r} in these {len(tokens.file_doc_ends):,} documents"
+        raise base.UserError(f"--eval-split {other_split}: {problem}; begin it where that ends")
+
+
 def find_trained_spec(trained_on: Sequence[Spec], beginning: str) -> Spec | None:
     """The spec of the source in `trained_on` whose tokens have this `beginning`, read from the token cache or streamed;
     None if none has. If several runs trained on it with different rules, no document is known to be untrained."""
@@ -128,19 +150,21 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
     data_flags = {name: run_flags[name] for name in ("dataset_split", "dataset_config", "text_field", "streaming")}
     dataset = run_flags["dataset"] if isinstance(run_flags["dataset"], str) else tuple(run_flags["dataset"])
     run = dataclasses.replace(settings, dataset=dataset, **data_flags)  # this command, but reading what the run read
+    trained, _ = files_of_sources(run)
     if flags.is_eval_dataset(settings.eval_split):
-        refuse_trained_files(find_eval_dataset(settings), training_files(run))
+        refuse_trained_files(find_eval_dataset(settings), trained)
         return False
-    trained, read = training_files(run), training_files(settings)  # by file: (source, training split)
+    read, evaluated = files_of_sources(settings)
+    for file in trained.keys() & evaluated.keys():
+        (_, trained_split), split = trained[file], evaluated[file]
+        # another name of a split says nothing: the file may have been a source of its own
+        if split.partition("[")[0] != trained_split.partition("[")[0] or flags.splits_overlap(trained_split, split):
+            problem = f"it overlaps {trained_split!r} of {file}, which the run trained on"
+            raise base.UserError(f"--eval-split {split}: {problem}; give one that does not")
     in_both = trained.keys() & read.keys()
-    for file in in_both:
-        _, trained_split = trained[file]
-        if settings.eval_split and flags.splits_overlap(trained_split, settings.eval_split):
-            problem = f"it overlaps {trained_split!r}, which the run trained on"
-            raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give one that does not")
     names = {trained[file][0] for file in in_both}
-    files_of_sources = {file: split for file, (name, split) in trained.items() if name in names}
-    if in_both and files_of_sources == {file: split for file, (_, split) in read.items()}:
+    files_of_names = {file: split for file, (name, split) in trained.items() if name in names}
+    if in_both and files_of_names == {file: split for file, (_, split) in read.items()}:
         return True
     for file in in_both:
         _, trained_split = trained[file]
@@ -151,18 +175,24 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
     return False
 
 
-def training_files(settings: flags.Flags) -> dict[str, tuple[str, str]]:
-    """(source, training split) of each file of a run's sources, by its real path; of a source that is gone, by what
-    --dataset names."""
+def files_of_sources(settings: flags.Flags) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
+    """({file: (source, training split)} of a run's sources, {file: split} of the splits that are evaluated of them), by
+    the real paths of files; of a source that is gone, by what --dataset names."""
     if settings.dataset == "synthetic":
-        return {"synthetic": ("synthetic", "train")}
-    found = {}
+        return {"synthetic": ("synthetic", "train")}, {}
+    trained: dict[str, tuple[str, str]] = {}
+    evaluated: dict[str, str] = {}
     for source in settings.sources():
         try:
             corpus = find_corpus(settings, source)
         except base.UserError:  # deleted since: if it is to be evaluated, opening it raises the error
-            found[source.dataset] = (source.name, settings.dataset_split or "train")
+            trained[source.dataset] = (source.name, settings.dataset_split or "train")
             continue
-        for file in corpus.files:
-            found[file.real_path] = (source.name, corpus.split)
-    return found
+        trained |= {file.real_path: (source.name, corpus.split) for file in corpus.files}
+        eval_split = settings.eval_split
+        if not eval_split and not flags.splits_overlap(corpus.split, DEFAULT_EVAL_SPLIT):
+            eval_split = DEFAULT_EVAL_SPLIT
+        if eval_split and not flags.is_eval_dataset(eval_split):
+            eval_files = corpus.listing.splits.get(parse_split(eval_split)[0], [])
+            evaluated |= {file.real_path: eval_split for file in eval_files}
+    return trained, evaluated

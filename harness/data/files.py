@@ -122,12 +122,15 @@ def is_fallback(file: DataFile) -> bool:
 def find_splits(dataset: str, names: list[str]) -> list[str]:
     """Return the split of each file by its path in the corpus, "" for none, as `datasets` does: by shards in `data`,
     else by the names of folders, else by those of files. A UserError for a name with the keywords of two splits."""
-    if any(map(SHARD.fullmatch, names)):
-        return [shard[1] if (shard := SHARD.fullmatch(name)) else "" for name in names]
-    folder_splits = [split_in(dataset, name, name.split("/")[:-1]) for name in names]
-    return (
-        folder_splits if any(folder_splits) else [split_in(dataset, name, [name.rpartition("/")[2]]) for name in names]
-    )
+    splits = [shard[1] if (shard := SHARD.fullmatch(name)) else "" for name in names]
+    if not any(splits):
+        splits = [split_in(dataset, name, name.split("/")[:-1]) for name in names]
+    if "train" in splits or all(splits):
+        return splits
+    path_splits = [split or split_in(dataset, name, name.split("/")) for split, name in zip(splits, names, strict=True)]
+    if any(splits):  # files of no split are trained on then, but not those whose own names have another split
+        return ["" if split == "train" else split for split in path_splits]
+    return path_splits
 
 
 def split_in(dataset: str, name: str, parts: list[str]) -> str:

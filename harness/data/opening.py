@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -49,15 +50,19 @@ class Opening:
     reader: CorpusReader
     before: DataRecord | None  # the checkpoint's record of the data; None for a new run
     trained_on: Sequence[Spec]
+    trains: bool
     samples_per_step: int
     num_shards: int
     opened: dict[str, OpenedSource] = field(default_factory=dict)  # by name
 
     def recorded_spec(self, corpus: Corpus, beginning: str) -> Spec | None:
-        """The spec of a source when it was trained on: by its name in the checkpoint, or by its `beginning`."""
-        if self.before:
-            return self.before.sources.get(corpus.name)
-        return find_trained_spec(self.trained_on, beginning)
+        """The spec of a source when it was trained on: by its name in the checkpoint, else by its `beginning`, as it
+        may have had another name."""
+        recorded = self.before.sources if self.before else {}
+        specs = [*recorded.values()]
+        if not self.trains:  # a run that trains further has an order and eval documents of its own
+            specs += self.trained_on
+        return recorded.get(corpus.name) or find_trained_spec(specs, beginning)
 
 
 def load(
@@ -76,8 +81,9 @@ def load(
     Args:
         manifest: that of the checkpoint whose data are read: a resume, or an evaluation of the run's own data. Its
             specs decide how sources are read, and its mixture continues.
-        trained_on: if other data are evaluated, the specs of the sources that the weights were trained on. A source
-            that is not among them and has no eval split is evaluated in full.
+        trained_on: the specs of the sources that the weights were trained on, if these came from an export or other
+            data are evaluated. Without training a source that is not among them and has no eval split is evaluated in
+            full.
         opening: what `open_sources` returned, if it was called before.
     """
     eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_dataset), None)
@@ -106,7 +112,7 @@ def load(
     data = TrainingData({name: source.train for name, source in opened.items()}, record, length, settings.seed)
     eval_sets = {name: source.eval_data for name, source in opened.items() if source.eval_data}
     if eval_corpus:
-        specs = [source.spec for source in opened.values()]
+        specs = [*trained_on, *(source.spec for source in opened.values())]
         eval_sets = {eval_corpus.name: open_eval_dataset(settings, eval_corpus, opening.reader, specs)}
     if settings.eval_interval:
         data.eval_data = {name: eval_set.sequences for name, eval_set in eval_sets.items()}
@@ -159,7 +165,8 @@ def open_sources(
         refuse_other_sources(settings, corpora, before)
     samples_per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
     num_shards = choose_num_shards(settings, corpora, before, samples_per_step)
-    opening = Opening(make_reader(settings, tokenizer, config), before, trained_on, samples_per_step, num_shards)
+    reader, trains = make_reader(settings, tokenizer, config), bool(settings.num_steps)
+    opening = Opening(reader, before, trained_on, trains, samples_per_step, num_shards)
     if settings.dataset == "synthetic":
         opening.opened["synthetic"] = open_synthetic(settings, opening.reader.vocab_size)
     for corpus in corpora:
@@ -170,7 +177,59 @@ def open_sources(
             )
         open_source = open_stream if settings.streaming and not corpus.from_token_files else open_cached
         opening.opened[corpus.name] = open_source(settings, corpus, opening)
+    if before:
+        refuse_renamed_sources(opening.opened, before)
+    refuse_trained_eval_data(opening)
+    if (trains or before) and len(corpora) > 1:
+        base.broadcast_from_rank_0(lambda: refuse_shared_files(corpora, opening.opened))
     return opening
+
+
+def refuse_renamed_sources(opened: dict[str, OpenedSource], before: DataRecord) -> None:
+    """Raise a UserError if a source of the checkpoint has another name now: it would be read from its beginning again.
+    A default name changes if another source with a file of the same name is added or removed."""
+    for name, source in opened.items():
+        for old_name, spec in before.sources.items():
+            is_same = all(spec.get(key) == source.spec.get(key) for key in ("dataset", "beginning"))
+            if is_same and name not in before.sources and old_name not in opened:
+                problem = f"it has the data of the run's source {old_name}, which continues under that name only"
+                raise base.UserError(f"--dataset {name}: {problem}; give --dataset {old_name}=FILE")
+
+
+def refuse_trained_eval_data(opening: Opening) -> None:
+    """Raise a UserError if eval data are training data by their first tokens: of the weights, or of the sources that
+    the run has or had."""
+    specs = list(opening.trained_on)
+    if opening.before:
+        specs += opening.before.sources.values()
+    if opening.trains or opening.before:  # else other data are evaluated
+        specs += [source.spec for source in opening.opened.values()]
+    for name, source in opening.opened.items():
+        eval_data = source.eval_data
+        if eval_data and eval_data.split:
+            refuse_trained(eval_data.split, eval_data.beginning, specs)
+        trained = find_trained_spec(opening.trained_on, source.spec.get("beginning", ""))
+        if eval_data and opening.trains and trained and trained.get("eval_rule") != source.spec["eval_rule"]:
+            problem = f"the weights of --model were trained on the eval documents of {name}"
+            raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that they were not trained on")
+
+
+def refuse_shared_files(corpora: list[Corpus], opened: dict[str, OpenedSource]) -> None:
+    """Raise a UserError if a file has eval documents of one source and is training data of another. Two sources of the
+    same files are divided alike, and a choice by content is the same in every source."""
+    paths = {corpus.name: [file.real_path for file in corpus.files] for corpus in corpora}
+    for corpus, other in itertools.permutations(corpora, 2):
+        eval_data = opened[corpus.name].eval_data
+        rules = {opened[name].spec["eval_rule"] for name in (corpus.name, other.name)}
+        are_alike = corpus.split == other.split and paths[corpus.name] == paths[other.name]
+        if eval_data is None or are_alike or (not eval_data.split and rules == {BY_CONTENT}):
+            continue
+        eval_files = corpus.listing.files_in_split(parse_split(eval_data.split or corpus.split)[0])
+        shared = {file.real_path for file in eval_files}.intersection(paths[other.name])
+        if shared:
+            problem = f"{min(shared)} has eval documents of {corpus.name} and is trained on as a part of {other.name}"
+            advice = "take it out of one of them, or give an --eval-split that is a file of its own"
+            raise base.UserError(f"--dataset: {problem}; {advice}")
 
 
 def refuse_trained(eval_split: str, beginning: str, trained_on: Sequence[Spec]) -> None:
@@ -268,10 +327,11 @@ def open_cached(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
             eval_data.name = f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
     elif choice.split:
         eval_tokens, origin = reader.open_tokens(corpus, choice.split)
-        if not recorded:  # weights that were not trained on this split may have been trained on that one
-            refuse_trained(choice.split, eval_tokens.beginning(), opening.trained_on)
+        if settings.num_steps or recorded:
+            eval_split.refuse_overlap(corpus.split, tokens, choice.split, eval_tokens)
         job.print0("data      ", prefix + origin)
-        eval_data = EvalData(reader.pack(eval_tokens, f"{dataset}, split {choice.split!r}"), choice.split)
+        sequences = reader.pack(eval_tokens, f"{dataset}, split {choice.split!r}")
+        eval_data = EvalData(sequences, choice.split, choice.split, eval_tokens.beginning())
     train = reader.pack(tokens, data_name)
     trains = settings.num_steps > 0 and not settings.show_samples
     for word, line in describe_packing(corpus, train, reader, with_example=trains).items():
@@ -303,13 +363,13 @@ def open_stream(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
         count = settings.eval_sequences  # 0: all
         if choice.split:
             name, eval_stream = choice.split, open_split(settings, corpus, opening, choice.split, num_shards=1)
-            if opening.trained_on and not recorded:
-                eval_beginning = base.broadcast_from_rank_0(eval_stream.fingerprint)["beginning"]
-                refuse_trained(choice.split, eval_beginning, opening.trained_on)
         else:
             name, eval_stream = RULES[BY_CONTENT], stream.reading("eval")
             count = count or STREAM_EVAL_SEQUENCES
         eval_data = EvalData(eval_stream.eval_sequences(count, functools.partial(ranks_evaluating, settings)), name)
+        if choice.split and choice.split != corpus.split:
+            eval_data.split = choice.split
+            eval_data.beginning = base.broadcast_from_rank_0(eval_stream.fingerprint)["beginning"]
         if len(eval_data.sequences) == count:
             eval_data.name += f", the first {base.counted(count, 'sequence')}"
     spec: Spec = {"eval_rule": choice.rule, **fingerprint}

@@ -54,7 +54,8 @@ class TrainingData:
                 )
 
     def __len__(self) -> int:
-        """Samples after which each source has been read once; further ones are of further epochs. Without streams."""
+        """Samples after which each source has been read once, but for a few sequences, as shares are exact only at the
+        end of a block. Further samples are of further epochs. Without streams."""
         weights = self.record.segments[0].sample_weights
         total = sum(weights.values())
         return max(-(-self.orders[name].num_sequences * total // weight) for name, weight in weights.items())

@@ -84,6 +84,17 @@ def test_what_is_not_trained_on_is_named_and_without_a_train_all_that_is_in_no_s
         files.find_files(str(tmp_path / "c")).files_in_split("test")
 
 
+NOT_TRAINED_ON = {  # files of which only the first is trained on: `datasets` finds no train split in them
+    "a folder is a split": ["all.txt", "valid/a.txt", "test.txt", "my.val.txt"],
+    "shards are a split": ["all.txt", "data/validation-00000-of-00001.txt", "test/a.txt", "dev.txt"],
+}
+
+
+@pytest.mark.parametrize("names", NOT_TRAINED_ON.values(), ids=NOT_TRAINED_ON)
+def test_a_file_with_the_word_of_another_split_is_not_trained_on_whatever_decides_the_others(tmp_path, names):
+    assert splits_of(make(tmp_path / "corpus", *names))["train"] == names[:1]
+
+
 @pytest.mark.parametrize("name", ["train-test.txt", "val_of_train.txt", "train/dev/a.txt"])
 def test_a_name_with_the_words_of_two_splits_is_refused(tmp_path, name):
     """`datasets` takes such a file for both."""

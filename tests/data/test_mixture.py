@@ -131,6 +131,8 @@ def test_a_mixture_of_a_library_ends_after_its_length(tmp_path):
     assert len(mixed[len(mixed)]) == 9  # of the next epoch
     with pytest.raises(IndexError):
         mixed[-1]
+    by_size = utils.get_dataset(None, 8, dataset=[tmp_path / "a.npy", tmp_path / "b.npy"], vocab_size=1536)
+    assert len(by_size) == 21 + 11
 
 
 UNMIXABLE = {  # sources, "/" for the folder: the error

@@ -15,6 +15,7 @@ from corpora import write_records
 from harness.base.errors import UserError
 from harness.data import stores
 from harness.data.files import find_files
+from harness.data.formats import read_records
 
 
 @pytest.fixture
@@ -125,6 +126,12 @@ def test_a_file_that_changed_since_it_was_listed_or_is_gone_is_refused(store):
     store[1]["large.txt"] = LARGE[::-1]  # of the same size
     with pytest.raises(UserError, match="it has changed since it was listed"):
         file.open()
+    (file,) = find_files(put(store)).files_in_split("train")
+    records = read_records(file, ("text",))
+    next(records)
+    store[1]["large.txt"] = LARGE[::-1]  # after it was opened
+    with pytest.raises(UserError, match="it has changed since it was listed"):
+        list(records)
     (file,) = find_files(put(store)).files_in_split("train")
     with file.open() as opened:
         del store[1]["large.txt"]

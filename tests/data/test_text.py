@@ -10,7 +10,9 @@ import os
 import pathlib
 import re
 from collections import Counter
+from unittest import mock
 
+import filelock
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -244,6 +246,16 @@ def test_a_damaged_token_cache_is_made_again_and_reported(load, line_of, tmp_pat
     DAMAGES[damage](caches(tmp_path)[0])
     assert line_of(file).startswith("tokenized ") and tokens_of(load(file)) == first
     assert line_of(file).startswith("cached in ")
+
+
+def test_a_complete_token_cache_is_read_where_nothing_can_be_written(load, tmp_path, monkeypatch):
+    file = write_records(tmp_path / "data.jsonl", TEXTS)
+    first = tokens_of(load(file, packing="best-fit"))
+    refuse = mock.Mock(side_effect=PermissionError(13, "Permission denied"))  # the tests may run as root
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    assert tokens_of(load(file, packing="best-fit")) == first
+    with pytest.raises(UserError, match=r"--cache-dir .*: cannot be written \(.*Permission denied"):
+        load(file, packing="none")
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named(load, tmp_path):

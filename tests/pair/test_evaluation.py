@@ -57,6 +57,19 @@ def runs(start, device):
     (start.folder / "both").mkdir()
     for name in ("my.jsonl", "other.jsonl"):
         (start.folder / "both" / name).symlink_to(start.folder / name)
+    few = [json.dumps({"text": text}) for text in ("a " * 99, "b", "c")]
+    (start.folder / "few.jsonl").write_text("\n".join(few))
+    (start.folder / "copies").mkdir()
+    for name in ("train", "validation"):
+        write_documents(start.folder / "copies" / f"{name}.jsonl", 50, 40)
+    (start.folder / "three").mkdir()
+    shutil.copy(start.folder / "other.jsonl", start.folder / "three")
+    shutil.copytree(start.folder / "two", start.folder / "twins")
+    (start.folder / "four" / "validation").mkdir(parents=True)
+    write_documents(start.folder / "four" / "train.jsonl", 4000, 40)
+    write_documents(start.folder / "four" / "validation" / "a.jsonl", 4100, 40)
+    (start.folder / "four" / "validation" / "link.jsonl").symlink_to(start.folder / "my.jsonl")
+    (start.folder / "three" / "link.jsonl").symlink_to(start.folder / "two" / "validation.jsonl")
     return start.folder
 
 
@@ -160,8 +173,10 @@ TRAINED_ON = {  # a run and flags: what the refusal names
     "part --eval-split train[-20:]": "--eval-split train[-20:]",  # not known without counting
     "part --dataset-split train[50%:]": "train[:90%]",
     "valid": "the run has no eval documents",
-    "valid --dataset-split train": "--eval-split validation: its tokens were trained on",  # which is the default
-    "valid --dataset-split train --streaming": "--eval-split validation: its tokens were trained on",
+    "valid --dataset-split train": "--eval-split validation: it overlaps 'validation' of {}/two",  # the default
+    "valid --dataset {}/twins --dataset-split train": "--eval-split validation: its tokens were trained on",
+    "valid --dataset {}/twins --dataset-split train --streaming": "--eval-split validation: its tokens were trained on",
+    "held --dataset {}/four": "--eval-split validation: it overlaps 'train' of {}/my.jsonl, which the run trained on",
 }
 
 
@@ -178,12 +193,26 @@ def test_what_was_not_trained_on_is_evaluated(runs, evaluate, flags):
     assert evaluate(*words(f"--resume {{}}/{flags}".replace("{}", str(runs))))["tokens"] > 0
 
 
-def test_a_run_does_not_evaluate_on_what_it_trains_on(start, device):
-    for split, eval_split in (("train", "train"), ("train[:90%]", "train[50%:]"), ("train[:90%]", "train[80:]")):
-        with pytest.raises(UserError, match="--eval-split") as raised:
-            train(start("no", "--eval-interval", 1, "--dataset-split", split, "--eval-split", eval_split), device)
-        assert raised.value.exit_code == 2
-    assert not (start.folder / "no").exists()
+EVAL_DATA_TRAINED_ON = {  # flags of a run: what the refusal names
+    "--dataset-split train --eval-split train": "--eval-split train: it overlaps",
+    "--dataset-split train[:90%] --eval-split train[50%:]": r"--eval-split train\[50%:\]: it overlaps",
+    "--dataset-split train[:90%] --eval-split train[80:]": r"--eval-split train\[80:\]: it overlaps",
+    # 67 % of three documents are two of them, 90 % are cut off in the first one
+    "--dataset {}/few.jsonl --dataset-split train[:67%] --eval-split train[90%:]": r"train\[90%:\]: it overlaps",
+    "--dataset {}/copies": "--eval-split validation: its tokens were trained on",
+    "--dataset {}/copies --streaming": "--eval-split validation: its tokens were trained on",
+    "--dataset one={}/my.jsonl all={}/both": "my.jsonl has eval documents of one and is trained on as a part of all",
+    "--dataset two={}/two three={}/three": "validation.jsonl has eval documents of two",
+    "--dataset two={}/two:1 three={}/three:1 --streaming": "validation.jsonl has eval documents of two",
+}
+
+
+@pytest.mark.parametrize("flags, named", EVAL_DATA_TRAINED_ON.items())
+def test_a_run_does_not_evaluate_on_what_it_trains_on(runs, start, device, flags, named):
+    with pytest.raises(UserError, match=named) as raised:
+        train(start("no", "--eval-interval", 1, *words(flags.replace("{}", str(runs)))), device)
+    assert raised.value.exit_code == 2 and "\n" not in str(raised.value)
+    assert not list(runs.glob("no/metrics.jsonl"))
 
 
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]], ids=["cached", "streamed"])
@@ -254,6 +283,8 @@ def test_an_export_of_a_run_on_an_export_knows_what_both_were_trained_on(start, 
     weights = ["--init", "pretrained", "--model", runs / "tuned-export", "--sequence-length", 32]
     evaluate(*weights, "--dataset", runs / "my.jsonl", printed=A_PART)
     assert "the run has no eval documents" in refused(*weights, "--dataset", runs / "other.jsonl")
+    with pytest.raises(UserError, match="the weights of --model were trained on the eval documents of other"):
+        train([*tuned, "--run-name", "again", "--eval-interval", 1, "--model", runs / "tuned-export"], device)
     for name in ("my", "other"):
         line = refused(*weights, "--eval-split", runs / f"{name}.jsonl")
         assert line.endswith("its tokens were trained on; give what was not")

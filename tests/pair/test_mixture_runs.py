@@ -166,6 +166,20 @@ def test_a_source_whose_file_changed_is_refused_in_one_line(run, corpora, tmp_pa
         assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
+RENAMED = {  # flags of a resume: its line
+    "--dataset c=b.npy": "--dataset c: it has the data of the run's source b, which continues under that name only",
+    "--dataset c=b.npy --eval-interval 1": "--eval-interval: the run has no eval documents of b.npy that are known",
+}
+
+
+@pytest.mark.parametrize("more, line", RENAMED.items())
+def test_a_source_of_a_mixture_is_known_by_its_tokens_under_another_name(run, more, line):
+    run(*words("--dataset a.npy b.npy"), stop_after=1)
+    with pytest.raises(UserError) as refused:
+        run(*words(more))
+    assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+
+
 def test_a_streamed_mixture_continues_where_it_was_in_other_batches(run, tmp_path):
     streamed = words("--dataset web=web.jsonl:2 code=code.jsonl:1 --streaming --num-workers 0")
     whole = run(*streamed, output=tmp_path / "whole")

@@ -118,6 +118,9 @@ def read_records(
     with report_read_errors(file), file.open() as raw, decompressed(file, raw) as stream:
         for number, record in enumerate(file_format.read(stream, names, *part), 1):
             yield f"{file}, {file_format.RECORD_NAME} {number:,}{after}", record
+    if end is None:  # reading a whole file may take hours: this compares it with the listing again
+        with report_read_errors(file):
+            file.open().close()
 
 
 def open_token_file(file: DataFile, vocab_size: int) -> MappedTokens:
