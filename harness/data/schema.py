@@ -377,6 +377,10 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
     tools = read_tools(fields.get("tools"))
     if not isinstance(tools, list | None):
         raise ValueError(f"tools are {excerpt(tools)} instead of a list")
+    try:
+        json.dumps([tools, [calls_of(message) for message in messages]])
+    except TypeError as error:  # a decimal or date of a column, which a template would write as its type
+        raise ValueError(f"its tools or calls: {error}; make it a number or text") from error
     if has_lone_surrogate(json.dumps([messages, tools], ensure_ascii=False, default=str)):
         raise ValueError(f"{excerpt(messages)} with half a surrogate pair")
     is_text = "completion" in layout.needs and isinstance(fields["completion"], str)
