@@ -5,8 +5,8 @@
     accelerate launch --num_processes=4 train_fsdp.py --model smollm3-3b
 
 Read it from the top: the model and how it is sharded, a step, an evaluation, a run. `args` are the flags as typed,
-`settings` the same with every default resolved; a `flags.Flags` may be either. utils.py has the FLOP and MFU math and
-the clock. Everything else is in the packages of harness/, whose `__init__.py` files list what they offer:
+`settings` the same with every default resolved. utils.py has the FLOP and MFU math and the clock. Everything else is in
+the packages of harness/, whose `__init__.py` files list what they offer:
 
     base     errors, text, GPUs                        models   weights, loss, optimizers (harness/model)
     flags    every flag, and the rules between them    state    checkpoints, resume, export
@@ -24,7 +24,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -47,24 +46,19 @@ from harness import model as models
 
 
 def build_mesh(args: flags.Flags, device: torch.device) -> DeviceMesh:
-    """(shard,) or, for HSDP and stage 0, (replicate, shard)."""
+    """(shard,) or, for HSDP and stage 0, (replicate, shard). Context parallelism adds no dimension: the ranks that
+    share a sequence are consecutive, and to FSDP they are ranks like any others."""
     world = dist.get_world_size()
+    job.check_world(args, world)
     replicas = world if args.zero_stage == 0 else args.dp_replicate_size
-    problem = f"does not divide the world of {base.counted(world, 'rank')}; give a divisor of it"
-    # Context parallelism adds no dimension: its ranks are consecutive ones, and FSDP shards over them too.
-    if world % args.context_parallel:
-        raise base.UserError(f"--context-parallel {args.context_parallel}: {problem}")
-    if world % replicas:
-        raise base.UserError(f"--dp-replicate-size {replicas}: {problem}")
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    # Collectives time out after a day, as in the default group: heartbeats find a stalled rank earlier.
-    job.lift_group_timeouts(*mesh.get_all_groups())
+    job.lift_group_timeouts(*mesh.get_all_groups())  # new groups; a mesh of one dimension uses the default group
     return mesh
 
 
-def reshard_after_forward(settings: flags.Settings) -> bool:
+def reshards_in_each_pass(settings: flags.Settings) -> bool:
     """True if parameters are resharded after each forward and backward pass: at stage 3. In a shard group of one rank
     that would save nothing and cost a cast and a copy, unless the shard is on the host."""
     shards = dist.get_world_size() // settings.dp_replicate_size
@@ -72,10 +66,13 @@ def reshard_after_forward(settings: flags.Settings) -> bool:
 
 
 def build_model(
-    settings: flags.Settings, config: transformers.PretrainedConfig, mesh: DeviceMesh, read_weights: bool = True
+    settings: flags.Settings,
+    config: transformers.PretrainedConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    read_weights: bool = True,
 ) -> transformers.PreTrainedModel:
     """Build the sharded model: on the meta device first, then each decoder layer in turn is materialized and sharded.
-    The optimizer is built after it: built before, it would hold the full parameters, and states of their size.
 
     No rank ever holds more than its shards, one full layer, and embedding and head, which are sharded last. Every rank
     draws the same random numbers in the same order, so the weights do not depend on world size or sharding (of one kind
@@ -84,49 +81,39 @@ def build_model(
     Args:
         read_weights: False if a checkpoint is loaded next; frozen weights are read anyway, as no checkpoint has them.
     """
-    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
-    dtype = models.loaded_dtype(settings)
+    dtype = models.own_weights_dtype(settings)
     model = models.on_meta(config, settings.attention, dtype)
     models.adapt_forward(model, settings)  # the loss, document masks, the part of a sequence (--context-parallel)
     layers = models.decoder_layers(model)
-    adapters = models.Adapters(settings, model) if settings.lora_rank else None  # all else is frozen
-    models.check_dtypes(model, settings.precision)
-    host_inputs = models.HostInputs() if settings.activation_checkpointing == "offload" else None
+    adapters = models.Adapters(settings, model) if settings.lora_rank else None  # freezes all that the model has so far
+    models.check_trained_dtypes(model, settings.precision)
     if not settings.cpu_offload:
         models.check_gpu_memory(model, device, mesh["shard"].size())
     weights = None
     if settings.init == "pretrained" and (read_weights or models.has_frozen(model)):
-        weights = base.call_on_all_ranks(  # raises on all ranks if a file is missing on one node
-            lambda: models.PretrainedWeights(model, layers, models.find_source(settings.model), dtype)
-        )
-    convert_to_fp8 = None
-    if settings.precision == "fp8":
-        convert_to_fp8 = models.fp8_converter(layers, settings.fp8_recipe, settings.fp8_emulate, settings.compile)
-
+        weights = models.open_weights(model, layers, settings.model, dtype)
+    convert_to_fp8 = models.fp8_converter(settings, layers) if settings.precision == "fp8" else None
+    offload = models.LayerInputOffload() if settings.activation_checkpointing == "offload" else None
     shard = functools.partial(fully_shard, mesh=mesh, **sharding_policies(settings, device))
     torch.manual_seed(settings.seed)
     model.train()
     in_layers = {module for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if module not in in_layers]
     models.materialize(model, outside, device, weights)
-    doing = "reading weights" if weights else "making weights"
-    for index, layer in job.progress(enumerate(layers), len(layers), "" if settings.plan else doing):
+    for index, layer in job.progress(enumerate(layers), len(layers), "" if settings.plan else "building layers"):
         models.materialize(model, list(layer.modules()), device, weights, index)
         if adapters:
             adapters.add_to(layer)
-        transform_layer(settings, layer, convert_to_fp8, host_inputs, shard)
+        transform_layer(settings, layer, convert_to_fp8, offload, shard)
     if settings.compile:
-        base.count_compiling_as_work()  # in the heartbeats: a rank that compiles has not stalled
         for module in outside:
-            if type(module).__name__.endswith("Norm"):  # the final one, which is in no compiled layer
+            if type(module).__name__.endswith("Norm"):  # such as the final one: it is in no compiled layer
                 module.forward = torch.compile(module.forward)
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
     models.gather_frozen_in_own_dtype(model)  # FSDP2 would round to bf16 what a family keeps in fp32
-    # In a shard group of one rank FSDP2 would copy each parameter and gradient. With gradient accumulation it reads
-    # gradients on a side stream, so their memory is not reused before it is done.
-    models.alias_unsharded_params(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
+    models.avoid_copies_on_one_rank(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
     models.make_replicas_equal(model, mesh)  # different kinds of GPU draw different numbers from one seed
     base.trim_host_memory()  # host memory of the full layers, which glibc would keep
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
@@ -137,7 +124,7 @@ def transform_layer(
     settings: flags.Settings,
     layer: nn.Module,
     convert_to_fp8: Callable[[nn.Module], object] | None,
-    host_inputs: models.HostInputs | None,
+    offload: models.LayerInputOffload | None,
     shard: Callable[..., FSDPModule],
 ) -> None:
     """Apply to one decoder layer what the flags request. The order matters:
@@ -154,9 +141,9 @@ def transform_layer(
     models.checkpoint_activations(layer, settings.activation_checkpointing)
     if settings.compile:
         layer.forward = torch.compile(layer.forward)
-    if host_inputs:
-        host_inputs.offload(layer)
-    shard(layer, reshard_after_forward=reshard_after_forward(settings))
+    if offload:
+        offload.wrap(layer)
+    shard(layer, reshard_after_forward=reshards_in_each_pass(settings))
 
 
 def sharding_policies(settings: flags.Settings, device: torch.device) -> dict[str, Any]:
@@ -164,7 +151,7 @@ def sharding_policies(settings: flags.Settings, device: torch.device) -> dict[st
     if settings.precision in ("bf16", "fp8"):
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     else:
-        precision = MixedPrecisionPolicy()  # everything in the parameters' own dtype
+        precision = MixedPrecisionPolicy()  # fp32 and bf16-pure: everything in the parameters' own dtype
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.cpu_offload else OffloadPolicy()
     return {"mp_policy": precision, "offload_policy": offload}
 
@@ -173,11 +160,7 @@ def sharding_policies(settings: flags.Settings, device: torch.device) -> dict[st
 
 
 def train_step(
-    settings: flags.Settings,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[dict[str, Any]],
-    tracker: utils.PerformanceTracker,
+    settings: flags.Settings, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[dict[str, Any]]
 ) -> report.StepResult:
     """Take one optimizer step and return its result: tensors on the device. The host does not wait for them, except
     with adamw8bit. A step with a non-finite gradient norm is skipped. Each `job.enter_phase` is recorded, to say in
@@ -190,27 +173,23 @@ def train_step(
     same router loss on any number of ranks.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
-    # At stage 0 too: its shard group is one rank, so nothing is sent, and FSDP2 adds each gradient to `.grad` instead
-    # of keeping an unreduced copy too. set_requires_all_reduce, below, reduces among replicas.
-    reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
+    # At stage 0 a reduce-scatter over the one rank of its shard group sends nothing; FSDP2 then adds up gradients in
+    # place, without an unreduced copy. Replicas are reduced once a step, below.
+    reduce_scatters_each_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
     step_loss = models.StepLoss(model, settings.gradient_accumulation_steps)
-    document_lengths = []
     for microbatch in range(settings.gradient_accumulation_steps):
         last = microbatch == settings.gradient_accumulation_steps - 1
-        model.set_requires_gradient_sync(last or reduces_every_microbatch)
-        # Replicas are reduced once a step. This comes after set_requires_gradient_sync, which sets it too.
+        model.set_requires_gradient_sync(last or reduce_scatters_each_microbatch)
+        # All-reduce among replicas. This comes after set_requires_gradient_sync, which sets it too.
         model.set_requires_all_reduce(last)
         # Below stage 3 the parameters stay gathered from the first microbatch to the last: one all-gather a step. After
         # the last they are always resharded: the optimizer updates the shards, and a gathered copy would be stale.
-        model.set_reshard_after_backward(last or reshard_after_forward(settings))
-        job.enter_phase("data")
-        with tracker.data_wait():
-            batch = next(batches)
+        model.set_reshard_after_backward(last or reshards_in_each_pass(settings))
+        batch = next(batches)
         job.enter_phase("forward")
         # if not every label counts, "loss_divisor" weights this microbatch by its number of trained tokens
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
-        document_lengths.append(batch.pop("document_lengths", None))  # a plan's batches have none
-        cross_entropy = model(**batch, use_cache=False).loss
+        cross_entropy = model(**batch, use_cache=False).loss  # its gradient is also that of the terms of --import
         objective = step_loss.add_microbatch(cross_entropy, divisor)  # plus the router loss
         job.enter_phase("backward")
         objective.backward()
@@ -230,7 +209,6 @@ def train_step(
         terms=step_loss.terms,
         router_loss=step_loss.router_loss,
         expert_load=step_loss.expert_load,
-        document_lengths=document_lengths,
     )
 
 
@@ -252,7 +230,7 @@ def evaluate(
                 # a batch without labels has loss 0, not NaN
                 source_totals += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
-    # with context parallelism the N ranks of a sequence each add all its tokens, and N times their part of its loss
+    # with context parallelism the N ranks that share a sequence count its tokens and its loss N times
     return data.mean_losses(eval_data, totals / settings.context_parallel)
 
 
@@ -265,38 +243,34 @@ def prepare(args: flags.Args, device: torch.device) -> loop.Run:
     peak_tflops = args.peak_tflops or utils.get_gpu_peak_tflops()
     opened = loop.open_training(args, mesh, device, peak_tflops)  # the run's folder, data and checkpoint
     settings = opened.settings
-    model = build_model(settings, opened.config, mesh, read_weights=not opened.source_checkpoint)
-    optimizer = models.build_optimizer(settings, model)
+    model = build_model(settings, opened.config, mesh, device, read_weights=not opened.resumed_checkpoint)
+    optimizer = models.build_optimizer(settings, model)  # its states are those of the shards
     scheduler = models.build_scheduler(settings, optimizer)
-    possible_lengths = np.arange(settings.sequence_length + 1)  # a document's tokens
-    # a function of utils is handed over, as utils imports harness
-    flops_by_length, flops_text = models.flops_or_zeros(model, possible_lengths, utils.get_flops_by_length)
-    # a peak of 0 is unknown and gives no MFU; None would be looked up again
-    tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak_tflops or 0)
+    tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak_tflops)
     train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
-    return loop.start_or_resume(opened, train_state, flops_by_length, flops_text)
+    return loop.ready_run(opened, train_state, RECIPE)  # loads the checkpoint, prints the header, opens the log
 
 
 def train(run: loop.Run, stop: job.StopRequest) -> None:
     """Run the training loop. `stop` is set by a signal to any rank, which asks to save and exit. All ranks check it
     before the same forward pass, which then raises job.Stopped; the last complete step is what is saved."""
-    settings, model, tracker = run.settings, run.state.model, run.state.tracker
+    settings, model = run.settings, run.state.model
     loop.evaluate_missed_step(run, stop, evaluate)
-    tracker.start_interval()  # restart the clock: setting up is no part of a step
+    run.state.tracker.start_interval()  # restart the clock: setting up is no part of a step
     while run.state.step < settings.num_steps:
-        with run.log.step() as due:  # a log line, an evaluation, a checkpoint
+        with run.log.timed_step() as due:  # a log line, an evaluation, a checkpoint
             with stop.before_each_forward(model), run.state.step_undone_if_stopped():
-                result = train_step(settings, model, run.state.optimizer, run.batches, tracker)
+                result = train_step(settings, model, run.state.optimizer, run.batches)
             run.log.keep(result)
-            run.state.advance(run.dataset)  # steps, samples, the schedule
+            run.state.advance(run.dataset, run.batches.complete_step())  # steps, samples, tokens, the schedule
         stop.can_save = True  # from here on a signal is answered by a checkpoint
         if due.log or due.save:  # an evaluation always has a log line
-            loop.check_and_log(run, due, stop, evaluate)
+            loop.log_and_evaluate(run, due, stop, evaluate)
         if due.save:
             run.checkpoints.save(run.state, wait=due.last)
             if not due.last:
-                stop.raise_if_stopping()  # a forward sees a signal one pass late, perhaps with another step to save
-    run.checkpoints.finish()
+                stop.raise_if_stopping()  # a signal during the save: one more step would have to be saved too
+    run.checkpoints.wait()
 
 
 def train_or_evaluate(args: flags.Args, device: torch.device, stop: job.StopRequest) -> int:
@@ -307,7 +281,7 @@ def train_or_evaluate(args: flags.Args, device: torch.device, stop: job.StopRequ
         return loop.evaluate_only(args, device, RECIPE)
     run = prepare(args, device)
     stop.resumed_step = run.state.step  # the message after Ctrl-C counts lost steps since this one
-    # On a GPU a process in the background plans this run, so that its last line compares the plan with what it did.
+    # On a GPU another process plans this run meanwhile: the run's last line compares the plan with what it did.
     planning = plan.planning_in_background(run.settings, device, run.settings.num_steps - run.state.step)
     with run.log, run.checkpoints, planning as plan_process:
         try:
@@ -317,13 +291,12 @@ def train_or_evaluate(args: flags.Args, device: torch.device, stop: job.StopRequ
             return loop.save_and_stop(run, stop)
 
 
-# For plans and harness/loop.py, which cannot import this file: it imports them, and runs as __main__.
+# For plans and harness/loop.py, which do not import the pair.
 RECIPE = plan.Recipe(
     build_mesh=build_mesh,
     build_model=build_model,
     train_step=train_step,
     evaluate=evaluate,
-    make_tracker=utils.PerformanceTracker,
     estimate_mfu=utils.estimate_mfu,
     get_flops_by_length=utils.get_flops_by_length,
 )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import accelerate
     import transformers
 
-create_collate_fn = data.create_collate_fn  # of the batches of `get_dataset`
+create_collate_fn = data.create_collate_fn
 
 __all__ = [
     "PerformanceTracker",
@@ -111,8 +111,8 @@ def get_dataset(
 
 
 def get_gpu_peak_tflops(name: str | None = None) -> float | None:
-    """Dense bf16 peak in TFLOPS of the GPU with this name of its driver, by default the current one, from
-    assets/gpus.csv; None for a GPU that is not listed, and for a CPU."""
+    """Dense bf16 peak in TFLOPS, from assets/gpus.csv, of the GPU that its driver gives this name, by default the
+    current one; None for a GPU that is not listed, and for a CPU."""
     if name is None and not torch.cuda.is_available():
         return None
     gpu = base.find_gpu(torch.cuda.get_device_name() if name is None else name)
@@ -159,26 +159,36 @@ def get_flops_by_length(
     text = on_meta.config.get_text_config()
     matmuls = 6 * matmul_parameters(on_meta, text)
     skips_masked = not models.computes_every_score(config)
-    is_confirmed = models.count_flops(on_meta, 4) == 4 * (matmuls + attention_flops(text, np.array([4]))[0])
-    has_frozen = isinstance(model, torch.nn.Module) and models.has_frozen(model)
-    if is_confirmed and not has_frozen:
-        return matmuls + attention_flops(text, lengths, skips_masked, causal)
-    if causal and not is_confirmed:
+    formula_holds = models.count_flops(on_meta, 4) == 4 * (matmuls + attention_flops(text, np.array([4])).sum())
+    if causal and not formula_holds:
         problem = f"the FLOPs of {text.model_type} come from torch's counter, which knows no causal masks"
         raise ValueError(f"causal=True: {problem}")
+    has_frozen = isinstance(model, torch.nn.Module) and models.has_frozen(model)
+    if formula_holds and not has_frozen:
+        return matmuls + attention_flops(text, lengths, skips_masked, causal).sum(0)
     if has_frozen:
         models.freeze_as_in(model, on_meta)
-    # Torch counts whole score matrices: what masks leave out is subtracted. The count per token is linear in the
-    # length, so that of two lengths gives it for all.
-    longest = int(lengths[-1])
-    counted = models.count_flops(on_meta, longest) / longest
+    # torch counts whole score matrices, also what masks leave out
     masked_out = attention_flops(text, lengths) - attention_flops(text, lengths, skips_masked, causal)
+    if has_frozen and masked_out.any():  # layers compute fewer products then
+        per_key = attention_flops(text, np.array([1]))
+        masked_out *= models.attention_flops_per_key(on_meta)[:, None] / np.maximum(per_key, 1)
+    return counted_by_length(on_meta, lengths) - masked_out.sum(0)
+
+
+def counted_by_length(on_meta: torch.nn.Module, lengths: np.ndarray) -> np.ndarray:
+    """FLOPs per token of sequences of these ascending lengths, as torch counts them. They are linear in the length, so
+    two counts give all."""
+    from harness import model as models
+
+    longest = int(lengths[-1])
+    at_longest = models.count_flops(on_meta, longest) / longest
     if len(lengths) == 1:
-        return counted - masked_out
+        return np.array([at_longest])
     half = max(longest // 2, 1)
-    counted_at_half = models.count_flops(on_meta, half) / half
-    per_position = (counted - counted_at_half) / max(longest - half, 1)
-    return counted - per_position * (longest - lengths) - masked_out
+    at_half = models.count_flops(on_meta, half) / half
+    per_position = (at_longest - at_half) / max(longest - half, 1)
+    return at_longest - per_position * (longest - lengths)
 
 
 def matmul_parameters(model: torch.nn.Module, config: "transformers.PretrainedConfig") -> int:
@@ -204,18 +214,17 @@ def matmul_parameters(model: torch.nn.Module, config: "transformers.PretrainedCo
 def attention_flops(
     config: "transformers.PretrainedConfig", lengths: np.ndarray, skips_masked: bool = False, causal: bool = False
 ) -> np.ndarray:
-    """FLOPs per token of softmax attention in sequences of each of `lengths`, float64: in each layer
+    """FLOPs per token of softmax attention in sequences of each of `lengths`, float64 (layers, lengths): in each layer
     6 x heads x (head_dim of keys + that of values) x keys.
 
     A query meets all keys of its sequence, or with `skips_masked` those of its layer's window or chunk. If `causal`, it
     meets, on average over the sequence, those of them that come before it.
     """
-    windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     layer_types = getattr(config, "layer_types", None)
-    if not layer_types:  # all alike, with a window if the config has one; Moshi's layers ignore it
+    if not layer_types:  # all alike, with a window if the config has one; Moshi's layers ignore theirs
         layer_types = ["full_attention" if config.model_type == "moshi" else "sliding_attention"]
         layer_types *= config.num_hidden_layers
-    total = np.zeros(len(lengths))
+    flops, positive = np.zeros((len(layer_types), len(lengths))), np.maximum(lengths, 1)
     for index, layer_type in enumerate(layer_types):
         layer = config.per_layer_config[index] if hasattr(config, "per_layer_config") else config
         heads = getattr(layer, "num_attention_heads", 0)
@@ -224,15 +233,19 @@ def attention_flops(
         head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
         qk_dim, v_dim = (getattr(layer, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
         keys = lengths
-        if skips_masked and layer_type in windows:
-            keys = np.minimum(getattr(layer, windows[layer_type], None) or lengths, lengths)
-        if causal and layer_type == "chunked_attention":
-            keys = keys / 2
+        if skips_masked and layer_type == "sliding_attention":
+            keys = np.minimum(getattr(layer, "sliding_window", None) or lengths, lengths)
+        if layer_type == "chunked_attention":
+            if skips_masked:
+                chunk = np.minimum(getattr(layer, "attention_chunk_size", None) or positive, positive)
+                last_chunk = lengths % chunk
+                keys = (lengths // chunk * chunk**2 + last_chunk**2) / positive
+            keys = keys / 2 if causal else keys
         elif causal:
             # the first queries of a sequence have no full window before them
-            keys = keys * (1 - keys / (2 * np.maximum(lengths, 1)))
-        total += 6 * heads * (qk_dim + v_dim) * keys
-    return total
+            keys = keys * (1 - keys / (2 * positive))
+        flops[index] = 6 * heads * (qk_dim + v_dim) * keys
+    return flops
 
 
 def estimate_mfu(
@@ -265,9 +278,9 @@ def estimate_mfu(
 class PerformanceTracker:
     """Speed of the steps after warmup.
 
-    An interval begins when the warmup ends, and ends at each `step` that reads the clock; the device is synchronized at
-    these two ends, and around a pause. Give every step its tokens; with `synchronize=False` a step is only counted and
-    costs nothing.
+    An interval is the steps between two calls of `step` that read the clock, the first of which ends the warmup. The
+    device is synchronized at these two ends, and around a pause. Give every step its tokens; with `synchronize=False` a
+    step is only counted and costs nothing.
     """
 
     warmup_steps: int = 10  # left out at the start: compilation, allocator, autotuning
@@ -333,7 +346,7 @@ class PerformanceTracker:
                 yield
                 base.wait_for_device()
         finally:
-            if is_outermost:
+            if is_outermost:  # else an outer pause has stopped the clock
                 self._start = time.perf_counter()
 
     @contextlib.contextmanager

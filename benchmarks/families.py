@@ -171,7 +171,7 @@ def train(folder: pathlib.Path, device) -> dict:
     config.get_text_config().router_aux_loss_coef = 0.0
     settings = resolving.resolve_steps(resolving.resolve(settings, config))
     mesh = train_fsdp.build_mesh(settings, device)
-    model = train_fsdp.build_model(settings, config, mesh)
+    model = train_fsdp.build_model(settings, config, mesh, device)
     optimizer = models.build_optimizer(settings, model)
     models.verify_sharding(settings, model, optimizer, mesh)
     batch, problems = next(batches(0, 1)), []
@@ -192,8 +192,7 @@ def train(folder: pathlib.Path, device) -> dict:
             seen.add(model(**batch, use_cache=False).loss.item())
     losses, rank_batches = [], batches(rank, world)
     for _ in range(STEPS):
-        tracker = utils.PerformanceTracker(0, world, 0)
-        mean = train_fsdp.train_step(settings, model, optimizer, rank_batches, tracker)[0].clone()
+        mean = train_fsdp.train_step(settings, model, optimizer, rank_batches).loss.clone()
         dist.all_reduce(mean)
         losses.append(mean.item() / world)
     return {"losses": losses, "problems": problems, "random": len(seen) > 1}

@@ -111,7 +111,7 @@ def open_tokens(count: int, work: pathlib.Path) -> data.tokens.Tokens:
     ends.tofile(work / f"{count}.ends")
     total, path = int(ends[-1]), str(work / f"{count}.ends")
     ids, mask = np.broadcast_to(np.uint16(5), total), np.broadcast_to(np.uint8(1), total)
-    file = data.tokens.TokenFile(
+    file = data.tokens.MappedTokens(
         ids, cache_key="scale", trained=mask, read_doc_ends=lambda: data.tokens.map_numbers(path, np.int64)
     )
     return data.tokens.Tokens([file], 2**16)
@@ -181,7 +181,7 @@ def costs_of_ranks(world: World, work: pathlib.Path) -> Iterator[tuple[str, Call
         lambda: corpus.eval_sequences(EVAL_SEQUENCES, lambda number: [number // BATCH % world.size]),
     )
     ids = np.tile(np.append(np.full(TOKENS_PER_DOCUMENT - 1, 5, np.uint16), np.uint16(0)), 10**7 // TOKENS_PER_DOCUMENT)
-    files = [data.tokens.TokenFile(ids, identity=["ids", ids.nbytes, ""])]
+    files = [data.tokens.MappedTokens(ids, identity=["ids", ids.nbytes, ""])]
     reader = data.CorpusReader(
         tokenizer=SimpleNamespace(eos_token_id=0), seq_len=SEQ_LEN, vocab_size=2**16, cache_dir=work
     )

@@ -2,11 +2,12 @@
 and finish. Every rank calls each function."""
 
 import dataclasses
+import functools
 import math
 import pathlib
 import subprocess
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -32,21 +33,21 @@ class Opened:
     config: transformers.PretrainedConfig
     tokenizer: Any
     prompts: list[str | data.Conversation]  # to generate samples from
-    source_checkpoint: state.Checkpoint | None  # to resume from or to read
+    resumed_checkpoint: state.Checkpoint | None  # that --resume names
     replaced_run: str = ""  # id of the run whose earlier export in --export DIR may be replaced
     dataset: Any = None  # a data.TrainingData; None if no data are read, or before they are
 
     @property
     def manifest(self) -> dict | None:
         """The checkpoint's."""
-        return self.source_checkpoint.manifest if self.source_checkpoint else None
+        return self.resumed_checkpoint.manifest if self.resumed_checkpoint else None
 
     @property
     def record(self) -> data.DataRecord | None:
         """The record of the data that the weights are trained on; None if no run of ours has trained them."""
         if self.dataset is not None and self.settings.num_steps:
             return self.dataset.record
-        return data.read_record(self.manifest) if self.manifest else None
+        return data.read_data_record(self.manifest) if self.manifest else None
 
     @property
     def is_chat_model(self) -> bool:
@@ -80,6 +81,8 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     # only a run that trains keeps the global batch and the warmup of its checkpoint
     resumed_manifest = checkpoint.manifest if checkpoint and args.trains() else None
     settings = resolving.resolve(args, config, corpora, resumed_manifest)
+    if settings.compile:
+        base.count_compiling_as_work()  # in the heartbeats: a rank that compiles has not stalled
     if args.batch_size == "auto":
         size = base.broadcast_from_rank_0(lambda: plan.choose_batch_size(settings))
         settings = dataclasses.replace(settings, batch_size=size)
@@ -98,7 +101,7 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
         config=config,
         tokenizer=tokenizer,
         prompts=prompts,
-        source_checkpoint=checkpoint,
+        resumed_checkpoint=checkpoint,
         replaced_run=replaced_run,
     )
     check_prompts(opened)
@@ -148,12 +151,12 @@ def load_eval_data(opened: Opened) -> None:
         UserError: the run trained on the data to evaluate, or its own data have changed since.
     """
     settings, manifest = opened.settings, opened.manifest
-    inputs = (opened.corpora, opened.tokenizer, opened.config)
+    load = functools.partial(data.load, settings, opened.corpora, opened.tokenizer, opened.config)
     reads_own = manifest is not None and base.broadcast_from_rank_0(lambda: data.evaluates_own_data(settings, manifest))
     if reads_own:  # the checkpoint says which of their documents are eval documents
-        opened.dataset = data.load(settings, *inputs, manifest)
+        opened.dataset = load(manifest=manifest)
     else:
-        opened.dataset = data.load(settings, *inputs, trained_on=state.trained_on(settings, opened.record))
+        opened.dataset = load(trained_on=state.trained_on(settings, opened.record))
 
 
 # ---- A run that trains -----------------------------------------------------------------------------------------------
@@ -200,8 +203,9 @@ def open_training(
     settings, config, tokenizer = opened.settings, opened.config, opened.tokenizer
     job.check_machine(settings, mesh, device)
     job.check_host_memory(models.offloaded_bytes(settings, config))
-    inputs = (opened.corpora, tokenizer, config, opened.manifest)
-    opened.dataset = data.load(settings, *inputs, sources=opened.opened_sources)
+    opened.dataset = data.load(
+        settings, opened.corpora, tokenizer, config, manifest=opened.manifest, opening=opened.opened_sources
+    )
     identity = state.describe_identity(settings, config, tokenizer, opened.dataset)
     return OpenedTraining(
         **vars(opened),
@@ -211,55 +215,60 @@ def open_training(
         trackers=trackers,
         peak_tflops=peak_tflops,
         identity=identity,
-        changed=state.check_resume(settings, config, identity, opened.dataset, opened.source_checkpoint),
+        changed=state.check_resume(settings, config, identity, opened.dataset, opened.resumed_checkpoint),
     )
 
 
-def start_or_resume(
-    opened: OpenedTraining, train_state: state.TrainState, flops_by_length: np.ndarray, flops_text: str
-) -> Run:
+def ready_run(opened: OpenedTraining, train_state: state.TrainState, recipe: plan.Recipe) -> Run:
     """Load the checkpoint into `train_state`, check what can be checked before the first step, print the header and
     open the log.
-
-    Args:
-        flops_by_length: FLOPs per token by document length, zeros if unknown; `flops_text` is the header's text about
-            them.
 
     Raises:
         UserError: the weights are not finite, --min-mfu needs FLOPs that are unknown, or the disk has too little room.
     """
-    settings, checkpoint, folder, device = opened.settings, opened.source_checkpoint, opened.folder, opened.device
+    settings, checkpoint, folder, device = opened.settings, opened.resumed_checkpoint, opened.folder, opened.device
+    possible_lengths = np.arange(settings.sequence_length + 1)  # tokens of a document, whose attention depends on them
+    flops_by_length, flops_text = models.flops_or_zeros(train_state.model, possible_lengths, recipe.get_flops_by_length)
     if settings.min_mfu and not flops_by_length.any():
         raise base.UserError(f"--min-mfu: {flops_text}")
     sharding_text = models.verify_sharding(settings, train_state.model, train_state.optimizer, opened.mesh)
+    changed = opened.changed
     if checkpoint:
         train_state.load(checkpoint, from_other_run=not state.resumes_same_run(checkpoint, folder))
-        opened.changed = ", ".join(filter(None, [opened.changed, train_state.describe_lr_change()]))
+        changed = ", ".join(filter(None, [changed, train_state.describe_lr_change()]))
     state.check_finite(settings, train_state, checkpoint)
     has_room = True  # for the final checkpoint, which is left out otherwise
     if train_state.step < settings.num_steps:
         export_bytes = state.export_bytes(settings, train_state.model)
         has_room = job.check_disk(settings, train_state.saved_bytes(), export_bytes, folder)
-    dataset, changed = opened.dataset, opened.changed
-    job.print0(
-        report.describe_setup(
-            settings,
-            train_state,
-            opened.mesh,
-            dataset,
-            flops_text,
-            opened.peak_tflops,
-            sharding_text,
-            checkpoint,
-            changed,
-        )
+    header = report.describe_setup(
+        settings=settings,
+        state=train_state,
+        mesh=opened.mesh,
+        train_set=opened.dataset,
+        flops=flops_text,
+        peak=opened.peak_tflops,
+        verified=sharding_text,
+        checkpoint=checkpoint,
+        changed=changed,
     )
+    job.print0(header)
+    batches = data.Batches(settings, opened.dataset, train_state, device)
     log = report.Log(
-        settings, train_state, dataset, folder, device, opened.trackers, flops_by_length, changed, has_room
+        settings=settings,
+        state=train_state,
+        data=opened.dataset,
+        batches=batches,
+        folder=folder,
+        device=device,
+        trackers=opened.trackers,
+        flops_by_length=flops_by_length,
+        changed=changed,
+        has_room=has_room,
     )
     return Run(
         **vars(opened),
-        batches=data.Batches(data.training_batches(settings, dataset, train_state, device)),
+        batches=batches,
         log=log,
         checkpoints=state.Checkpoints(settings, folder, opened.identity, device, log.sync),
         state=train_state,
@@ -271,10 +280,10 @@ def evaluate_missed_step(run: Run, stop: job.StopRequest, evaluate: Evaluate) ->
     due = run.log.due_at(run.state.step)
     if due.evaluate and base.broadcast_from_rank_0(run.log.needs_evaluation):
         metrics = {"step": run.state.step, "tokens_seen": run.state.tokens}
-        evaluate_and_log(run, due, metrics, "", stop, evaluate)  # no problem
+        evaluate_and_log(run, due, metrics, stop, evaluate)
 
 
-def check_and_log(run: Run, due: job.Actions, stop: job.StopRequest, evaluate: Evaluate) -> None:
+def log_and_evaluate(run: Run, due: job.Actions, stop: job.StopRequest, evaluate: Evaluate) -> None:
     """Read the metrics of the steps since the last call, check the state that is to be saved, evaluate and log what is
     due.
 
@@ -284,41 +293,50 @@ def check_and_log(run: Run, due: job.Actions, stop: job.StopRequest, evaluate: E
     """
     metrics, problem = run.log.metrics()
     if (due.save or due.last) and not problem:
-        problem = find_non_finite(run, metrics)
-    if due.log or problem:
-        evaluate_and_log(run, due, metrics, problem, stop, evaluate)
-
-
-def evaluate_and_log(
-    run: Run, due: job.Actions, metrics: dict, problem: str, stop: job.StopRequest, evaluate: Evaluate
-) -> None:
-    """Add an evaluation to `metrics` if one is due, and write the log line. Raise a UserError if there is a
-    `problem`, or an eval loss is not finite. If a stop interrupts the evaluation, its losses and samples are discarded,
-    and the next start repeats it."""
-    samples = []
-    if due.evaluate and not problem:
-        try:
-            with run.state.tracker.paused(), stop.before_each_forward(run.state.model):
-                losses, _ = evaluate(run.settings, run.state.model, run.dataset.eval_data, run.device)
-                if not due.last:  # after the last step `finish` generates them
-                    samples = generate_samples(run, run.state.model, run.device)
-        except job.Stopped:
-            run.log.write(metrics)
-            raise
-        metrics |= losses
-        problem = report.first_not_finite(metrics)
-        run.checkpoints.record_eval_loss(run.state, metrics["eval_loss"])
-    run.log.write(metrics, samples)
+        problem = find_non_finite(run)
     if problem:
-        run.checkpoints.finish()
-        raise report.divergence_error(problem, run.folder, run.source_checkpoint)
+        run.log.write(metrics)
+        raise_divergence(run, problem)
+    if due.evaluate:
+        evaluate_and_log(run, due, metrics, stop, evaluate)
+    elif due.log:
+        run.log.write(metrics)
 
 
-def find_non_finite(run: Run, metrics: dict) -> str:
+def evaluate_and_log(run: Run, due: job.Actions, metrics: dict, stop: job.StopRequest, evaluate: Evaluate) -> None:
+    """Evaluate, generate samples, and write the log line with `metrics`. If a stop interrupts the evaluation, its
+    losses and samples are discarded, and the next start repeats it.
+
+    Raises:
+        UserError: an eval loss is not finite.
+    """
+    samples = []
+    try:
+        with run.state.tracker.paused(), stop.before_each_forward(run.state.model):
+            losses, _ = evaluate(run.settings, run.state.model, run.dataset.eval_data, run.device)
+            if not due.last:  # after the last step `finish` generates them
+                samples = generate_samples(run, run.state.model, run.device)
+    except job.Stopped:
+        run.log.write(metrics)
+        raise
+    metrics |= losses
+    run.checkpoints.record_eval_loss(run.state, metrics["eval_loss"])
+    run.log.write(metrics, samples)
+    if problem := report.first_not_finite(metrics):
+        raise_divergence(run, problem)
+
+
+def raise_divergence(run: Run, problem: str) -> NoReturn:
+    """Wait for the save in progress and raise the UserError of a diverged run."""
+    run.checkpoints.wait()
+    raise report.divergence_error(problem, run.folder, run.resumed_checkpoint)
+
+
+def find_non_finite(run: Run) -> str:
     """What is NaN or infinite after the last step, in words; "" if nothing is. Checks weights and optimizer states,
-    then loss and gradient norm of one more pass: the loss in `metrics` is from before the update."""
-    # a skipped step has no loss; its batch may be the cause, so an earlier one is checked
-    batch = run.batches.batch_to_check(was_skipped="loss" not in metrics)
+    then loss and gradient norm of one more pass: those of the step are from before its update."""
+    # the batch of a skipped step may be the cause, so an earlier one is checked
+    batch = run.batches.batch_to_check(was_skipped=run.state.skipped_in_a_row > 0)
     with run.state.tracker.paused():
         if problem := run.state.describe_update_fault():
             return problem
@@ -366,16 +384,16 @@ def save_and_stop(run: Run, stop: job.StopRequest) -> int:
         newest = base.broadcast_from_rank_0(lambda: base.newest_checkpoint(run.folder))
         return newest is not None and base.step_in_name(newest) == run.state.step
 
-    checkpoints.finish()
+    checkpoints.wait()
     saved = is_saved()
     if not saved:
-        # without a step since the last log line, that line has the metrics
-        metrics, problem = log.metrics() if log.results else (log.last, "")
-        problem = problem or find_non_finite(run, metrics)
+        has_new_steps = bool(log.results)  # since the last log line
+        metrics, problem = log.metrics()
+        problem = problem or find_non_finite(run)
+        if has_new_steps and (problem or log.skipped):
+            log.write(metrics)  # says what is wrong or why steps were skipped, which no checkpoint does
         if problem:
-            raise report.divergence_error(problem, run.folder, run.source_checkpoint)
-        if log.skipped:
-            log.write(metrics)  # says why steps were skipped, which no checkpoint does
+            raise_divergence(run, problem)
         checkpoints.save(run.state, wait=True)
         saved = is_saved()
     saved_in = checkpoints.folder if saved else None
@@ -391,15 +409,15 @@ def evaluate_only(args: flags.Args, device: torch.device, recipe: plan.Recipe) -
     with report.keep_stdout_for_json(args) as stdout:
         mesh = recipe.build_mesh(args, device)
         opened = open_run(args)
-        settings, checkpoint = opened.settings, opened.source_checkpoint
+        settings, checkpoint = opened.settings, opened.resumed_checkpoint
         if settings.eval_interval:
             load_eval_data(opened)
         state.check_same_weights(settings, opened.config, opened.manifest)
-        model = recipe.build_model(settings, opened.config, mesh, read_weights=not checkpoint)
+        model = recipe.build_model(settings, opened.config, mesh, device, read_weights=not checkpoint)
         loaded = state.TrainState(model)
-        if checkpoint:
-            opened.source_checkpoint = state.load_for_inference(settings, loaded, opened.config, checkpoint)
-        state.check_finite(settings, loaded, opened.source_checkpoint)
+        if checkpoint:  # a newer one if its run has removed it meanwhile
+            opened.resumed_checkpoint = state.load_for_inference(settings, loaded, opened.config, checkpoint)
+        state.check_finite(settings, loaded, opened.resumed_checkpoint)
         if settings.eval_interval:
             losses, tokens = recipe.evaluate(settings, model, opened.dataset.eval_data, device)
             report.print_evaluation(settings, opened.dataset, loaded if checkpoint else None, losses, tokens, stdout)
@@ -413,7 +431,7 @@ def show_samples(args: flags.Args) -> int:
     """--show-samples: print what a step of this run trains on, in the order that the run recorded if it has one. Return
     the exit code."""
     opened = open_run(args)
-    recorded = state.find_recorded_data(args, opened.source_checkpoint)
+    recorded = state.find_recorded_data(args, opened.resumed_checkpoint)
     dataset = data.load(opened.settings, opened.corpora, opened.tokenizer, opened.config, recorded)
     if recorded:
         state.check_data(opened.settings, dataset.record, recorded)

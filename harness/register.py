@@ -42,6 +42,8 @@ def dataset(name: str, records: Callable[[], Iterable[Any]], version: str = "", 
 
     if name in SPLITS or (name not in flags.DATASETS and flags.is_eval_dataset(name)):
         raise base.UserError(f"dataset {name}: the name is that of a split or a file; choose another one")
+    if limit is not None and not (isinstance(limit, int) and limit > 0):
+        raise base.UserError(f"dataset {name}: limit is {limit!r}; give a positive integer")
     add(flags.DATASETS, name, flags.Dataset(read, version, limit), "dataset", ("demo", "synthetic"))
 
 
@@ -63,6 +65,9 @@ def schedule(name: str, factor: Callable[[int, int, int], float]) -> None:
 
 def optimizer(name: str, kind: models.OptimizerKind) -> None:
     """Add an optimizer, as the files of harness/model/optimizers/ have it."""
+    if not isinstance(kind, models.OptimizerKind):
+        found = type(kind).__name__
+        raise base.UserError(f"optimizer {name}: {found} instead of an OptimizerKind; give OptimizerKind(build)")
     add(flags.OPTIMIZERS, name, flags.Optimizer("", kind=kind), "optimizer")
 
 

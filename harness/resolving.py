@@ -29,9 +29,11 @@ def resolve(
     sequence_length = models.choose_sequence_length(args, config)
     document_mask = data.masks_documents(args.document_mask, args.packing, corpora)
     batch_size = args.batch_size
-    if not isinstance(batch_size, int):
+    if batch_size == "auto":
         part_length = sequence_length // args.context_parallel
         batch_size = flags.batch_size_multiple(precision.fp8_recipe, part_length)
+    runs_on_gpu = args.plan or torch.cuda.is_available()
+    lr, _ = flags.choose_lr(args, manifest)
     decided = {
         "precision": precision.name,
         "fp8_recipe": precision.fp8_recipe,
@@ -40,35 +42,35 @@ def resolve(
         "batch_size": batch_size,
         "document_mask": document_mask,
         "attention": models.choose_attention(args, config, precision.name, sequence_length, document_mask),
-        "compile": (args.plan or torch.cuda.is_available()) if args.compile is None else args.compile,
+        "compile": runs_on_gpu if args.compile is None else args.compile,
         "fused_loss": models.choose_loss(args.fused_loss, config),
         "num_workers": choose_num_workers(args),
-        "lr": flags.choose_lr(args, manifest)[0],
+        "lr": lr,
         "final_checkpoint": args.saves_final_checkpoint(),
     }
-    settings = flags.Settings(**vars(args) | decided)
+    settings = flags.Settings(**(vars(args) | decided))
     models.check_context_parallel(settings, config)
     models.check_float8(settings)
     return settings
 
 
-def resolve_steps(settings: flags.Settings, manifest: dict | None = None, epoch: int = 0) -> flags.Settings:
+def resolve_steps(settings: flags.Settings, manifest: dict | None = None, samples_per_epoch: int = 0) -> flags.Settings:
     """Decide what depends on the global batch: steps, warmup, and the sequences of an evaluation.
 
     Args:
         manifest: as `resolve` has it.
-        epoch: samples of one epoch, for --num-epochs.
+        samples_per_epoch: for --num-epochs.
     """
-    steps, warmup = job.count_steps(settings, manifest, epoch)
+    steps, warmup = job.count_steps(settings, manifest, samples_per_epoch)
     eval_sequences = state.count_eval_sequences(settings, manifest)
     return dataclasses.replace(settings, num_steps=steps, warmup_steps=warmup, eval_sequences=eval_sequences)
 
 
 def refuse_contradictions(settings: flags.Settings, args: flags.Args) -> None:
-    """Raise a UserError if resolved settings contradict each other. The number of microbatches is that of `args`: with
-    the one resolved for these ranks a flag may have no effect that it has on another start's ranks."""
-    as_typed = dataclasses.replace(settings, gradient_accumulation_steps=args.gradient_accumulation_steps)
-    if problem := flags.contradiction(as_typed):
+    """Raise a UserError if resolved settings contradict each other. The number of microbatches is that of `args`: a
+    resume on more ranks may resolve it to 1, for which --defer-grad-sync of the run would be refused."""
+    typed_accumulation = dataclasses.replace(settings, gradient_accumulation_steps=args.gradient_accumulation_steps)
+    if problem := flags.contradiction(typed_accumulation):
         raise base.UserError(problem)
 
 

@@ -352,15 +352,16 @@ def build_step(device, argv: list) -> tuple:
     from harness.state.train_state import TrainState
 
     settings, config = multirank.resolved(argv)
-    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device), device)
     optimizer, tracker = models.build_optimizer(settings, model), utils.PerformanceTracker(0, 1, 0)
     sequences = data.SyntheticDataset(config.vocab_size, settings.sequence_length)
     if settings.document_mask:
         tokens = np.concatenate([sequences[index] for index in range(64)])
         sequences = data.PackedDataset(tokens, settings.sequence_length, document_mask=True, end_of_text=0)
     mixture = data.mix({"data": sequences}, {"data": None}, sequences.seq_len, settings.seed)
-    batches = data.training_batches(settings, mixture, TrainState(model, optimizer, tracker=tracker), device)
-    return settings, model, optimizer, lambda: train_fsdp.train_step(settings, model, optimizer, batches, tracker)
+    state = TrainState(model, optimizer, tracker=tracker)
+    batches = data.Batches(settings, mixture, state, device)
+    return settings, model, optimizer, lambda: train_fsdp.train_step(settings, model, optimizer, batches)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from tiny import NoReadBack, build
 from transformers import AutoModelForCausalLM
 
 import train_fsdp
-import utils
 from harness import model as models
 from harness import resolving
 from harness.base import IGNORE_INDEX, UserError
@@ -70,7 +69,7 @@ def measure_peak(config, length: int, size: int, out: pathlib.Path) -> None:
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     before = memory_of_process("VmRSS")
     with NoReadBack():  # a GPU would not wait either
-        train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker(0, 1, 0))
+        train_fsdp.train_step(settings, model, optimizer, batches)
     if dist.get_rank() == 0:
         out.write_text(str(memory_of_process("VmHWM") - before))
     stop_processes()

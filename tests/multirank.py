@@ -382,7 +382,7 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
 
     def build(name: str, flags: str, **options):
         settings, config = resolved(arguments(name, flags, **options))
-        return train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+        return train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device), device)
 
     def replicas_of_ranks_that_draw_others(flags: str) -> list[str]:
         """Digests of each rank's part of a model for which ranks draw different numbers, as on GPUs of two kinds."""

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_fsdp
-import utils
 from harness import plan as planning
 from harness.flags import parse_args
 from harness.job import start_processes, stop_processes
@@ -135,7 +134,7 @@ def measure(argv) -> dict:
     with live if dist.get_rank() == 0 else contextlib.nullcontext():
         for tensor in itertools.chain(parameters, states):  # what was there before
             live.see(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, torch.cpu.current_stream())
-        train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker(0, 1, 0))
+        train_fsdp.train_step(settings, model, optimizer, batches)
     dist.barrier()
     activations.empty_on_host = allocate
     peaks = {"total": max(seen["passes"], live.peak), "in optimizer": live.peak}

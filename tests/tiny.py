@@ -8,7 +8,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
-import utils
 from harness import model as models
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
@@ -25,7 +24,8 @@ END = 0  # token that ends a document
 def build(argv: list):
     """(settings, model, optimizer) of a command line, on CPU ranks."""
     settings, config = resolved(argv)
-    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, torch.device("cpu")))
+    device = torch.device("cpu")
+    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device), device)
     return settings, model, models.build_optimizer(settings, model)
 
 
@@ -42,7 +42,7 @@ def take_steps(settings, model, optimizer, batches, steps: int) -> tuple[list[fl
     """(losses over all ranks' tokens, gradient norms) of so many steps."""
     losses, norms = [], []
     for _ in range(steps):
-        result = train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker(0, 1, 0))
+        result = train_fsdp.train_step(settings, model, optimizer, batches)
         dist.all_reduce(result.loss)
         losses.append(result.loss.item() / dist.get_world_size())
         norms.append(result.grad_norm.item())

@@ -15,6 +15,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, NoReturn
 
+from harness.base.ranks import working
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -62,7 +64,8 @@ class Output(io.RawIOBase):
 
     def write(self, data: Buffer) -> int:
         content = memoryview(data)
-        send(self.descriptor, content)
+        with working():  # a paused terminal blocks this rank, but it has not stalled
+            send(self.descriptor, content)
         return content.nbytes
 
 

@@ -48,8 +48,9 @@ PLANNED = tuple(gpu.plan_name for gpu in GPUS if gpu.plan_name)  # for --plan-gp
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The row for a driver's device name; None for unlisted GPUs, laptop variants and MIG slices, never a guess."""
-    if re.search(r"\b(MIG|GRID|Laptop|Max-Q)\b|-\d+[ABCQ]$", name):
+    """The row for a driver's device name; None for unlisted GPUs, laptop variants and slices (MIG, and vGPUs such as
+    A100-40C and A100-1-5CME), never a guess."""
+    if re.search(r"\b(MIG|GRID|Laptop|Max-Q)\b|-\d+[ABCQ][A-Z]*$", name):
         return None
     for gpu in GPUS:
         if re.search(rf"\b{gpu.name}", name, re.IGNORECASE):

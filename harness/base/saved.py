@@ -67,18 +67,27 @@ def step_in_name(path: pathlib.Path) -> int | None:
 
 def named_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
     """All paths in a run's folder with the name of a checkpoint, oldest first: complete and damaged ones, also files
-    and links."""
+    and links.
+
+    Raises:
+        OSError: the folder of checkpoints is there and cannot be read.
+    """
     try:
         return sorted(path for path in (folder / "checkpoints").iterdir() if step_in_name(path) is not None)
-    except OSError:
+    except FileNotFoundError:
         return []
 
 
 def complete_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
     """The complete checkpoints in a run's folder, oldest first: folders, not links, with an intact manifest. The files
-    that it lists are not read; checkpoints in which a resume found a damaged one are left out."""
-    found = []
-    for path in named_checkpoints(folder):
+    that it lists are not read; checkpoints in which a resume found a damaged one are left out. Empty if the folder
+    cannot be read."""
+    found: list[pathlib.Path] = []
+    try:
+        paths = named_checkpoints(folder)
+    except OSError:
+        return []
+    for path in paths:
         with contextlib.suppress(OSError, ValueError):
             read_manifest(path)
             if not path.is_symlink() and path not in DAMAGED:

@@ -4,10 +4,10 @@
     train_set = data.load(settings, corpora, tokenizer, config, manifest)
     for batch in data.training_batches(settings, train_set, state, device): ...
 
-The files, in the order of what happens to a corpus; `datasets` opens all of it, start there:
+The files, in the order of what happens to a corpus; `opening` opens all of it, start there:
 
     files, stores, data_file    a name of --dataset -> its files
-    registered, cache           files that a run writes: data sets of --import, tokens
+    cache, registered           files that a run writes once: tokens, data sets of --import
     corpora                     a source as found: its files, and the kind of its first valid record
     formats, schema             a file -> records -> documents
     tokenize, chat              documents -> token ids, the token cache
@@ -18,7 +18,7 @@ The files, in the order of what happens to a corpus; `datasets` opens all of it,
     mixture, permutation        sample number -> source and sequence
     training_data               the samples of a run
     reader                      corpus -> sequences
-    datasets                    sources -> the data of a run
+    opening                     sources -> the data of a run
     loader                      samples -> batches of a rank
     header, prompts             what is printed about it; the texts that samples continue
 
@@ -27,10 +27,10 @@ and `doc_starts` are positions of tokens: after each document, and of its first 
 """
 
 from harness.data.corpora import Corpus, find, masks_documents, needs_tokenizer
-from harness.data.datasets import load, open_sequences, open_sources, show_samples
 from harness.data.eval_split import evaluates_own_data
 from harness.data.loader import Batches, eval_batches, mean_losses, training_batches
-from harness.data.mixture import DataRecord, SequenceOrder, Spec, describe_changes, read_record
+from harness.data.mixture import DataRecord, SequenceOrder, Spec, describe_changes, read_data_record
+from harness.data.opening import load, open_sequences, open_sources, show_samples
 from harness.data.packing import PackedDataset, SyntheticDataset, create_collate_fn
 from harness.data.prompts import are_chats, end_tokens, is_record_of_chats, read_prompts, render_prompt
 from harness.data.reader import CorpusReader
@@ -67,8 +67,8 @@ __all__ = [
     "needs_tokenizer",
     "open_sequences",
     "open_sources",
+    "read_data_record",
     "read_prompts",
-    "read_record",
     "render_prompt",
     "show_samples",
     "training_batches",

@@ -34,8 +34,7 @@ from harness.data.schema import FIELDS_WITHOUT_MARK, ROLES, Conversation, calls_
 from harness.data.tokenize import Encoded, TextEncoder, added_special_tokens, backend_of, encode_texts
 
 TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: Llama's default without a clock
-DATE_CODES = ["%a", "%A", "%b", "%B", "%c", "%d", "%-d", "%F", "%H"]
-DATE_CODES += ["%I", "%j", "%m", "%-m", "%M", "%p", "%S", "%y", "%Y"]
+DATE_CODES = [f"%{dash}{letter}" for dash in ("", "-") for letter in "aAbBcCdDeFGgHIjkmMpPrRSTuUVwWxXyYzZ"]
 COMPLETIONS = "prompt+completion"  # the layout that needs no template if both are text
 GENERATION = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
 BEGIN, END = "\ufdd0[", "\ufdd0]"  # around generated text; U+FDD0 is no character

@@ -29,7 +29,8 @@ class Corpus:
     source: flags.Source
     listing: Listing
     split: str  # with its slice: to train on, or to evaluate if it is an eval dataset
-    fields: tuple[str, ...]  # the first of these that a record has is read; of conversations only their layout
+    # The first field or layout of these that a record has is read; of a chat corpus its layout alone.
+    names: tuple[str, ...]
     from_token_files: bool  # True if its files are token files
     kind: str  # of its records, one of `schema.KINDS`; "ids" for token files
     is_eval_dataset: bool = False  # an eval dataset of its own: evaluated in full, never trained on
@@ -49,8 +50,8 @@ class Corpus:
 
     @property
     def layout(self) -> str:
-        """The layout of its conversations."""
-        return self.fields[0]
+        """The layout of the conversations of a chat corpus."""
+        return self.names[0]
 
     @property
     def has_loss_mask(self) -> bool:
@@ -179,7 +180,7 @@ def inspect_records(file: DataFile, names: tuple[str, ...]) -> tuple[str, str] |
     """Return (the kind of a file's records, the layout if they are conversations) from the first valid record, of which
     the first of `names` is read, fields or layouts; None if there is none. Files that cannot be read are reported
     later."""
-    if find_format(file.name).SUFFIXES[0] not in flags.FIELD_SUFFIXES:  # a format of plain text
+    if find_format(file.name).SUFFIXES[0] not in flags.FIELD_SUFFIXES:  # plain text, whose first record may be long
         return "text", ""
     try:
         for _, record in itertools.islice(read_records(file, names), MAX_INSPECTED):

@@ -2,7 +2,7 @@
 
 import io
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from harness import base
 from harness.data import stores
@@ -16,7 +16,7 @@ class DataFile:
 
     path: str  # local, or a URL
     size: int  # bytes
-    version: tuple[str, str] = field(compare=False)  # (name, value) that changes with the content: the mtime, an ETag
+    version: tuple[str, str]  # (name, value) that changes with the content: the mtime, an ETag
 
     def __str__(self) -> str:
         return stores.without_query(self.path)

@@ -39,7 +39,7 @@ class EvalChoice(NamedTuple):
 
     split: str | None = None  # the split that is evaluated; None if it is not a split
     rule: str | None = None  # by which eval documents are taken out of the training split; None if none are
-    evaluates_chosen: bool = False  # True if these eval documents are evaluated
+    evaluates_documents: bool = False  # True if these eval documents are evaluated
 
 
 def divide(tokens: Tokens) -> tuple[Tokens, Tokens]:
@@ -78,7 +78,7 @@ def choose_eval_split(settings: flags.Flags, corpus: Corpus, spec: Spec | None, 
     Args:
         spec: what was recorded of the source when it was trained on; None if it was not.
     """
-    if not settings.eval_interval:
+    if not settings.eval_interval:  # a resume of a run that evaluated is refused without it
         return EvalChoice()
     was_divided = bool(spec and spec.get("eval_rule"))
     if was_divided and spec["eval_rule"] != rule:
@@ -91,17 +91,17 @@ def choose_eval_split(settings: flags.Flags, corpus: Corpus, spec: Spec | None, 
     if split:
         return EvalChoice(split, rule if was_divided else None)
     if was_divided:
-        return EvalChoice(rule=rule, evaluates_chosen=True)
+        return EvalChoice(rule=rule, evaluates_documents=True)
     is_trained = bool(settings.num_steps or spec)
-    is_eval_split = not (is_trained and flags.splits_overlap(corpus.split, DEFAULT_EVAL_SPLIT))
-    if DEFAULT_EVAL_SPLIT in corpus.listing.splits and is_eval_split:
+    trains_on_validation = is_trained and flags.splits_overlap(corpus.split, DEFAULT_EVAL_SPLIT)
+    if DEFAULT_EVAL_SPLIT in corpus.listing.splits and not trains_on_validation:
         return EvalChoice(DEFAULT_EVAL_SPLIT)
     if spec:
         problem = f"the run has no eval documents of {corpus.source.dataset} that are known"
         raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
     if not settings.num_steps:
         return EvalChoice(corpus.split)
-    return EvalChoice(rule=rule, evaluates_chosen=True)
+    return EvalChoice(rule=rule, evaluates_documents=True)
 
 
 def find_trained_spec(trained_on: Sequence[Spec], beginning: str) -> Spec | None:
@@ -127,7 +127,7 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
     run_flags = manifest["flags"]
     data_flags = {name: run_flags[name] for name in ("dataset_split", "dataset_config", "text_field", "streaming")}
     dataset = run_flags["dataset"] if isinstance(run_flags["dataset"], str) else tuple(run_flags["dataset"])
-    run = dataclasses.replace(settings, dataset=dataset, **data_flags)
+    run = dataclasses.replace(settings, dataset=dataset, **data_flags)  # this command, but reading what the run read
     if flags.is_eval_dataset(settings.eval_split):
         refuse_trained_files(find_eval_dataset(settings), training_files(run))
         return False

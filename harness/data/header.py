@@ -164,7 +164,7 @@ def warn_of_cuts(train: WholeDocumentDataset, document: str) -> str:
 
 def find_examples(corpus: Corpus, reader: CorpusReader) -> str:
     """The first conversations of each kind in the files of a corpus; a slice of it need not have them."""
-    records = itertools.chain.from_iterable(read_records(file, corpus.fields) for file in corpus.files)
+    records = itertools.chain.from_iterable(read_records(file, corpus.names) for file in corpus.files)
     first = itertools.islice(records, EXAMPLE_RECORDS)
     documents = read_documents(first, reader.vocab_size, True, Counter(), corpus.kind)
     return describe_examples(documents, dataclasses.replace(reader, skip_bad_records=True).encoder(corpus))

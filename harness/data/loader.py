@@ -14,11 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from harness import base, flags, job
 from harness.base import IGNORE_INDEX
-from harness.data.packing import EvalSequences, PackedSequence, create_collate_fn, document_lengths
+from harness.data.packing import EvalSequences, PackedSequence, collate, document_lengths
 from harness.data.training_data import Positions, SampleReader, TrainingData
 
 STREAM_PREFETCH = 16  # batches that a worker reads ahead of a stream: enough while a shard reads its next chunk
-NON_MODEL_KEYS = ("loss_divisor", "document_lengths")  # keys of a batch that the model does not get
 
 
 class DataPosition(Protocol):
@@ -26,30 +25,56 @@ class DataPosition(Protocol):
 
     samples: int
     positions: Positions
+    tracker: Any  # a `utils.PerformanceTracker`
 
     def move_positions(self, positions: Positions) -> None: ...
 
 
 class Batches:
-    """An iterator over a run's batches that remembers the last one, and the one with which `loop.find_non_finite` last
-    checked the state before a save."""
+    """An iterator over a run's `training_batches` that times the wait for them and counts their tokens. It remembers
+    the last microbatch of the last complete step, and the one with which `loop.find_non_finite` last checked the state
+    before a save."""
 
-    def __init__(self, batches: Iterator[dict[str, Any]]):
-        self.batches = batches
-        self.last: dict[str, Any] = {}
+    def __init__(self, settings: flags.Settings, data: TrainingData, state: DataPosition, device: torch.device):
+        self.batches, self.tracker = training_batches(settings, data, state, device), state.tracker
+        self.ranks_per_sequence = settings.context_parallel
+        # sums on the host, as a device would have to finish the step first; without padding all ranks have equal tokens
+        self.group = job.new_gloo_group() if data.has_padding else None
+        self.newest: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}  # of the last complete step
         self.checked: dict[str, Any] = {}
+        self.document_lengths: list[np.ndarray] = []  # of each microbatch since the last complete step
+        self.step_lengths = np.empty(0, np.int64)  # tokens of each document in the last complete step on this rank
 
     def __iter__(self) -> "Batches":
         return self
 
     def __next__(self) -> dict[str, Any]:
-        self.last = next(self.batches)
-        return dict(self.last)  # a step takes out what the model does not get
+        job.enter_phase("data")
+        with self.tracker.data_wait():
+            batch = next(self.batches)
+        self.document_lengths.append(batch.pop("document_lengths"))
+        self.newest = batch
+        return dict(batch)  # a step takes out what the model does not get
+
+    def complete_step(self) -> int:
+        """Take the microbatches since the last call for a complete step; return its tokens on all ranks, without
+        padding. Every rank calls this."""
+        self.step_lengths = np.concatenate(self.document_lengths)
+        self.document_lengths.clear()
+        self.last = self.newest
+        tokens = self.step_lengths.sum()
+        if self.group is None:
+            return int(tokens) * dist.get_world_size() // self.ranks_per_sequence
+        total = torch.tensor(tokens)
+        dist.all_reduce(total, group=self.group)
+        return int(total) // self.ranks_per_sequence
 
     def batch_to_check(self, was_skipped: bool) -> dict[str, Any]:
-        """Return the last batch; if its step was skipped, the batch of the previous check, if there was one."""
+        """Return the last microbatch of the last complete step; if that was skipped, the one of the previous check, if
+        there was one."""
         if not (was_skipped and self.checked):
-            self.checked = {name: value for name, value in self.last.items() if name not in NON_MODEL_KEYS}
+            self.checked = {name: value for name, value in self.last.items() if name != "loss_divisor"}
         return self.checked
 
 
@@ -76,6 +101,7 @@ def add_loss_divisors(batches: Iterator[dict[str, Any]], microbatches_per_step: 
         in_step = trained.sum()
         job.enter_phase("labels")  # from here on a rank waits for the others, which it does not in "data"
         dist.all_reduce(in_step)
+        # infinite for a microbatch without a trained label, whose loss is 0
         for batch, divisor in zip(microbatches, (in_step / (trained * dist.get_world_size())).float(), strict=True):
             yield batch | {"loss_divisor": divisor}
 
@@ -124,7 +150,6 @@ def join_rows(
     items: Iterator[dict[str, Any]], workers: int, state: DataPosition, pins: bool
 ) -> Iterator[dict[str, Any]]:
     """Join the rows of each microbatch, of which each of `workers` reads some; see `RankBatches.worker_rows`."""
-    collate = create_collate_fn(with_shift_labels=False)
     reported = 0
     while True:
         sequences: dict[int, Any] = {}  # by row
@@ -137,7 +162,9 @@ def join_rows(
             job.print0("data      ", f"left out so far: bad records {bad:,}")
             reported = bad
         rows = [sequences[row] for row in sorted(sequences)]
-        batch = {name: tensor.pin_memory() if pins else tensor for name, tensor in collate(rows).items()}
+        batch = collate(rows, with_shift_labels=False)
+        if pins:
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         yield {**batch, "document_lengths": lengths_in(rows)}
 
 
@@ -172,11 +199,10 @@ class RankBatches(IterableDataset):
     def worker_batches(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """The batches of one of several workers: a DataLoader takes one of each worker in turn."""
         reader = SampleReader(self.data, self.positions)
-        collate = create_collate_fn(with_shift_labels=False)
         for microbatch in itertools.count(worker, workers):
             samples = self.microbatch_samples(microbatch)
             sequences, _ = reader.read(samples)
-            yield {**collate(sequences), "document_lengths": lengths_in(sequences)}
+            yield {**collate(sequences, with_shift_labels=False), "document_lengths": lengths_in(sequences)}
 
     def worker_rows(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Yield the sequences of this worker's shards in each microbatch, by row, and the positions of these shards.
@@ -206,17 +232,17 @@ def eval_batches(
     group, groups = find_group(settings)
     per_round = settings.batch_size * groups
     num_sequences = min(len(dataset), settings.eval_sequences or len(dataset))
-    collate = create_collate_fn(with_shift_labels=False)
     for number in range(math.ceil(num_sequences / per_round)):
         first = number * per_round + group * settings.batch_size
         indices = range(first, first + settings.batch_size)
-        batch = collate([dataset[index if index < num_sequences else 0] for index in indices])
+        sequences = [dataset[index if index < num_sequences else 0] for index in indices]
+        batch = collate(sequences, with_shift_labels=False)
         left_over = [index >= num_sequences for index in indices]
         batch["labels"][left_over] = IGNORE_INDEX
         yield {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def evaluating_ranks(settings: flags.Settings, number: int) -> range:
+def ranks_evaluating(settings: flags.Settings, number: int) -> range:
     """The ranks on which `eval_batches` takes the eval sequence of this number."""
     group = number // settings.batch_size % settings.groups(dist.get_world_size())
     return range(group * settings.context_parallel, (group + 1) * settings.context_parallel)

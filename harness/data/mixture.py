@@ -86,12 +86,7 @@ class Mixture:
         self.seed, self.num_shards = seed, num_shards
         self.segments = segments[:1]
         for before, segment in itertools.pairwise(segments):
-            only_batch_differs = (
-                segment.weights == before.weights and segment.samples_per_step != before.samples_per_step
-            )
-            # if only the batch changed, the blocks continue; else new ones begin, for equal weights too, as checkpoints
-            # were written in that order
-            if not only_batch_differs:
+            if segment.weights != before.weights:  # else, as with another global batch, the blocks continue
                 self.segments.append(segment)
         self.firsts = [segment.first for segment in self.segments]
         self.names = list(dict.fromkeys(name for segment in segments for name in segment.weights))
@@ -242,7 +237,7 @@ class DataRecord:
         return range(first, first + latest.samples_per_step)
 
 
-def read_record(manifest: dict[str, Any]) -> DataRecord:
+def read_data_record(manifest: dict[str, Any]) -> DataRecord:
     """The data record of a checkpoint's manifest."""
     record = manifest["data"]
     segments = []

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from harness import base
 from harness.base import IGNORE_INDEX
 from harness.data.cache import make_once
-from harness.data.tokens import TokenFile, Tokens, map_numbers
+from harness.data.tokens import MappedTokens, Tokens, map_numbers
 
 VERSION = 2  # of a packing's files; another version is not read
 MASK_PART = 2**20  # tokens whose mask is read at once
@@ -60,7 +60,7 @@ class PackedDataset(Dataset):
         self, tokens: Tokens | np.ndarray, seq_len: int, document_mask: bool = False, end_of_text: int | None = None
     ):
         """`end_of_text` ends a document of a plain array."""
-        self.tokens = tokens if isinstance(tokens, Tokens) else Tokens([TokenFile(tokens)], end_of_text=end_of_text)
+        self.tokens = tokens if isinstance(tokens, Tokens) else Tokens([MappedTokens(tokens)], end_of_text=end_of_text)
         self.seq_len, self.document_mask = seq_len, document_mask
         self.has_loss_mask = self.tokens.has_loss_mask
         # True if each sequence has `seq_len` inputs and all its labels count
@@ -131,7 +131,7 @@ class PackedDataset(Dataset):
     def depends_on_end_of_text(self) -> bool:
         """True if the end-of-text token decides the sequences: files have no boundaries, and a document mask, an eval
         split or best-fit packing needs them."""
-        return self.tokens.needs_end_of_text and (self.document_mask or self.tokens.cached_doc_ends is not None)
+        return self.tokens.needs_end_of_text and (self.document_mask or self.tokens.needed_doc_ends is not None)
 
     def num_documents(self) -> int:
         """Documents of all tokens."""

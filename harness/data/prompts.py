@@ -1,5 +1,6 @@
 """Prompts: the texts that samples of a model continue, and the tokens that end them."""
 
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -8,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from harness import base, flags
 from harness.data.chat import ChatEncoder
 from harness.data.corpora import Corpus
-from harness.data.formats.json import values_in
 from harness.data.mixture import DataRecord
 from harness.data.packing import SyntheticDataset, sequence_tokens
 from harness.data.schema import LAYOUTS, BadRecord, Conversation, describe_layouts, find_document, is_objects
@@ -25,24 +25,25 @@ def read_prompts(values: Iterable[str]) -> list[str | Conversation]:
 
 def read_prompt(prompt: str) -> list[str | Conversation]:
     """Return the prompts of one value of --sample-prompt: a text, or the conversations of a .json or .jsonl file, each
-    without its last answer. A list of messages is one conversation."""
+    without its last answer. A list of messages is one conversation too, in .jsonl on a line."""
     may_be_file = os.path.isfile(prompt) or len(prompt.split()) == 1
     if not (may_be_file and prompt.endswith((".json", ".jsonl"))):
         return [prompt]
     problem = f"--sample-prompt {prompt}"
     try:
-        with open(os.path.expanduser(prompt), "rb") as file:
-            values = [*values_in(file)]
+        with open(os.path.expanduser(prompt), encoding="utf-8-sig") as file:
+            texts = file.readlines() if prompt.endswith(".jsonl") else [file.read()]
+        values = [json.loads(text) for text in texts if text.strip()]
     except (OSError, ValueError) as error:
         fault = f"cannot be read ({base.first_line(error)})"
         raise base.UserError(f"{problem}: {fault}; give JSON with messages") from error
+    if len(values) == 1 and isinstance(values[0], list) and not (is_objects(values[0]) and "role" in values[0][0]):
+        (values,) = values  # a list of records
     if not values:
         raise base.UserError(f"{problem}: it is empty; give JSON with messages")
-    if is_objects(values) and "role" in values[0]:
-        values = [{"messages": values}]
     prompts: list[str | Conversation] = []
     for number, value in enumerate(values, 1):
-        found = find_document(value, tuple(LAYOUTS))
+        found = find_document({"messages": value} if is_objects(value) else value, tuple(LAYOUTS))
         if not isinstance(found, Conversation):
             fault = f"no conversation, which is {describe_layouts()}"
             if isinstance(found, BadRecord) and found.layout:

@@ -38,7 +38,6 @@ def write_all(settings: flags.Flags) -> None:
                 raise base.UserError(f"--dataset {name}: {problem}; the order of a set is a usual cause")
 
 
-@base.working()
 def write_once(name: str, cache_dir: str | os.PathLike | None) -> pathlib.Path:
     """Call the function of a registered data set and write its records, unless the cache has them; return their file.
 

@@ -233,7 +233,9 @@ ROLES = {  # of chat templates, by ShareGPT's `from`
 TOOL_CALL_SPEAKERS = ("function_call", "tool_call")  # ShareGPT's `from` of calls by the assistant
 # By field, the values that mean trained on. `mask` has none: its 1 means trained on in some data, masked in others;
 # `train_detail` is for parts of a turn.
-TRAINED_VALUES = dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,))
+TRAINED_VALUES: dict[str, tuple] = dict.fromkeys(
+    ("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)
+)
 TRAINED_VALUES |= {"mask": (), "train_detail": ()}
 # Fields of a message that a template need not write; contents and calls are checked one by one.
 FIELDS_WITHOUT_MARK = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *TRAINED_VALUES}

@@ -32,6 +32,13 @@ def without_query(url: str) -> str:
     return url.partition("?")[0] if is_http(url) else url
 
 
+def has_password(url: str) -> bool:
+    try:
+        return bool(urllib.parse.urlsplit(url).password)
+    except ValueError:  # a pattern with brackets in the place of a host
+        return False
+
+
 def has_pattern(url: str) -> bool:
     """True if a URL is a pattern. In an HTTP URL only * makes one, as ? begins a query."""
     return "*" in url.partition("?")[0] if is_http(url) else glob.has_magic(url)
@@ -43,14 +50,14 @@ def before_pattern(path: str) -> str:
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """Return (fsspec's file system for a URL, the path in it); a UserError if there is none. A process that is forked
-    must call this again."""
+    """Return (fsspec's file system for a URL, the path in it); a UserError if there is none. Called for each request:
+    a forked process needs a file system of its own."""
     import fsspec
 
     scheme = url.partition(":")[0].lower()
     if "::" in url:
         raise base.UserError(f"--dataset {url}: chained URLs are not read; give the file's own")
-    if urllib.parse.urlsplit(url).password:
+    if has_password(url):
         problem = "a password in a URL would be logged"
         raise base.UserError(f"--dataset {scheme}://: {problem}; give it as {scheme}'s package takes it")
     base.answer_from_cache_without_network(url)

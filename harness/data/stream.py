@@ -130,7 +130,7 @@ class Stream:
             order = np.random.default_rng([self.seed, shard, epoch]).permutation(len(chunks))
             documents = self.documents(chunks[order[number_in_epoch]], counts if epoch == 0 else None)
             for number in itertools.count():
-                portion_documents = list(take(documents, MAX_CHUNK, MAX_CHUNK))  # a document has a character at least
+                portion_documents = list(take(documents, characters=MAX_CHUNK))
                 if not portion_documents:
                     break
                 if number >= portion:
@@ -166,10 +166,10 @@ class Stream:
         names = [[file.name, file.size] for file in self.files]
         return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:20]
 
-    def eval_sequences(self, count: int, ranks_of: Callable[[int], Iterable[int]]) -> StreamEvalSequences:
+    def eval_sequences(self, count: int, ranks_evaluating: Callable[[int], Iterable[int]]) -> StreamEvalSequences:
         """The first `count` sequences, or all if it is 0, in the order of the chunks. Ranks divide the reading, then
-        send each other the tokens: a sequence is held by `ranks_of(number)`, the first one by all, as `eval_batches`
-        fills the last batch with it. A UserError if there are none. Every rank calls this.
+        send each other the tokens: a sequence is held by `ranks_evaluating(number)`, the first one by all, as
+        `eval_batches` fills the last batch with it. A UserError if there are none. Every rank calls this.
 
         Example: with 4 tokens to a sequence, rank 0 read the tokens 0..5 and rank 1 the tokens 6..9. Sequence 0 is the
         tokens 0..4, sequence 1 the tokens 4..8. So rank 0 sends the tokens 0..4 for sequence 0, at 0, and 4..5 for
@@ -193,7 +193,7 @@ class Stream:
                 first_end, last_end = np.searchsorted(doc_ends, (start, stop), "right")
                 inside = doc_ends[first_end:last_end] - begin
                 message = sequence, start - begin, encoded.tokens[start - first : stop - first], inside
-                for rank in ranks_of(sequence):
+                for rank in ranks_evaluating(sequence):
                     sent[rank].append(message)
         tokens: dict[int, np.ndarray] = {}
         doc_ends_in: dict[int, list[np.ndarray]] = {}
@@ -209,8 +209,8 @@ class Stream:
         return StreamEvalSequences(held, num_sequences, length, fingerprint)
 
     def read_first_chunks(self, num_tokens: int) -> tuple[dict[int, Encoded], int]:
-        """Read the first chunks until they have this number of tokens. Return ({global position of its first token:
-        what this rank has read in one round}, the tokens of all ranks). Every rank calls this.
+        """Read the first chunks until they have this number of tokens. Return (what this rank has read in each round,
+        by the global position of its first token; how many tokens all ranks have read). Every rank calls this.
 
         Ranks divide the chunks of a round. Each round has twice as many chunks as the last, or fewer, if the missing
         tokens need fewer at the tokens per chunk so far.

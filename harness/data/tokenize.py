@@ -16,7 +16,7 @@ import numpy as np
 
 from harness import base, job
 from harness.data.schema import LabelledIds
-from harness.data.tokens import TokenFile, id_dtype, map_numbers
+from harness.data.tokens import MappedTokens, id_dtype, map_numbers
 
 if TYPE_CHECKING:
     import tokenizers
@@ -37,8 +37,8 @@ class Encoded(NamedTuple):
     trained: np.ndarray | None = None  # loss mask, uint8: 1 for each token that is trained on; None: all are
 
 
-def take(documents: Iterator, count: int, characters: int = BATCH_CHARACTERS) -> Iterator:
-    """Yield the next documents: up to `count`, fewer if these have more than `characters`."""
+def take(documents: Iterator, count: int | None = None, characters: int = BATCH_CHARACTERS) -> Iterator:
+    """Yield the next documents: up to `count`, if it is given, fewer if these have more than `characters`."""
     for document in itertools.islice(documents, count):
         yield document
         characters -= len(document)
@@ -70,8 +70,10 @@ class TextEncoder:
         if not texts:
             return self.join(documents, counts)
         if self.tokenizer is None or self.tokenizer.eos_token_id is None:
-            name = getattr(self.tokenizer, "name_or_path", "there is none")
-            raise base.UserError(f"--tokenizer {name}: it has no end-of-text token (eos_token), which text needs")
+            if self.tokenizer is None:
+                raise base.UserError("--tokenizer: there is none, and text needs one; name it")
+            problem = "it has no end-of-text token (eos_token), which text needs"
+            raise base.UserError(f"--tokenizer {self.tokenizer.name_or_path}: {problem}")
         encoded, end = iter(encode_texts(self.tokenizer, texts)), self.tokenizer.eos_token_id
         arrays = []
         for document in documents:
@@ -172,10 +174,10 @@ def write_tokens(batches: Iterator[Encoded], folder: pathlib.Path) -> None:
             total += len(encoded.tokens)
 
 
-def open_cache(folder: pathlib.Path, vocab_size: int) -> TokenFile:
+def open_cache(folder: pathlib.Path, vocab_size: int) -> MappedTokens:
     """Map the tokens of a folder of the cache."""
     trained = folder / "trained.bin"
-    return TokenFile(
+    return MappedTokens(
         tokens=map_numbers(str(folder / "tokens.bin"), id_dtype(vocab_size)),
         cache_key=folder.name,
         read_doc_ends=functools.partial(map_numbers, str(folder / "doc_ends.bin"), np.int64),

@@ -25,8 +25,8 @@ BEGINNING_TOKENS = 2**14  # by which a corpus is recognized
 
 
 @dataclass(eq=False)
-class TokenFile:
-    """Token ids in a file, or in an array."""
+class MappedTokens:
+    """Token ids of a token file or of the token cache, or in an array."""
 
     tokens: np.ndarray  # flat, integers, mapped
     name: str = ""  # of the file, as messages have it; empty for the token cache and for an array
@@ -37,7 +37,7 @@ class TokenFile:
     trained: np.ndarray | None = None  # the mask, if there is one, uint8: 1 for each token that is trained on
     cache_key: str = ""  # the folder of a token cache, named by its content; empty for a token file and an array
     identity: list | None = None  # of a token file, see `DataFile.identity`; None for a token cache and for an array
-    reopen: Callable[[], "TokenFile"] | None = None  # opens the same file again; None for an array
+    reopen: Callable[[], "MappedTokens"] | None = None  # opens the same file again, to pickle it; None for an array
 
     def __reduce__(self) -> Any:
         """A file is pickled as the call that opens it: a process that is not forked maps it too, and gets no copy."""
@@ -65,13 +65,13 @@ def damaged(place: Any, fault: str, advice: str = "restore the file, or write it
     return base.UserError(f"--dataset {place}: {fault}; {advice}")
 
 
-def describe_files(files: list[TokenFile]) -> str:
+def describe_files(files: list[MappedTokens]) -> str:
     """The kinds of the files, in words."""
     kinds = list(dict.fromkeys(file.kind for file in files))
     return f"read in place, {base.counted(len(files), 'file')} ({base.shortened(kinds, 2)})"
 
 
-def differing_tokenizer(files: list[TokenFile], tokenizer: "PreTrainedTokenizerBase | None") -> str:
+def differing_tokenizer(files: list[MappedTokens], tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """A warning if a file names another tokenizer than the run's; else "". A path and a hub id are the same if their
     last part is."""
     for file in files:
@@ -96,14 +96,14 @@ class Tokens:
     `tokens[a:b]` reads these tokens only, and checks their range.
 
     Document boundaries: a file has the ends of its documents, or all its tokens are read to find end-of-text tokens.
-    `file_doc_ends` are those of all files, kept in `cached_doc_ends` once they were found; `doc_ends` are those of the
-    stretches."""
+    `file_doc_ends` are those of all files; `needed_doc_ends` are the same, given by what needs them: a slice, an eval
+    split or best-fit packing. `doc_ends` are those of the stretches."""
 
-    files: list[TokenFile]
+    files: list[MappedTokens]
     vocab_size: int | None = None
     end_of_text: int | None = None  # id that ends a document in files without boundaries, as their end does
     stretches: tuple[np.ndarray, np.ndarray] | None = None  # (starts, stops) of each in the files' tokens; None: all
-    cached_doc_ends: np.ndarray | None = None  # `file_doc_ends`, if they were read before
+    needed_doc_ends: np.ndarray | None = None
 
     @functools.cached_property
     def file_offsets(self) -> np.ndarray:
@@ -131,7 +131,7 @@ class Tokens:
         """Select stretches of these tokens, `starts[i]` to before `stops[i]` each. They must be one stretch so far."""
         assert len(self.starts) == 1
         first = self.starts[0]
-        return dataclasses.replace(self, stretches=(starts + first, stops + first), cached_doc_ends=self.file_doc_ends)
+        return dataclasses.replace(self, stretches=(starts + first, stops + first), needed_doc_ends=self.file_doc_ends)
 
     def between(self, first: int, last: int) -> "Tokens":
         """Select the tokens from `first` to before `last`."""
@@ -150,7 +150,7 @@ class Tokens:
         """The mask of the tokens from `first` to before `last`, uint8: 1 if trained on; only if there is a mask."""
         return self._read(first, last, lambda file, start, stop: file.trained[start:stop])
 
-    def _read(self, first: int, last: int, read: Callable[[TokenFile, int, int], np.ndarray]) -> np.ndarray:
+    def _read(self, first: int, last: int, read: Callable[[MappedTokens, int, int], np.ndarray]) -> np.ndarray:
         if len(self.files) == len(self.starts) == 1:  # nothing to look for
             start = int(self.starts[0])
             return read(self.files[0], start + first, start + max(first, last))
@@ -167,7 +167,7 @@ class Tokens:
             return np.empty(0, self.dtype)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _read_file(self, file: TokenFile, start: int, stop: int) -> np.ndarray:
+    def _read_file(self, file: MappedTokens, start: int, stop: int) -> np.ndarray:
         """Tokens of a file in the smallest type that holds the vocabulary."""
         tokens = file.tokens[start:stop]
         if file.cache_key or self.vocab_size is None:  # those of the cache were checked as they were written
@@ -197,14 +197,14 @@ class Tokens:
     @property
     def has_doc_ends(self) -> bool:
         """True if no token need be read for the document boundaries: the files have them, or they were read before."""
-        return self.cached_doc_ends is not None or not self.needs_end_of_text
+        return self.needed_doc_ends is not None or not self.needs_end_of_text
 
     @functools.cached_property
     def file_doc_ends(self) -> np.ndarray:
         """The position after each document of the files, int64, ascending, the last one at the end. All tokens of a
         file without boundaries are read for them."""
-        if self.cached_doc_ends is not None:
-            return self.cached_doc_ends
+        if self.needed_doc_ends is not None:
+            return self.needed_doc_ends
         parts = [self._find_doc_ends(file) for file in self.files]
         ends = parts[0]  # of one file they stay mapped
         if len(parts) > 1:
@@ -217,7 +217,7 @@ class Tokens:
             ends = ends[np.diff(ends, prepend=0) > 0]
         return ends
 
-    def _find_doc_ends(self, file: TokenFile) -> np.ndarray:
+    def _find_doc_ends(self, file: MappedTokens) -> np.ndarray:
         """The position after each document of a file, counted in its tokens, empty ones too."""
         if file.read_doc_ends:
             return file.read_doc_ends()
@@ -240,6 +240,7 @@ class Tokens:
         if self.has_doc_ends:
             ends = doc_ends_in(self.file_doc_ends, *self.stretches_between(first, last))[:-1]
         else:
+            # these tokens are no stretches, which have their ends: positions are those in the files
             ends = np.flatnonzero(self[first : last - 1] == self.end_of_text) + first + 1
             ends = np.union1d(ends, self.file_offsets)
             ends = ends[(ends > first) & (ends < last)] - first

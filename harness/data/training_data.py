@@ -96,12 +96,6 @@ class TrainingData:
         shards = self.record.num_shards
         return self.sources[name], self.orders[name].sequence_at(number * shards + sample % shards)
 
-    def count_tokens(self, samples: range) -> int:
-        """Tokens of global samples that are not padding."""
-        if not self.has_padding:
-            return len(samples) * self.seq_len
-        return sum(source.real_tokens(sequence) for source, sequence in map(self.locate, samples))
-
     def epochs(self, num_samples: int) -> dict[str, float]:
         """The times that each source is read by the first `num_samples` of the run; without streams, whose size is not
         known. Every rank calls this: with streams, ranks divide the shards among them."""

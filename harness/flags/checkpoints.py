@@ -31,7 +31,8 @@ def find_no_checkpoint(resume: str) -> str:
     has_its_name = base.step_in_name(path) is not None or (path / base.MANIFEST).exists()
     if checkpoint.is_dir() and (checkpoint != path or has_its_name):
         return ""
-    if damaged := base.named_checkpoints(path):
+    damaged = base.named_checkpoints(path) if path.is_dir() else []
+    if damaged:
         try:
             base.read_manifest(damaged[-1])
             problem = "it is a link"

@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 MAX_OTHER_BYTES = base.GIB  # memory of other processes on a GPU up to which there is no warning
 
 
+def check_world(args: flags.Flags, world: int) -> None:
+    """Raise a UserError if a number of ranks that share something does not divide the number of all ranks."""
+    for flag, number in (
+        ("--context-parallel", args.context_parallel),
+        ("--dp-replicate-size", args.dp_replicate_size),
+    ):
+        if world % number:
+            problem = f"does not divide the world of {base.counted(world, 'rank')}; give a divisor of it"
+            raise base.UserError(f"{flag} {number}: {problem}")
+
+
 def check_machine(settings: flags.Settings, mesh: DeviceMesh, device: torch.device) -> None:
     """Warn on rank 0 of other processes on a rank's GPU and of shards over several nodes. Every rank calls this."""
     taken = describe_other_processes(other_processes_on_gpu()) if device.type == "cuda" else ""

@@ -7,16 +7,16 @@ from fractions import Fraction
 from harness import flags
 
 
-def count_steps(settings: flags.Settings, manifest: dict | None, epoch: int) -> tuple[int, int]:
+def count_steps(settings: flags.Settings, manifest: dict | None, samples_per_epoch: int) -> tuple[int, int]:
     """Return (optimizer steps of a run, the fewest that give --num-tokens or --num-epochs; warmup steps, by default 5 %
-    of them). A run that resumes from the checkpoint of `manifest` counts its samples and keeps its warmup. `epoch` is
-    the number of samples in an epoch."""
+    of them). A run that resumes from the checkpoint of `manifest` counts its samples and keeps its warmup.
+    `samples_per_epoch` is for --num-epochs."""
     import torch.distributed as dist
 
     steps, warmup = settings.num_steps, settings.warmup_steps
     samples = Fraction(settings.num_tokens or 0, settings.sequence_length or 1)
     if settings.num_epochs:
-        samples = Fraction(str(settings.num_epochs)) * epoch  # the decimal as typed: 0.1 is a tenth
+        samples = Fraction(str(settings.num_epochs)) * samples_per_epoch  # the decimal as typed: 0.1 is a tenth
     if samples:
         steps, done = (manifest["step"], manifest["samples"]) if manifest else (0, 0)
         steps += settings.steps_for(max(0, samples - done) * settings.sequence_length, dist.get_world_size())

@@ -60,7 +60,7 @@ def check_launcher_env(settings: flags.Args) -> None:
     advice = f"start the ranks by torchrun or accelerate, which set {', '.join(needed)}; docs/LAUNCH.md has commands"
     problem = ""
     if "RANK" in env:
-        missing = [name for name in needed if name not in env]
+        missing = [name for name in needed[1:] if not env.get(name)]
         if missing:
             problem = f"RANK={env['RANK']} is set, but not {', '.join(missing)}"
         elif problem := wrong_number(env):
@@ -82,7 +82,7 @@ def wrong_number(env: Mapping[str, str]) -> str:
     """Describe the first wrong number in a launcher's variables, "" if all are right."""
     for name, least in LAUNCHER_MINIMUMS.items():
         number = env.get(name, str(least))
-        if not number.isdigit():
+        if not number.isdecimal():
             return f"{name}={number} is not a whole number"
         if int(number) < least:
             return f"{name}={number} is below {least}"

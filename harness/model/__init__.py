@@ -4,21 +4,33 @@ any number of ranks and knows nothing of runs, checkpoint files or reports.
 Import it as `from harness import model as models`, as a model is called `model` elsewhere.
 """
 
-from harness.model.activations import HostInputs, checkpoint_activations, offloaded_bytes, pinned_bytes
+from harness.model.activations import LayerInputOffload, checkpoint_activations, offloaded_bytes, pinned_bytes
 from harness.model.attention import choose_attention, describe_attention
-from harness.model.collectives import alias_unsharded_params, gather_frozen_in_own_dtype, make_replicas_equal
+from harness.model.collectives import (
+    avoid_copies_on_one_rank,
+    discard_unreduced_gradients,
+    gather_frozen_in_own_dtype,
+    make_replicas_equal,
+)
 from harness.model.configs import find_source, load_config, read_generation_config, scale_rope
 from harness.model.context import check_context_parallel, most_ranks_per_sequence
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, compute_float8_scales, describe_float8, fp8_converter
-from harness.model.flops import CORRECTED_FORMULAS, computes_every_score, count_flops, eager_on_meta, flops_or_zeros
+from harness.model.flops import (
+    CORRECTED_FORMULAS,
+    attention_flops_per_key,
+    computes_every_score,
+    count_flops,
+    eager_on_meta,
+    flops_or_zeros,
+)
 from harness.model.lora import (
     Adapters,
     describe_adapters,
     freeze_as_in,
     has_frozen,
-    loaded_dtype,
     merged,
+    own_weights_dtype,
     to_peft_names,
     trained_on_meta,
     write_adapter_config,
@@ -36,7 +48,7 @@ from harness.model.optimization import (
 )
 from harness.model.patches import has_aligned_rows
 from harness.model.precision import choose_precision
-from harness.model.pretrained import PretrainedWeights, describe_ignored_weights, weights_digest
+from harness.model.pretrained import describe_ignored_weights, open_weights, weights_digest
 from harness.model.routing import describe_routing
 from harness.model.sampling import check_generates, evaluating, reshard, sample
 from harness.model.skipping import decide_skip, skips_on_device, step_or_skip
@@ -45,8 +57,8 @@ from harness.model.tokenizer import load_files
 from harness.model.verify import verify_sharding
 from harness.model.weights import (
     as_in_checkpoint,
-    check_dtypes,
     check_gpu_memory,
+    check_trained_dtypes,
     decoder_layers,
     layer_period,
     materialize,
@@ -57,20 +69,20 @@ __all__ = [
     "CORRECTED_FORMULAS",
     "TERMS",
     "Adapters",
-    "HostInputs",
+    "LayerInputOffload",
     "OptimizerKind",
-    "PretrainedWeights",
     "StepLoss",
     "adapt_forward",
-    "alias_unsharded_params",
     "as_in_checkpoint",
+    "attention_flops_per_key",
+    "avoid_copies_on_one_rank",
     "build_optimizer",
     "build_scheduler",
     "check_context_parallel",
-    "check_dtypes",
     "check_float8",
     "check_generates",
     "check_gpu_memory",
+    "check_trained_dtypes",
     "checkpoint_activations",
     "choose_attention",
     "choose_loss",
@@ -87,6 +99,7 @@ __all__ = [
     "describe_float8",
     "describe_ignored_weights",
     "describe_routing",
+    "discard_unreduced_gradients",
     "eager_on_meta",
     "evaluating",
     "find_optimizer",
@@ -101,7 +114,6 @@ __all__ = [
     "layer_period",
     "load_config",
     "load_files",
-    "loaded_dtype",
     "local",
     "loss_and_norm",
     "loss_without_data",
@@ -113,6 +125,8 @@ __all__ = [
     "most_ranks_per_sequence",
     "offloaded_bytes",
     "on_meta",
+    "open_weights",
+    "own_weights_dtype",
     "pinned_bytes",
     "read_generation_config",
     "reshard",

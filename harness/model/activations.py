@@ -39,8 +39,8 @@ def selective_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.
     return create_selective_checkpoint_contexts(policy)
 
 
-class HostInputs:
-    """Host memory for the inputs of checkpointed layers, from the forward pass to the backward.
+class LayerInputOffload:
+    """Keeps the inputs of checkpointed layers in host memory, from the forward pass to the backward.
 
     Both copies are asynchronous, on the compute stream. A stream of their own would hide them, but a layer's compute
     per token grows with the sequence and the copies do not, so on long sequences it would gain little (docs/LONG.md).
@@ -52,7 +52,7 @@ class HostInputs:
     def __init__(self) -> None:
         self.free: dict[tuple, list[torch.Tensor]] = collections.defaultdict(list)  # by shape, stride and dtype
 
-    def offload(self, layer: nn.Module) -> None:
+    def wrap(self, layer: nn.Module) -> None:
         """Keep the input of `layer` on the host. It is the first argument of its forward function; everything else that
         autograd saves there, weights and rotary angles, is shared with other layers."""
         layer.forward = functools.partial(self._run, layer.forward)

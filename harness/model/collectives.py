@@ -95,9 +95,10 @@ class SingleRankParameter(FSDPParam):
             super().free_unsharded_param()
 
 
-def alias_unsharded_params(model: nn.Module, mesh: DeviceMesh, accumulates: bool) -> None:
+def avoid_copies_on_one_rank(model: nn.Module, mesh: DeviceMesh, accumulates: bool) -> None:
     """Keep FSDP2 from copying parameters and reduced gradients in shard groups of one rank, but for parameters on the
-    host and float8 weights. Do nothing in larger groups. `accumulates`: a step has several microbatches."""
+    host and float8 weights. Do nothing in larger groups. `accumulates`: a step has several microbatches, whose
+    gradients FSDP2 adds up on a stream of its own."""
     if mesh["shard"].size() > 1:
         return
     for module in sharded_modules(model):
@@ -107,6 +108,19 @@ def alias_unsharded_params(model: nn.Module, mesh: DeviceMesh, accumulates: bool
             casts_itself = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
             if not (parameter.offload_to_cpu or casts_itself):
                 parameter.__class__ = SingleRankParameter
+
+
+def discard_unreduced_gradients(model: nn.Module) -> None:
+    """Discard what FSDP2 keeps of the microbatches of an unfinished step: gradients that are not reduced yet, or not
+    among replicas. The next backward would add them."""
+    for module in sharded_modules(model):
+        group = fsdp_group(module)
+        # private: `reset_iter_state` of torch 2.13 leaves the gradients of parameters
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # private: absent before the first forward
+                parameter._unsharded_param.grad = None
 
 
 def set_own_dtype(parameter: FSDPParam, _: MixedPrecisionPolicy) -> None:

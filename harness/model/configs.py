@@ -120,6 +120,8 @@ def text_config(model: Any) -> Any:
 
 def attends_by_positions(family: Any, text: Any, layer_types: set[str]) -> bool:
     """True if the models of a family take `position_ids` and, by their text config, have layers of these types only."""
+    if getattr(text, "is_moe", False):  # the routers of doge read logits of other tokens
+        return False
     found = set(getattr(text, "layer_types", None) or getattr(text, "block_types", None) or ())
     return "position_ids" in inspect.signature(family.forward).parameters and found <= layer_types
 

@@ -88,7 +88,7 @@ def float8_filter(recipe: str, emulate: bool) -> Callable[[nn.Module, str], bool
     return takes
 
 
-def fp8_converter(layers: Iterable[nn.Module], recipe: str, emulate: bool, compiled: bool) -> Callable:
+def fp8_converter(settings: flags.Settings, layers: Iterable[nn.Module]) -> Callable[[nn.Module], object]:
     """A function that swaps the linears of one of these decoder layers for torchao's float8 ones, in place.
 
     Raises:
@@ -96,6 +96,7 @@ def fp8_converter(layers: Iterable[nn.Module], recipe: str, emulate: bool, compi
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+    recipe, emulate = settings.fp8_recipe, settings.fp8_emulate
     takes = float8_filter(recipe, emulate)
     if not any(takes(module, path) for layer in layers for path, module in layer.named_modules()):
         problem = f"no linear of the decoder layers is large enough to gain from it ({recipe})"
@@ -105,7 +106,7 @@ def fp8_converter(layers: Iterable[nn.Module], recipe: str, emulate: bool, compi
     config = Float8LinearConfig.from_recipe_name(recipe)
     config = dataclasses.replace(config, emulate=emulate, enable_fsdp_float8_all_gather=recipe == "tensorwise")
     if recipe == "tensorwise":
-        patches.cast_before_all_gather(compiled)
+        patches.cast_before_all_gather(settings.compile)
     return functools.partial(convert_to_float8_training, config=config, module_filter_fn=takes)
 
 

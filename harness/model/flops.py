@@ -18,6 +18,7 @@ from transformers.integrations import hub_kernels
 
 from harness import base
 from harness.model import patches
+from harness.model.weights import decoder_layers
 
 MAX_OPERATORS = 500_000  # operators in one count, some 10 s; a dense model of 80 layers has 20,000
 
@@ -67,6 +68,28 @@ def count_flops(model: nn.Module, tokens: int) -> int:
     """FLOPs of a forward and a backward of one sequence of `tokens` in a model of `eager_on_meta`.
 
     Raises:
+        ValueError: see `counted`.
+    """
+    return counted(model, tokens).get_total_flops()
+
+
+def attention_flops_per_key(model: nn.Module) -> np.ndarray:
+    """FLOPs per token that each decoder layer takes for each further key, from the counts of two lengths. Products
+    whose gradients nothing needs, such as below the first trained weight, are not computed."""
+    names = {module: name for name, module in model.named_modules()}
+    paths = [f"{type(model).__name__}.{names[layer]}" for layer in decoder_layers(model)]
+
+    def per_token(tokens: int) -> np.ndarray:
+        by_module = counted(model, tokens).get_flop_counts()
+        return np.array([sum(by_module[path].values()) / tokens for path in paths])
+
+    return (per_token(8) - per_token(4)) / 4
+
+
+def counted(model: nn.Module, tokens: int) -> FlopCounterMode:
+    """torch's counter after a forward and a backward of one sequence.
+
+    Raises:
         ValueError: the model does not run without data, or takes operators for each token, as Mamba does without its
             kernels.
     """
@@ -87,7 +110,7 @@ def count_flops(model: nn.Module, tokens: int) -> int:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     except Exception as error:  # models and torch raise many kinds without data
         raise ValueError(f"torch cannot count it: {base.first_line(error).split('. ')[0]}") from error
-    return counter.get_total_flops()
+    return counter
 
 
 class OperatorLimit(TorchDispatchMode):

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 ADAPTERS_FILE = "adapter_model.safetensors"
 PREFIX, NAME = "base_model.model.", ".default."  # parts of peft's names: its wrapper, the adapters of a model
+# what torch.compile, checkpoint_wrapper and FSDP1 put into the names of parameters
+WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 ALL_LINEARS = (None, ("all-linear",))  # values of --lora-targets; the latter is peft's word
 NOT_SUPPORTED_BY_PEFT = "peft has no place for adapters of that name in this family"
 # The fields of an adapter_config.json that are followed, or have no effect on the trained tensors. A folder that sets
@@ -52,7 +54,7 @@ PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # others change th
 MERGE = "merge them into the base with peft (merge_and_unload) and train new ones on it, or train on with peft"
 
 
-def loaded_dtype(settings: flags.Settings) -> torch.dtype:
+def own_weights_dtype(settings: flags.Settings) -> torch.dtype:
     """The dtype in which a model's own weights are built, loaded and sharded."""
     return torch.bfloat16 if settings.lora_rank and settings.precision == "bf16" else weight_dtype(settings)
 
@@ -119,12 +121,12 @@ def lora_config(**fields: Any) -> LoraConfig:
     return peft.LoraConfig(**fields)
 
 
-def inject_on_meta(config: LoraConfig, model: nn.Module) -> None:
+def inject_on_meta(config: LoraConfig, model: nn.Module, name: str = "default") -> None:
     """Inject adapters without storage into a model, or a layer of one."""
     import peft
 
     with quiet_on_meta():
-        peft.inject_adapter_in_model(config, model)
+        peft.inject_adapter_in_model(config, model, name)
 
 
 @contextlib.contextmanager
@@ -147,13 +149,22 @@ def trained_on_meta(settings: flags.Settings, config: transformers.PretrainedCon
 
 def freeze_as_in(trained: Any, model: nn.Module) -> None:
     """Inject the adapters of `trained`, if it has some, into a model without, and freeze the parameters that are frozen
-    there."""
+    there.
+
+    Raises:
+        ValueError: `trained` has several adapters, or lacks a parameter of the model.
+    """
     if adapters := getattr(trained, "peft_config", None):
-        (config,) = adapters.values()
-        inject_on_meta(copy.deepcopy(config), model)
-    is_trained = {name.removeprefix(PREFIX): one.requires_grad for name, one in trained.named_parameters()}
+        if len(adapters) > 1:
+            raise ValueError(f"FLOPs are counted with one adapter, and the model has {', '.join(adapters)}")
+        ((name, config),) = adapters.items()
+        inject_on_meta(copy.deepcopy(config), model, name)
+    named = ((WRAPPERS.sub("", name), parameter) for name, parameter in trained.named_parameters())
+    is_trained = {name.removeprefix(PREFIX): parameter.requires_grad for name, parameter in named}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trained.get(name, True))
+        if name not in is_trained:
+            raise ValueError(f"the model lacks {name}, which its config has")
+        parameter.requires_grad_(is_trained[name])
 
 
 # ---- Target linears --------------------------------------------------------------------------------------------------
@@ -192,7 +203,13 @@ def decoder_linears(model: nn.Module) -> list[str]:
     """The names of the linears of a model's decoder layers, without the routers of experts."""
     inside = {module for layer in decoder_layers(model) for module in layer.modules()}
     inside -= {module for router, _ in find_routers(model) for module in router.modules()}
-    return [n for n, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module in inside]
+    return [name for name, module in model.named_modules() if module in inside and is_linear(module)]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for a linear, also GPT-2's. A subclass with sizes of another kind computes something else, such as
+    DeepSeek-V4's projection of groups."""
+    return isinstance(module, Conv1D) or type(module).__init__ is nn.Linear.__init__
 
 
 def matching_modules(target: str | list[str], model: nn.Module, saved: LoraConfig | None = None) -> list[str]:
@@ -361,7 +378,7 @@ def describe_adapters(settings: flags.Settings, model: Any) -> str:
     everything = sum(parameter.numel() for parameter in model.parameters())
     adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
     names = ", ".join(leaf_names(adapted))
-    frozen = str(loaded_dtype(settings)).removeprefix("torch.")
+    frozen = str(own_weights_dtype(settings)).removeprefix("torch.")
     share = f"{trained:,} of {everything:,} parameters are trained ({100 * trained / everything:.2g} %)"
     scale = f"rank {settings.lora_rank}, alpha {settings.lora_alpha}"
     if model.peft_config["default"].use_rslora:

@@ -54,11 +54,15 @@ TERMS: dict[str, Term] = {}
 
 
 def term_values(terms: dict[str, Term], logits: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    values = {name: term(logits, target) for name, term in terms.items()}
-    for name, value in values.items():
-        if value.shape != target.shape[:1]:
-            wanted = "a value for each token"
-            raise base.UserError(f"loss term {name}: it gave shape {tuple(value.shape)} instead of {wanted}")
+    """Each term's values, fp32 (tokens,)."""
+    values = {}
+    for name, term in terms.items():
+        value = term(logits, target)
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor or value.shape != target.shape[:1]:
+            found = f"shape {tuple(value.shape)}" if is_tensor else repr(value)
+            raise base.UserError(f"loss term {name}: it gave {found} instead of a value for each token")
+        values[name] = value.float()
     return values
 
 

@@ -79,14 +79,18 @@ def build_optimizer(settings: flags.Settings, model: nn.Module) -> torch.optim.O
     """The optimizer of the sharded parameters, with its states.
 
     Raises:
-        UserError: its package is missing.
+        UserError: its package is missing, or a registered one is no optimizer.
     """
     kind = find_optimizer(settings.optimizer)
     if not kind.is_installed():
         needs = f"needs the package {kind.package} (pip install {kind.package})"
         raise base.UserError(f"--optimizer {settings.optimizer}: {needs}")
     groups = [group for group in kind.groups(model, settings) if group["params"]]
-    return kind.build(groups, settings)
+    optimizer = kind.build(groups, settings)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        problem = f"its build gave {type(optimizer).__name__} instead of an optimizer of torch"
+        raise base.UserError(f"--optimizer {settings.optimizer}: {problem}")
+    return optimizer
 
 
 def build_scheduler(settings: flags.Settings, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

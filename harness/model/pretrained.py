@@ -149,6 +149,12 @@ def dequantizer(config: transformers.PretrainedConfig) -> "HfQuantizer | None":
     return quantizer
 
 
+def open_weights(model: Any, layers: nn.ModuleList, name: str, dtype: torch.dtype) -> "PretrainedWeights":
+    """Open the weights of a --model, a folder or hub id. Every rank calls this: an error on one node is raised on all
+    ranks."""
+    return base.call_on_all_ranks(lambda: PretrainedWeights(model, layers, configs.find_source(name), dtype))
+
+
 class PretrainedWeights:
     """The safetensors of a local folder or hub id, read one decoder layer at a time.
 
@@ -243,11 +249,12 @@ class PretrainedWeights:
             device_map={"": device},
             hf_quantizer=self.quantizer,
         )
+        rules_of_exports = self.model._weight_conversions  # private: replaced by those that are used
         info, _ = transformers.core_model_loading.convert_and_load_state_dict_in_model(
             self.model, self.slices.get(layer, {}), config
         )
         if self.quantizer:
-            self.model._weight_conversions = None  # private: an export would be quantized again
+            self.model._weight_conversions = rules_of_exports  # an export would be quantized again
         for name, problem in info.conversion_errors.items():
             reason = str(problem).partition("\nError")[0].splitlines()[-1]  # the last line of a traceback
             raise base.UserError(f"--init pretrained: {self.source}: {name} cannot be read ({reason})")

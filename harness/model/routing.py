@@ -79,7 +79,8 @@ def watch_routers(model: Any, init: str, group: ContextGroup) -> None:
     if not routers:
         return
     coefficient, top_k = (getattr(model, name, None) for name in ("router_aux_loss_coef", "num_experts_per_tok"))
-    if coefficient is None or top_k is None or hasattr(model, "num_keys"):  # doge counts its product keys another way
+    counts_keys = any(hasattr(router, "num_keys") for router, _ in routers)  # doge, whose router chooses product keys
+    if coefficient is None or top_k is None or counts_keys:
         return
     if init != "random" and not getattr(model.config, "output_router_logits", False):
         coefficient = 0.0

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, conversion_mapping
 
 from harness import base
 from harness.model.attention import ONE_KERNEL
@@ -38,11 +38,21 @@ def on_meta(
         for name, tensor in model.state_dict(keep_vars=True).items():
             if kept.search(name):
                 tensor.data = tensor.data.float()
+    model._weight_conversions = rules_of_exports(model)  # private: `as_in_checkpoint` applies them
     return model
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers: the outermost ModuleList with as many modules as the config has layers.
+def rules_of_exports(model: Any) -> list:
+    """transformers' rules for the names and layouts of published checkpoints, as its `save_pretrained` applies them to
+    a model that it has not loaded. They are found by the names of classes, which `fully_shard` changes."""
+    loading = transformers.core_model_loading  # private: the rules have no public name
+    rules = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+    return [rule for rule in rules if not isinstance(rule, loading.PrefixChange)]
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The decoder layers: the outermost ModuleList with as many modules as the config has layers, in transformers'
+    decoder of the model if it has one: an image or audio tower may have as many.
 
     Raises:
         UserError: there is none.
@@ -55,8 +65,9 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     }
     if not lists:
         raise base.UserError(f"--model: no list of {count} decoder layers found in {type(model).__name__}")
-    outermost = min(lists, key=lambda name: name.count("."))
-    return lists[outermost]
+    in_decoder = set(model.get_decoder().modules())
+    names = [name for name, module in lists.items() if module in in_decoder] or [*lists]
+    return lists[min(names, key=lambda name: name.count("."))]
 
 
 def layer_period(model: nn.Module) -> int:
@@ -73,7 +84,7 @@ def layer_period(model: nn.Module) -> int:
     return len(layers)
 
 
-def check_dtypes(model: Any, precision: str) -> None:
+def check_trained_dtypes(model: Any, precision: str) -> None:
     """Check that trained weights have one dtype, as FSDP2 requires; `model` has no storage yet.
 
     Raises:

@@ -54,7 +54,7 @@ def record_step(
         if settings.fp8_recipe == "tensorwise":  # as in every step but the first
             models.compute_float8_scales(model)
         batches = token_batches(settings, recorder, microbatches)
-        recipe.train_step(settings, model, optimizer, batches, recipe.make_tracker(0, world, 0))
+        recipe.train_step(settings, model, optimizer, batches)
     if settings.compile and not recorder.compiled_regions:
         raise RuntimeError("the plan's step ran eagerly although the layers are compiled")
     return recorder
@@ -94,15 +94,16 @@ def built(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    device = torch.device("cpu")
     try:
         with mock.patch.object(torch.distributed.device_mesh, "new_group", new_rank_0_group):
-            mesh = recipe.build_mesh(settings, torch.device("cpu"))  # before the tensors are fake
+            mesh = recipe.build_mesh(settings, device)  # before the tensors are fake
         groups = {dist.group.WORLD, *mesh.get_all_groups()}  # a mesh of one dimension has the world's group
         recorder.counts["communicators", "run"] = sum(group.size() > 1 for group in groups)
         recorder.counts["communicators", "run"] += settings.context_parallel > 1
         with on_fake_tensors(recorder):
             recorder.kind = "parameters"
-            model = recipe.build_model(settings, config, mesh)
+            model = recipe.build_model(settings, config, mesh, device)
             recorder.kind = "optimizer"
             optimizer = models.build_optimizer(settings, model)
             optimizer.register_step_pre_hook(lambda *_: recorder.start_update(model.parameters()))

@@ -1,4 +1,4 @@
-"""The recipe: functions of train_fsdp.py and utils.py for plans and harness/loop.py, which cannot import them."""
+"""The recipe: functions of train_fsdp.py and utils.py for plans and harness/loop.py, which do not import the pair."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -15,9 +15,7 @@ from harness import flags
 class Recipe(NamedTuple):
     build_mesh: Callable[[flags.Flags, torch.device], DeviceMesh]
     build_model: Callable[..., transformers.PreTrainedModel]
-    # the last argument is what `make_tracker` makes, a `utils.PerformanceTracker`
-    train_step: Callable[[flags.Settings, nn.Module, torch.optim.Optimizer, Iterator[dict[str, Any]], Any], object]
+    train_step: Callable[[flags.Settings, nn.Module, torch.optim.Optimizer, Iterator[dict[str, Any]]], object]
     evaluate: Callable[..., tuple[dict[str, float], int]]
-    make_tracker: Callable[[int, int, float], Any]
     estimate_mfu: Callable[[float, float, float, int, float | None], dict[str, float]]
     get_flops_by_length: Callable[[transformers.PreTrainedModel, np.ndarray], np.ndarray]

@@ -11,6 +11,7 @@ from harness import state as states
 
 
 def describe_setup(
+    *,
     settings: flags.Settings,
     state: states.TrainState,
     mesh: DeviceMesh,
@@ -18,8 +19,8 @@ def describe_setup(
     flops: str,
     peak: float | None,
     verified: str,
-    checkpoint: states.Checkpoint | None = None,
-    changed: str = "",
+    checkpoint: states.Checkpoint | None,
+    changed: str,
 ) -> str:
     """The lines of the header.
 

@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,7 +16,7 @@ ADVICE = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
 
 
 class StepResult(NamedTuple):
-    """The result of a step on this rank: tensors on the device, and the lengths of its documents."""
+    """The result of a step on this rank: tensors on the device."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
@@ -25,7 +24,6 @@ class StepResult(NamedTuple):
     terms: dict[str, torch.Tensor]  # other terms of the training objective
     router_loss: torch.Tensor | None = None  # None without a router loss
     expert_load: torch.Tensor | None = None  # tokens per expert, (layers, experts)
-    document_lengths: Sequence[np.ndarray] = ()  # tokens per document, one array per microbatch
 
 
 class StepNumbers(NamedTuple):

@@ -1,7 +1,7 @@
 """The log of a run: config.json, metrics.jsonl, trackers, console lines and the page.
 
-    with report.Log(settings, state, data, folder, device, trackers, flops_by_length, changed) as log:
-        with log.step() as due:
+    with report.Log(settings, state, ...) as log:
+        with log.timed_step() as due:
             ...                                 # the optimizer step, counted in the state
             log.keep(result)
         metrics, problem = log.metrics()        # if a log line or a save is due
@@ -70,9 +70,11 @@ class Log(contextlib.AbstractContextManager):
 
     def __init__(
         self,
+        *,
         settings: flags.Settings,
         state: states.TrainState,
         data: corpora.TrainingData,
+        batches: corpora.Batches,
         folder: pathlib.Path,
         device: torch.device,
         trackers: list[Tracker],
@@ -90,7 +92,7 @@ class Log(contextlib.AbstractContextManager):
         Raises:
             UserError: metrics.jsonl cannot be read, or a tracker does not start.
         """
-        self.settings, self.state, self.data, self.device = settings, state, data, device
+        self.settings, self.state, self.data, self.batches, self.device = settings, state, data, batches, device
         self.folder, self.trackers, self.flops_by_length = folder, trackers, flops_by_length
         self.first_step, self.has_room = self.state.step + 1, has_room
         self.results: list[StepResult] = []  # since the last call of `metrics`
@@ -146,7 +148,7 @@ class Log(contextlib.AbstractContextManager):
         return job.due(self.settings, step, self.first_step, self.has_room, self.data.ends_epoch)
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[job.Actions]:
+    def timed_step(self) -> Iterator[job.Actions]:
         """Time the next optimizer step, and profile it if that is due. Yields what is due. Inside, call `keep` and
         advance the state."""
         due, tokens = self.due_at(self.state.step + 1), self.state.tokens
@@ -166,8 +168,8 @@ class Log(contextlib.AbstractContextManager):
             tokens = self.state.tokens - tokens
             # Exact for each interval and for streams, unlike a mean over the corpus. Each rank multiplies the FLOPs of
             # its group's documents by the number of groups; a log line has the mean over ranks.
-            lengths = np.concatenate(self.results[-1].document_lengths)
             groups = self.settings.groups(dist.get_world_size())
+            lengths = self.batches.step_lengths
             flops = groups * float(lengths @ self.flops_by_length[lengths])
             self.speed = self.state.tracker.step(tokens, flops / tokens, synchronize=due.log)
 
@@ -178,9 +180,12 @@ class Log(contextlib.AbstractContextManager):
     # ---- A line ------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> tuple[dict, str]:
-        """(metrics after the current step, a problem that ends the run, or ""). Problems are NaN or infinity in a loss
+        """(metrics after the current step, a problem that ends the run, or ""); those of the last line if there was no
+        step since. Problems are NaN or infinity in a loss
         since the last call or in this step's gradient norm or update, and too many skipped steps. A skipped step has
         no loss and no gradient norm."""
+        if not self.results:
+            return self.last, ""
         state, steps = self.state, read_results(self.results)
         last_terms = read_terms(self.results[-1]) | read_routing(self.results[-1])
         with state.tracker.paused():

@@ -30,9 +30,8 @@ def profiling(folder: pathlib.Path, state: states.TrainState) -> Iterator[None]:
             base.wait_for_device()
             seconds = time.perf_counter() - start
         if profile and state.step > first_step:  # a stop can come in the first step
-            (folder / "profile").mkdir(exist_ok=True)
             with base.working():
-                profile.export_chrome_trace(str(folder / "profile" / "rank-0.json"))
+                write_trace(profile, folder / "profile" / "rank-0.json")
                 print_profile(profile.events(), state.step - first_step, seconds)
             # Events are cyclic garbage. If an evaluation during the steps has frozen their profiler, each log line
             # would scan them until the next evaluation.
@@ -41,6 +40,18 @@ def profiling(folder: pathlib.Path, state: states.TrainState) -> Iterator[None]:
             gc.collect()
             gc.freeze()
         dist.barrier()  # the clocks of all ranks leave out the writing of the trace
+
+
+def write_trace(profile: torch.profiler.profile, path: pathlib.Path) -> None:
+    """Write a trace. If the disk refuses it, a line says so and the run continues."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        profile.export_chrome_trace(str(path))
+        if not path.exists():  # torch raises no error
+            raise OSError(0, "the disk is full or read-only")
+    except OSError as error:
+        job.print0(f"failed     {path}: {error.strerror}; the run continues without its trace")
 
 
 def print_profile(events: list[FunctionEvent], steps: int, seconds: float) -> None:
@@ -61,10 +72,14 @@ def record_memory(folder: pathlib.Path) -> None:
 
 @base.working()
 def dump_memory(folder: pathlib.Path) -> None:
-    """Write memory-rank-N.pickle for https://docs.pytorch.org/memory_viz."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # private: the name that torch's guide to CUDA memory documents
-    torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
+    """Write memory-rank-N.pickle for https://docs.pytorch.org/memory_viz. If the disk refuses it, a line says so."""
+    path = folder / f"memory-rank-{dist.get_rank()}.pickle"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # private: the name that torch's guide to CUDA memory documents
+        torch.cuda.memory._dump_snapshot(str(path))
+    except OSError as error:
+        job.print_error(f"train_fsdp.py: {path} is not written ({error.strerror}); the run continues without it")
 
 
 def time_shares(events: list[FunctionEvent], seconds: float) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import glob
 import hashlib
 import itertools
 import json
@@ -11,13 +12,14 @@ import pathlib
 import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from harness import base, data, flags, job
 from harness import model as models
@@ -154,15 +156,17 @@ def export(
             exported to it meanwhile; then this export has another name.
     """
     final = export_folder(settings)
-    temporary = final.with_name(f".{final.name}.{state.run_id}.writing")  # other runs may write theirs at the same time
+    # a new name, as other processes may write an export of this run at the same time
+    temporary = final.with_name(f".{final.name}.{state.run_id}-{uuid.uuid4().hex[:8]}.writing")
 
     problem = state.describe_fault()
     if problem:
         raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
     write = functools.partial(write_on_rank_0, settings, temporary)
-    write(lambda: make_folder(temporary))
+    write(lambda: temporary.mkdir(parents=True))
     write_weights(temporary, settings, state, trained_on)
     write(lambda: write_configs(temporary, settings, state.model, tokenizer, stop_ids))
+    write(lambda: sync_folder(temporary))  # a power cut must not leave half an export where an earlier one was removed
     base.broadcast_from_rank_0(lambda: publish(settings, temporary, {state.run_id, replaced_run}))
     parts = [os.path.expanduser(settings.export), state.describe_steps()]
     if settings.lora_rank:
@@ -191,9 +195,9 @@ def write_on_rank_0(settings: flags.Settings, temporary: pathlib.Path, write: Ca
     base.broadcast_from_rank_0(write_or_clean_up)
 
 
-def make_folder(folder: pathlib.Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # left by a killed export
-    folder.mkdir(parents=True)
+def sync_folder(folder: pathlib.Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        base.sync_to_disk(path)
 
 
 @base.working()
@@ -220,6 +224,9 @@ def publish(settings: flags.Settings, new: pathlib.Path, replaced_runs: set[str]
         cause = f"cannot be replaced ({error.strerror})" if isinstance(error, OSError) else "was written meanwhile"
         problem = f"--export: {settings.export} {cause}; this export is in {free}"
         raise base.UserError(problem, exit_code=1) from error
+    unfinished, _, _ = new.name.rpartition("-")
+    for leftover in final.parent.glob(f"{glob.escape(unfinished)}-*.writing"):  # of killed exports of this run
+        shutil.rmtree(leftover, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -340,6 +347,10 @@ def model_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
     """Return the config of an export. A model with random initial weights gets the tokenizer's BOS and EOS, which it
     was trained with. The padding token stays, as its embedding gets no gradient."""
     config = copy.deepcopy(model.config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # of the text part of mllama or emu3, read inside the full one
+        kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+        full = next(kind for kind in kinds if kind.sub_configs.get("text_config") is type(config))
+        config = full(text_config=config, tie_word_embeddings=config.tie_word_embeddings)
     config.update({"architectures": [type(model).__name__.removeprefix("FSDP")], "use_cache": True})
     config.get_text_config().use_cache = True
     config.dtype = next(model.parameters()).dtype

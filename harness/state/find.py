@@ -104,7 +104,7 @@ def local_weights(state: TrainState) -> dict[str, torch.Tensor]:
 
 def find_newest(folder: pathlib.Path) -> Checkpoint | None:
     """Return the newest undamaged checkpoint of the run in `folder`; None if it has saved none."""
-    paths = base.broadcast_from_rank_0(lambda: base.named_checkpoints(folder))
+    paths = base.broadcast_from_rank_0(lambda: list_checkpoints(folder))
     base.DAMAGED.difference_update(paths)  # they may have been repaired
     for path in reversed(paths):
         manifest, problem = verify_checkpoint(path)
@@ -121,6 +121,14 @@ def find_newest(folder: pathlib.Path) -> Checkpoint | None:
         problem = f"{folder} began with --resume {before} and has saved nothing"
         raise base.UserError(f"--resume auto: {problem}; {advice}")
     return None
+
+
+def list_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Return the paths of a run's checkpoints. Raises UserError if they cannot be read, as there may be some."""
+    try:
+        return base.named_checkpoints(folder)
+    except OSError as error:
+        raise base.UserError(f"--resume auto: {error.filename} cannot be read ({error.strerror})", 1) from error
 
 
 def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:

@@ -138,7 +138,7 @@ def check_same_base(settings: flags.Settings, digest: str | None, manifest: dict
 def check_data(settings: flags.Settings, now: corpora.DataRecord, manifest: dict) -> list[str]:
     """Describe the changes of the mixture. Raises UserError for a source whose data are not those of the checkpoint, or
     of the time when it was removed."""
-    before = corpora.read_record(manifest)
+    before = corpora.read_data_record(manifest)
     for name, field in differences(before.sources, now):
         if field == "end of text":
             problem = f"its end-of-text token, by which the documents of {name} end, is not the checkpoint's"

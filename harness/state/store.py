@@ -58,7 +58,7 @@ class Checkpoints:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
-            self.finish()
+            self.wait()
 
     def save(self, state: TrainState, wait: bool = False) -> None:
         """Save `state`. Returns after the copy to host memory, or with `wait` when all is on disk. Every rank calls
@@ -67,7 +67,7 @@ class Checkpoints:
             start = time.perf_counter()
             job.enter_phase("save")
             if wait or self._is_best(state):
-                self.finish()
+                self.wait()
             if any(base.all_gather_objects(self.thread is not None and self.thread.is_alive())):
                 job.print0(f"skipped    checkpoint at step {state.step}: the previous one is still being written")
                 return
@@ -109,9 +109,9 @@ class Checkpoints:
             if is_same and manifest["eval_loss"] is None:
                 manifest["eval_loss"] = state.eval_loss
                 job.replace_file(checkpoint / base.MANIFEST, base.dump_with_checksum(manifest))
-        except FileNotFoundError:  # not saved yet
+        except (FileNotFoundError, ValueError):  # not saved yet, or damaged: it is saved next
             pass
-        except (OSError, ValueError) as error:
+        except OSError as error:
             job.print0(f"failed     {checkpoint.name}: its eval loss is not recorded ({base.first_line(error)})")
 
     def best_metrics(self) -> dict[str, float]:
@@ -139,7 +139,7 @@ class Checkpoints:
                     best = path, loss
         return best
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait for the save in progress."""
         job.enter_phase("save")
         if self.thread is not None:
@@ -233,7 +233,7 @@ class Checkpoints:
             if dist.get_rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             problem = f"checkpoint {final.name}: {base.first_line(error)}"
-            job.print0(f"failed     {problem}; the run continues, older checkpoints stay")
+            job.print0(f"failed     {problem}; older checkpoints stay")
             return
         megabytes = sum(size for size, _ in files.values()) / 1e6
         paused = "" if pause is None else f", training paused for {pause:.3f} s"

@@ -97,7 +97,7 @@ class TrainState(Counters):
 
     # ---- Counting ----------------------------------------------------------------------------------------------------
 
-    def advance(self, data: corpora.TrainingData) -> None:
+    def advance(self, data: corpora.TrainingData, tokens: int) -> None:
         """Count an optimizer step of `data`, the training data: samples, tokens and the learning rate schedule."""
         self.step += 1
         self.eval_loss = None
@@ -105,7 +105,7 @@ class TrainState(Counters):
         self.step_positions.clear()
         samples = data.record.samples_of_step(self.step)
         self.samples += len(samples)
-        self.tokens += data.count_tokens(samples)
+        self.tokens += tokens
         self.scheduler.step()
         self.learning_rate = float(self.scheduler.get_last_lr()[0])
 
@@ -126,6 +126,7 @@ class TrainState(Counters):
             model.set_requires_all_reduce(True)
             model.set_reshard_after_backward(True)
             models.reshard(model)  # at stages below 3 parameters stay gathered between microbatches
+            models.discard_unreduced_gradients(model)
             self.optimizer.zero_grad()
             raise
 

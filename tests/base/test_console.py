@@ -1,13 +1,18 @@
 """stdout and stderr that are closed, full, without a reader or not UTF-8: a process does what it would do, and ends
 with the exit code that it would end with."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
-from conftest import PROGRAM, ROOT, metrics_of, torchrun_command
+from conftest import PROGRAM, ROOT, metrics_of, torchrun_command, wait_until
+
+from harness import base
+from harness.base import console
 
 # every way in which the program prints, then a file, then an ending of its own
 PRINTS = r"""
@@ -58,6 +63,20 @@ def exit_code(command: list, stdout: str, stderr: str) -> int:
 def test_printing_never_fails_and_no_file_takes_the_place_of_a_stream(tmp_path, stdout, stderr):
     assert exit_code([sys.executable, "-c", PRINTS, tmp_path / "file"], stdout, stderr) == 5
     assert (tmp_path / "file").read_text() == "all of it\n"
+
+
+def test_a_rank_whose_terminal_is_paused_counts_as_working():
+    reader, pipe = os.pipe()
+    os.set_blocking(pipe, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe, bytes(4096))
+    printing = threading.Thread(target=console.Output(pipe).write, args=(b"a line",))
+    printing.start()
+    wait_until(lambda: base.WORK)
+    while printing.is_alive():
+        os.read(reader, 4096)
+    assert not base.WORK
 
 
 @pytest.mark.parametrize("flags, code", [("--help", 0), ("--lr 0", 2)])

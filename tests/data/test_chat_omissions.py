@@ -318,6 +318,7 @@ def test_a_prompt_is_a_text_or_the_conversations_of_a_file_up_to_their_answers(t
         assert (prompt.messages, prompt.tools) == ([SYSTEM, HI], TOOLS)
     assert prompts_in(tmp_path, "d.json", json.dumps([HI, HELLO, MORE[0]]))[0].messages == [HI, HELLO, MORE[0]]
     assert len(prompts_in(tmp_path, "e.jsonl", f"{json.dumps(record)}\n" * 3)) == 3
+    assert len(prompts_in(tmp_path, "f.jsonl", f"{json.dumps([HI])}\n" * 2)) == 2  # lists of messages
 
 
 BAD_PROMPTS = {  # file, content: the error

@@ -13,7 +13,7 @@ from corpora import write_records
 
 import utils
 from harness.base import UserError
-from harness.data.mixture import BLOCK, Mixture, Segment, describe_changes, make_record, read_record
+from harness.data.mixture import BLOCK, Mixture, Segment, describe_changes, make_record, read_data_record
 from harness.flags import mixture_problem, parse_args
 
 WEIGHTS = {"a": 441, "b": 3, "c": 21, "d": 1000, "e": 452, "f": 2, "g": 1, "h": 1000, "i": 1000}
@@ -50,7 +50,7 @@ def test_a_mixture_that_changes_at_resumes_continues_each_source_at_its_position
     run = record("x/a:3 x/b:2 x/c:1", num_shards=shards, samples_per_step=40)
     run = record("x/a:1 x/c:5", "--mixture-stage 0.5:a=1", run, 13, 520, num_shards=shards, samples_per_step=40)
     run = record("x/c:1 x/b:1 x/e:0.001", "--mixture-stage 0.75:e=2,b=1", run, 60, 2400, samples_per_step=40)
-    run = read_record({"data": json.loads(json.dumps(run.to_json()))})
+    run = read_data_record({"data": json.loads(json.dumps(run.to_json()))})
     assert [segment.first for segment in run.segments] == [0, 520, 2000, 2400, 3000]
     mixture, taken, in_shard = Mixture(run.segments, 42, shards), Counter(), Counter()
     for sample in range(6000):

@@ -18,7 +18,7 @@ import utils
 from harness.base import UserError
 from harness.data import packing
 from harness.data.reader import CorpusReader
-from harness.data.tokens import TokenFile, Tokens
+from harness.data.tokens import MappedTokens, Tokens
 
 LENGTH = 64
 QUESTIONS, ANSWERS = (3, 9, 1, 20, 5, 12, 2, 40), (8, 2, 15, 4, 20, 1, 6, 50)  # words
@@ -231,5 +231,5 @@ def test_padding_is_an_id_that_the_model_has(tmp_path, name):
     (pad, end_of_text, vocab_size), padding = PADDING[name]
     tokenizer = types.SimpleNamespace(pad_token_id=pad, eos_token_id=end_of_text)
     reader = CorpusReader(tokenizer=tokenizer, seq_len=8, vocab_size=vocab_size, cache_dir=tmp_path, packing="best-fit")
-    tokens = Tokens([TokenFile(np.array([1, 2, 1], np.uint16))], vocab_size, cached_doc_ends=np.array([3]))
+    tokens = Tokens([MappedTokens(np.array([1, 2, 1], np.uint16))], vocab_size, needed_doc_ends=np.array([3]))
     assert reader.pack(tokens, "data")[0].tokens.tolist() == [1, 2, 1] + [padding] * 6

@@ -24,7 +24,7 @@ from harness.base.errors import UserError
 from harness.data.eval_split import divide, eval_document_numbers
 from harness.data.files import find_files
 from harness.data.formats import open_token_file
-from harness.data.tokens import TokenFile, Tokens
+from harness.data.tokens import MappedTokens, Tokens
 
 VOCAB = 1536  # of the demo model
 
@@ -94,14 +94,14 @@ def test_eval_documents_are_the_same_by_an_index_and_by_end_of_text_tokens(tmp_p
         assert split[:].tolist() == expected
         assert sorted([*kept[:].tolist(), *expected]) == sorted(FLAT.tolist())
         assert split.doc_ends.tolist() == np.cumsum([len(DOCUMENTS[number]) for number in numbers]).tolist()
-    few = Tokens([TokenFile(FLAT[: ENDS[5]], read_doc_ends=lambda: ENDS[:6])])
+    few = Tokens([MappedTokens(FLAT[: ENDS[5]], read_doc_ends=lambda: ENDS[:6])])
     assert [len(part) for part in divide(few)] == [ENDS[5] * 95 // 100, ENDS[5] - ENDS[5] * 95 // 100]
 
 
 def test_boundaries_are_the_same_before_and_after_they_are_searched_for_in_all_files():
     """A document ends with its file, also without an end-of-text token there."""
-    tokens = Tokens([TokenFile(np.array([5, END, 6, 7])), TokenFile(np.array([8, 9, END]))], end_of_text=END)
-    searched = dataclasses.replace(tokens, cached_doc_ends=tokens.file_doc_ends)
+    tokens = Tokens([MappedTokens(np.array([5, END, 6, 7])), MappedTokens(np.array([8, 9, END]))], end_of_text=END)
+    searched = dataclasses.replace(tokens, needed_doc_ends=tokens.file_doc_ends)
     assert searched.doc_ends.tolist() == [2, 4, 7]
     for first, last in itertools.combinations(range(8), 2):
         assert tokens.doc_starts_between(first, last).tolist() == searched.doc_starts_between(first, last).tolist()
@@ -145,7 +145,7 @@ def test_later_starts_do_not_read_a_token_file_for_its_boundaries(tmp_path, monk
 
 def test_the_header_counts_documents_that_are_longer_than_a_sequence():
     ends = np.array([9, 13, 30])  # a sequence of 8 tokens has one more, its last label
-    tokens = Tokens([TokenFile(np.arange(30))], cached_doc_ends=ends)
+    tokens = Tokens([MappedTokens(np.arange(30))], needed_doc_ends=ends)
     reported = data.PackedDataset(tokens, 8).describe()
     assert reported == "concatenate, 1 of 3 documents (33.3 %) longer than a sequence of 8 tokens"
     assert data.PackedDataset(tokens, 16).describe() == ""

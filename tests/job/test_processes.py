@@ -33,6 +33,8 @@ def test_a_rank_has_the_answer_of_its_own_node():
 HALF_WORLDS = {  # an environment: how the line begins
     "RANK=0": "RANK=0 is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start the ranks by torchrun",
     "RANK=0 WORLD_SIZE=2 MASTER_PORT=29500": "RANK=0 is set, but not MASTER_ADDR;",
+    "RANK=0 WORLD_SIZE=2 MASTER_ADDR= MASTER_PORT=29500": "RANK=0 is set, but not MASTER_ADDR;",
+    "RANK=0 WORLD_SIZE=² MASTER_ADDR=a MASTER_PORT=1": "WORLD_SIZE=² is not a whole number;",
     "RANK=2 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1": "RANK=2 is not below WORLD_SIZE=2;",
     "RANK=first WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1": "RANK=first is not a whole number;",
     "RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=http": "MASTER_PORT=http is not a whole number;",

@@ -40,14 +40,14 @@ def train(folder) -> None:
     the device. The forward pass of the model holds that of the first layer until its end."""
     start_processes()
     torch.compile = functools.partial(torch.compile, backend="aot_eager")  # inductor takes a minute
-    copy, storages, held = models.HostInputs._copy, [], []
+    copy, storages, held = models.LayerInputOffload._copy, [], []
 
     def watch(self, tensor):
         held.append(sum(storage() is not None for storage in storages))
         storages.append(weakref.ref(tensor.untyped_storage()))
         return copy(self, tensor)
 
-    models.HostInputs._copy = watch
+    models.LayerInputOffload._copy = watch
     results = {}
     for name, flags in CASES.items():
         for mode in ("full", "offload"):

@@ -100,6 +100,7 @@ def test_packed_documents_have_the_logits_of_each_by_itself(family, fields):
     "family, fields, reason",
     [
         ("qwen3_next", {}, "more than attention over positions"),
+        ("doge", {"is_moe": True, "num_experts": 16}, "more than attention over positions"),
         ("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse"] * 4}, "more than attention over positions"),
         ("big_bird", {"attention_type": "block_sparse", "block_size": 4}, "without transformers' masks"),
     ],

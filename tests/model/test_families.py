@@ -11,6 +11,8 @@ import torch
 from conftest import ROOT, forked, parse, train, words
 from safetensors.torch import load_file
 from tiny import build
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -20,9 +22,10 @@ import families
 import utils
 from harness import model as models
 from harness.base import UserError
-from harness.model import flops, loss
+from harness.model import flops, loss, pretrained
 from harness.model.configs import find_training_obstacle, load_config
 from harness.model.context import ContextGroup
+from harness.model.lora import decoder_linears
 from harness.model.matrices import matrix_weights
 from harness.model.optimization import decay_matrices
 from harness.model.routing import watch_routers
@@ -70,7 +73,7 @@ def materialized(config, dtype=torch.float32, folder=None):
     model = models.on_meta(config, "eager", dtype)
     layers = models.decoder_layers(model)
     source = models.find_source(str(folder))
-    weights = models.PretrainedWeights(model, layers, source, dtype) if folder else None
+    weights = pretrained.PretrainedWeights(model, layers, source, dtype) if folder else None
     in_layers = [list(layer.modules()) for layer in layers]
     outside = set(model.modules()) - {module for modules in in_layers for module in modules}
     torch.manual_seed(0)
@@ -85,9 +88,9 @@ def tensors_of(model):
 
 
 @pytest.mark.slow
-def test_the_weights_of_every_family_are_drawn_and_loaded_as_by_transformers(tmp_path):
-    """Its constructor in fp32, and from_pretrained in bf16: equal values and dtypes, of buffers too."""
-    wrong, compared = [], 0
+def test_the_weights_of_every_family_are_drawn_loaded_and_named_as_by_transformers(device, tmp_path):
+    """Its constructor in fp32, from_pretrained in bf16: equal values and dtypes, of buffers too; save_pretrained."""
+    wrong, compared, mesh = [], 0, init_device_mesh("cpu", (1,))
     for name, config in trainable_configs():
         torch.manual_seed(1)
         theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -105,6 +108,8 @@ def test_the_weights_of_every_family_are_drawn_and_loaded_as_by_transformers(tmp
                 tensor.copy_(torch.randn_like(tensor) * 0.3 + 1)
         folder = tmp_path / name
         theirs.save_pretrained(folder)
+        if names_of_export(config, mesh) != load_file(folder / "model.safetensors").keys():
+            wrong.append((name, "exported", ""))
         try:
             read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
         except ValueError:  # the config of a family's text part, which AutoModelForCausalLM does not read back
@@ -118,6 +123,43 @@ def test_the_weights_of_every_family_are_drawn_and_loaded_as_by_transformers(tmp
         shutil.rmtree(folder)
     assert not wrong
     assert compared > 150
+
+
+def names_of_export(config, mesh):
+    """The names of tensors in an export of a sharded model."""
+    model = models.on_meta(config)
+    fully_shard(model, mesh=mesh)
+    tensors = exports.exported_tensors(parse(["--model", "demo"]), model)
+    plain = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+    return models.as_in_checkpoint(model, plain).keys()
+
+
+def test_an_export_has_the_names_that_the_class_of_its_model_has_in_checkpoints(device, tmp_path):
+    config = families.small_config("deepseek_v4")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert names_of_export(config, init_device_mesh("cpu", (1,))) == load_file(tmp_path / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize("family", ["mllama", "emu3"])
+def test_the_text_part_of_a_family_is_read_from_its_export(tmp_path, family):
+    model = models.on_meta(families.small_config(family))
+    (tmp_path / "config.json").write_text(json.dumps(exports.model_config(model, None, pretrained=True)))
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert type(models.on_meta(read)) is type(model)
+    assert read.get_text_config().hidden_size == model.config.hidden_size
+
+
+def test_the_decoder_layers_are_those_of_the_text_although_an_image_tower_has_as_many():
+    model = models.on_meta(families.small_config("got_ocr2"))
+    assert models.decoder_layers(model) is model.model.language_model.layers
+
+
+@pytest.mark.parametrize(
+    "family, linears, other", [("deepseek_v4", "o_b_proj", "o_a_proj"), ("falcon", "query_key_value", "")]
+)
+def test_a_subclass_of_linear_that_computes_something_else_has_no_adapters(family, linears, other):
+    found = {name.split(".")[-1] for name in decoder_linears(models.on_meta(families.small_config(family)))}
+    assert linears in found and other not in found
 
 
 @pytest.mark.slow
@@ -167,6 +209,15 @@ def test_the_load_of_every_router_is_that_of_its_experts():
         assert loss == model(input_ids=tokens, labels=tokens, use_cache=False, output_router_logits=True).loss
         compared.append(name)
     assert {"minimax_m2", "phimoe", "qwen3_moe"} < set(compared) and len(compared) > 20
+
+
+def test_a_router_of_product_keys_is_not_watched():
+    config = families.small_config("doge")
+    config.update({"is_moe": True, "num_experts": 16})
+    model = AutoModelForCausalLM.from_config(config)
+    watch_routers(model, "random", ContextGroup())
+    tokens = torch.randint(1, 500, (2, 32))
+    assert model(input_ids=tokens, labels=tokens).loss.isfinite() and model.routing is None
 
 
 def test_a_router_loss_that_is_not_known_is_no_part_of_the_loss():

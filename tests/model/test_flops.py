@@ -120,6 +120,31 @@ def test_a_window_bounds_the_keys_of_the_layers_that_have_it(name):
     assert (without - full, without - causal) == (of_a_key * (128 - keys), of_a_key * (128 - keys_before))
 
 
+def test_a_chunk_bounds_the_keys_also_the_last_one_which_is_shorter():
+    sizes = SIZES | {"head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 24, "no_rope_layers": [1, 1]}
+    config = AutoConfig.for_model("llama4_text", **sizes)
+    counts = {}
+    for config._attn_implementation in ("sdpa", "eager"):
+        counts[config._attn_implementation] = utils.get_model_flops_per_token(config, 64)
+    left_out = 2 * 12 * 4 * 16 * (64 - (24 * 24 + 24 * 24 + 16 * 16) / 64)  # 2 layers, 4 heads of 16
+    assert counts["eager"] - counts["sdpa"] == pytest.approx(left_out, abs=1)
+
+
+@pytest.mark.parametrize("frozen_layers, products", [(0, 12), (1, 8), (2, 4)])
+def test_a_window_leaves_out_only_the_products_that_a_layer_computes(frozen_layers, products):
+    """Six for each key in a layer, of which two are forward; a compiled model has its parameters under other names."""
+    config = AutoConfig.for_model("mistral", **SIZES | SLIDING)
+    model = AutoModelForCausalLM.from_config(config)
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[:frozen_layers].requires_grad_(False)
+    flops = {}
+    for attention in ("eager", "sdpa"):
+        model.set_attn_implementation(attention)
+        flops[attention] = utils.get_model_flops_per_token(model, SEQUENCE)
+        assert utils.get_model_flops_per_token(torch.compile(model), SEQUENCE) == flops[attention]
+    assert flops["eager"] - flops["sdpa"] == products * 2 * 4 * 16 * (SEQUENCE - 16)
+
+
 @pytest.mark.parametrize(
     "family, causal, reason",
     [

@@ -36,7 +36,7 @@ def build(folder: pathlib.Path, init: str) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device), device)
     is_built.set()
     watcher.join()
     print(f"most {max(seen) - before:.0f} MB, held {resident_megabytes() - before:.0f} MB of", len(model.state_dict()))

@@ -112,10 +112,21 @@ def test_the_loss_of_no_label_at_all_is_zero_also_over_an_infinite_divisor(path)
 
 
 @pytest.mark.parametrize("path", [fused, full])
-@pytest.mark.parametrize("term", [lambda logits, _: logits.mean(), lambda logits, _: logits[:, :1]])
+@pytest.mark.parametrize("term", [lambda logits, _: logits.mean(), lambda logits, _: logits[:, :1], lambda *_: None])
 def test_a_term_that_does_not_give_a_value_for_each_token_is_refused(path, term):
-    with pytest.raises(UserError, match=r"^loss term wrong: it gave shape .* instead of a value for each token"):
+    with pytest.raises(UserError, match=r"^loss term wrong: it gave (shape .*|None) instead of a value for each token"):
         path(*inputs_of(30), {"wrong": term})
+
+
+@pytest.mark.parametrize("path", [fused, full])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_the_values_of_a_term_may_have_another_dtype(path, dtype):
+    terms = {
+        name: lambda logits, _, dtype=dtype: logits.logsumexp(1).to(dtype)
+        for name, dtype in {"same": torch.float32, "other": dtype}.items()
+    }
+    means = path(*inputs_of(30), terms)[1]
+    assert means["other"].dtype == torch.float32 and torch.allclose(means["other"], means["same"], atol=1)
 
 
 @pytest.mark.parametrize("path", ["fused", "fused compiled"])

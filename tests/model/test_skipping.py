@@ -8,15 +8,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import forked, slow_case
+from conftest import forked, slow_case, words
 from tiny import build
 
 import train_fsdp
-import utils
 from harness import model as models
 from harness.base import all_gather_objects
-from harness.job import start_processes, stop_processes
+from harness.job import Stopped, start_processes, stop_processes
 from harness.model.optimization import local
+from harness.state import TrainState
 
 BROKEN = ("loss", "gradient", "", "loss", "")  # what is broken in each step, on the last rank
 SKIPPED, TAKEN = [1.0, False, False, True], [0.0, True, True, True]  # as in `train`
@@ -61,9 +61,7 @@ def train(workspace, flags: str) -> list[list]:
             batch["loss_divisor"] = math.nan
         clips = plant_and_clip if broken == "gradient" and is_last else clip
         with mock.patch.object(models, "clip_grad_norm", clips):
-            result = train_fsdp.train_step(
-                settings, model, optimizer, iter([batch]), utils.PerformanceTracker(0, dist.get_world_size(), 0)
-            )
+            result = train_fsdp.train_step(settings, model, optimizer, iter([batch]))
         after = bits(model, optimizer)
         changed = {name for name in after if after[name] != before[name]}
         wanted = {name for name in after if name.endswith((".step", "q_proj.weight"))}
@@ -86,6 +84,23 @@ def train_all(workspace, folder, names: list[str]) -> None:
 def test_a_skipped_step_changes_no_bit_of_weights_states_and_counts(device, workspace, monkeypatch, optimizer):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # as adamw8bit does
     assert train(workspace, f"--optimizer {optimizer}") == EXPECTED
+
+
+@pytest.mark.parametrize("flags", ["--zero-stage 1", "--zero-stage 2 --defer-grad-sync", "--zero-stage 3"])
+def test_a_step_that_a_stop_interrupts_leaves_no_gradient(device, workspace, flags):
+    argv = ["--model", workspace / "models" / "uneven", "--sequence-length", 16, "--no-compile"]
+    settings, model, optimizer = build([*argv, *words(f"--gradient-accumulation-steps 2 {flags}")])
+    tokens = torch.arange(34).reshape(2, 17)
+    batches = [{"input_ids": row[None, :-1], "labels": row[None, 1:]} for row in tokens]
+    state, expected = TrainState(model, optimizer), models.loss_and_norm(model, optimizer, batches[0])
+
+    def second_is_a_stop():
+        yield dict(batches[1], loss_divisor=1e-30)
+        raise Stopped
+
+    with pytest.raises(Stopped), state.step_undone_if_stopped():
+        train_fsdp.train_step(settings, model, optimizer, second_is_a_stop())
+    assert models.loss_and_norm(model, optimizer, batches[0]) == expected
 
 
 @pytest.mark.parametrize("ranks, names", [(2, ["stage 0"]), slow_case(4, [*LAYOUTS])], ids=["2, stage 0", "4, all"])

@@ -143,7 +143,9 @@ FAULTS = {  # a file's content: its error, without the file's name
     "def f():\n    return 1 / 0\n\nf()\n": ", line 2: ZeroDivisionError: division by zero",
     "raise SystemExit(3)\n": ", line 1: SystemExit: 3",
     "a = 1\0": ": ",
-    REGISTER + "register.optimizer('adamw', None)\n": ", line 2: optimizer adamw: the name exists already",
+    REGISTER + "register.optimizer('mine', None)\n": ", line 2: optimizer mine: NoneType instead of an OptimizerKind",
+    REGISTER + "register.schedule('cosine', None)\n": ", line 2: schedule cosine: the name exists already",
+    REGISTER + "register.dataset('mine', list, limit=-1)\n": ", line 2: dataset mine: limit is -1; give a positive",
     REGISTER + "register.dataset('demo', list)\n": ", line 2: dataset demo: the name exists already",
     **{
         f"{REGISTER}register.metric({name!r}, None)\n": f", line 2: metric {name}: the name exists already"

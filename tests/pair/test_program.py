@@ -182,7 +182,7 @@ def initial_model(device, folder, seed: str):
     """The model that the program builds, as a plain module of transformers."""
     sizes = words("--precision fp32 --sequence-length 32")
     args, config = resolved(["--model", folder / "model", *sizes, "--seed", seed])
-    sharded = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
+    sharded = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device), device)
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict({name: tensor.full_tensor() for name, tensor in sharded.state_dict().items()})
     return plain

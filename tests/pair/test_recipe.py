@@ -141,7 +141,7 @@ def test_the_first_weights_in_bf16_are_those_of_fp32_rounded(device, arguments):
 def built(device, arguments, *flags):
     settings, config = resolved([*arguments, *flags])
     mesh = train_fsdp.build_mesh(settings, device)
-    return settings, mesh, train_fsdp.build_model(settings, config, mesh)
+    return settings, mesh, train_fsdp.build_model(settings, config, mesh, device)
 
 
 def test_sharding_is_verified_parameter_by_parameter(device, arguments):

@@ -15,6 +15,7 @@ PEAKS = {
     "NVIDIA H800": None,
     "NVIDIA H200": 989,
     "NVIDIA H20": 148,
+    "NVIDIA H20-3e": 148,
     "NVIDIA GB200": 2500,
     "NVIDIA GB300": 2500,
     "NVIDIA B300 SXM6 AC": 2250,
@@ -27,9 +28,12 @@ PEAKS = {
     "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": None,  # lower clocks
     "NVIDIA RTX PRO 6000D Blackwell Workstation Edition": None,  # another chip
     "NVIDIA RTX Pro 6000 Blackwell DC-24C": None,
+    "NVIDIA A100-1-5CME": None,  # a vGPU of a MIG slice
+    "NVIDIA RTX Pro 6000 Blackwell DC-1-24CGFX": None,
     "NVIDIA RTX 6000 Ada Generation": 364.2,
     "NVIDIA GeForce RTX 5080": 112.6,
     "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 4090D": None,
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,  # another chip under the same name
     "AMD Instinct MI300X": 1307.4,
     "AMD Instinct MI350X": 2306.9,

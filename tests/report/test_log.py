@@ -143,6 +143,18 @@ def test_a_run_leaves_a_trace_and_a_table(run, monkeypatch, capsys):
     assert "tokens_per_sec" not in metrics_of(folder)[1]  # step 3 is profiled
 
 
+def test_a_trace_that_the_disk_refuses_is_a_line_and_the_run_continues(run, monkeypatch, capsys):
+    """torch writes a trace to a disk without room as if nothing had happened."""
+    export_trace = torch.profiler.profile.export_chrome_trace
+    monkeypatch.setattr(
+        torch.profiler.profile, "export_chrome_trace", lambda self, _: export_trace(self, "/dev/full/rank-0.json")
+    )
+    folder = run(*words("--num-steps 5 --perf-warmup-steps 1 --log-interval 1 --profile"))
+    printed = capsys.readouterr().out
+    assert f"failed     {folder / 'profile' / 'rank-0.json'}: " in printed and "profile    3 steps of" in printed
+    assert metrics_of(folder)[-1]["final"]
+
+
 def test_the_speed_is_that_of_steps_alone(run, monkeypatch, clock):
     """On a clock on which setting up takes five seconds, an evaluation seven, a save eleven, and each step two."""
 
@@ -198,8 +210,12 @@ def test_shares_leave_out_what_ran_while_the_clock_was_stopped():
     assert time_shares(events, 100e-6) == pytest.approx(expected)
 
 
-def test_the_memory_record_is_written_when_asked_and_when_memory_runs_out(device, monkeypatch, tmp_path):
+def test_the_memory_record_is_written_when_asked_and_when_memory_runs_out(device, monkeypatch, tmp_path, capfd):
     """There is no GPU here: torch's own recorder is replaced."""
+
+    def fill_disk(path: str) -> None:
+        raise OSError(28, "No space left on device", path)
+
     observers, written = [], []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: None)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
@@ -210,6 +226,9 @@ def test_the_memory_record_is_written_when_asked_and_when_memory_runs_out(device
     observer(0, 2**30, 0, 0)  # device, wanted, allocated, free
     assert written == [str(tmp_path / "it" / "memory-rank-0.pickle")] * 2
     assert (tmp_path / "it").is_dir()
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fill_disk)
+    dump_memory(tmp_path / "it")
+    assert "memory-rank-0.pickle is not written (No space left on device)" in capfd.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def save_adapters(plain, folder, **fields) -> None:
 
 def build(folder, device):
     settings, config = resolved(["--model", folder, *words("--precision fp32 --no-compile --sequence-length 32")])
-    return train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+    return train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device), device)
 
 
 def has_pefts_logits(plain, folder, device) -> bool:

@@ -289,7 +289,7 @@ def test_flops_of_adapters_are_those_that_torch_counts(workspace, flags, device,
     settings = parse(flags("llama", *chosen, "--attention", "eager"))
     config = models.load_config(settings.model)
     settings = resolving.resolve_steps(resolving.resolve(settings, config))
-    sharded = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+    sharded = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device), device)
     plain = AutoModelForCausalLM.from_pretrained(settings.model, attn_implementation="eager", dtype=torch.float32)
     all_linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     by_peft = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=[targets] if targets else all_linears))

@@ -389,7 +389,7 @@ def test_a_full_disk_is_reported_and_the_run_continues_and_exits_with_1(run, mis
     assert message.startswith("--checkpoint-interval: 2 checkpoints could not be saved")
     output = capsys.readouterr().out
     for step in (4, 6):
-        assert f"failed     checkpoint step-{step:08d}: [Errno 27] File too large; the run continues" in output
+        assert f"failed     checkpoint step-{step:08d}: [Errno 27] File too large; older checkpoints stay" in output
     assert names(tmp_path / "r") == checkpoint_names(2)
     assert steps_of(tmp_path / "r") == steps_of(finished)
     assert run("r", "--resume", "auto", "--checkpoint-interval", 2) == 0  # there is room again
@@ -479,6 +479,13 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_is_remov
     message = mistake("--resume", "auto", "--num-steps", STEPS + 2, exit_code=1)
     assert message.startswith(f"--resume auto: every checkpoint in {copied / 'checkpoints'} is damaged; ")
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+
+
+def test_checkpoints_that_cannot_be_read_are_no_fresh_start(mistake, copied):
+    (copied / "checkpoints").rename(copied / "elsewhere")
+    (copied / "checkpoints").write_text("")
+    message = mistake("--resume", "auto", exit_code=1)
+    assert message == f"--resume auto: {copied / 'checkpoints'} cannot be read (Not a directory)"
 
 
 def test_a_run_is_saved_where_a_damaged_checkpoint_was_skipped(run, copied, capsys):

@@ -1,6 +1,7 @@
 """An export serves: what was written loads everywhere with the weights, the tokenizer and the habits of its source."""
 
 import json
+import os
 import pathlib
 import shutil
 
@@ -268,6 +269,13 @@ def test_an_export_goes_to_an_empty_folder_and_where_a_link_leads(run, tmp_path)
     assert (tmp_path / "link").readlink().name == "created" and hidden_files(tmp_path) == []
 
 
+def test_an_export_is_synced_to_disk(run, tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino) or fsync(file))
+    assert run("r", "--export", tmp_path / "export") == 0
+    assert {path.name for path in (tmp_path / "export").iterdir() if path.stat().st_ino not in synced} == set()
+
+
 def test_an_export_that_cannot_be_renamed_to_its_folder_has_another_name(mistake, monkeypatch, tmp_path):
     """As in a container, where the folder is a mounted one."""
     rename = pathlib.Path.rename
@@ -306,6 +314,26 @@ def test_an_export_that_another_run_wrote_meanwhile_stays_and_this_one_has_anoth
     assert printed == f"--export: {export} was written meanwhile; this export is in {kept}"
     assert exports.read_export_header(export)["run_id"] == "other"
     assert AutoModelForCausalLM.from_pretrained(kept).dtype == torch.float32
+    assert hidden_files(tmp_path) == []
+
+
+def test_an_export_is_complete_though_another_one_of_the_run_begins_and_fails_meanwhile(
+    device, tuned, monkeypatch, tmp_path
+):
+    write_configs = exports.write_configs
+    flags = ["--num-steps", 0, "--resume", tuned / "r", "--export", tmp_path / "export"]
+
+    def write_late(*arguments):
+        monkeypatch.setattr(exports, "write_configs", write_configs)
+        with files_of_at_most(50_000), pytest.raises(UserError, match="cannot be written"):
+            train(flags, device)
+        write_configs(*arguments)
+
+    run_id = saved.read_config(tuned / "r")["run_id"]
+    (tmp_path / f".export.{run_id}-0.writing").mkdir()  # by an export that was killed
+    monkeypatch.setattr(exports, "write_configs", write_late)
+    assert train(flags, device) == 0
+    assert {path.name for path in (tmp_path / "export").iterdir()} == {p.name for p in (tuned / "export").iterdir()}
     assert hidden_files(tmp_path) == []
 
 

@@ -6,16 +6,16 @@ A format has `SUFFIXES`, the ends of its files' names, and one of these:
   says what is wrong, or None for nothing. `stream` has the file's bytes, decompressed; `names` are those of fields and
   layouts, the best first. In `schema`, `find_document` (for objects) or `choose_field` and `read_fields` (for columns)
   find what is read of a record and check it.
-- `open_tokens(file, vocab_size)`: maps a file of token ids as a `tokens.TokenFile`. Tokens are neither copied nor
+- `open_tokens(file, vocab_size)`: maps a file of token ids as a `tokens.MappedTokens`. Tokens are neither copied nor
   read. What is cheap to check is checked here; a fault is `tokens.damaged`.
 
-A format that has `read` may have, and one of records must have the first:
+A format that has `read` must have the first of these, and may have the others:
 
 - `RECORD_NAME`: what a record is called in messages ("line", "row").
 - `CAN_BE_CUT = True`: `read(stream, names, start, end)` gives the records that begin within these bytes, so parts end
   to end hold each record once. Other files, and compressed ones, are read as a whole.
-- `row_group_parts(file)`: (start, end) of the parts at whose ends alone a file is cut. All records of a row group count
-  as beginning at its first byte.
+- `row_group_parts(file)`: (start, end) of each row group of a file, which is cut only between them. All records of a
+  row group count as beginning at its first byte.
 - `count(stream)`: the number of records, if that is cheap.
 - `IS_FALLBACK = True`: files are data only if the corpus has no data files of other formats.
 
@@ -39,7 +39,7 @@ from typing import Any, BinaryIO, cast
 from harness import base
 from harness.data.data_file import COMPRESSIONS, DataFile
 from harness.data.schema import Record
-from harness.data.tokens import TokenFile, damaged
+from harness.data.tokens import MappedTokens, damaged
 
 READ_BYTES = 2**18  # at once
 
@@ -120,7 +120,7 @@ def read_records(
             yield f"{file}, {file_format.RECORD_NAME} {number:,}{after}", record
 
 
-def open_token_file(file: DataFile, vocab_size: int) -> TokenFile:
+def open_token_file(file: DataFile, vocab_size: int) -> MappedTokens:
     """Map a token file; a UserError if it is damaged or compressed, or has changed since it was listed."""
     if file.compression:
         raise damaged(file, "it is compressed, and token files are mapped", "decompress it")

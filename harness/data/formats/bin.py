@@ -14,7 +14,7 @@ import struct
 
 import numpy as np
 
-from harness.data.tokens import TokenFile, damaged, map_numbers
+from harness.data.tokens import MappedTokens, damaged, map_numbers
 
 SUFFIXES = (".bin",)
 COMPANIONS = (".idx",)
@@ -28,7 +28,7 @@ HEADER = struct.Struct("<9sQBQQ")
 INTEGERS = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # by the code of the dtype
 
 
-def open_tokens(file: str, vocab_size: int) -> TokenFile:
+def open_tokens(file: str, vocab_size: int) -> MappedTokens:
     index = pathlib.Path(file).with_suffix(".idx")
     if index.exists():
         return open_megatron(file, str(index))
@@ -39,10 +39,10 @@ def open_tokens(file: str, vocab_size: int) -> TokenFile:
     tokens = map_numbers(file, LLMC[magic], HEADER_BYTES)
     if len(tokens) != header[2]:
         raise damaged(file, f"it has {len(tokens):,} tokens, its header says {header[2]:,}")
-    return TokenFile(tokens, file, f"llm.c's .bin with a header, {tokens.dtype.name}")
+    return MappedTokens(tokens, file, f"llm.c's .bin with a header, {tokens.dtype.name}")
 
 
-def open_headless(file: str, vocab_size: int) -> TokenFile:
+def open_headless(file: str, vocab_size: int) -> MappedTokens:
     """Map a file of nanoGPT; an error if its tokens seem to have 4 bytes."""
     tokens = map_numbers(file, "<u2")
     start = tokens[:SAMPLE]
@@ -52,10 +52,10 @@ def open_headless(file: str, vocab_size: int) -> TokenFile:
         name = pathlib.Path(file)
         advice = f"save them as .npy: np.save('{name.stem}.npy', np.memmap('{name.name}', np.uint32, 'r'))"
         raise damaged(file, "a .bin without header has 2 bytes a token, and these seem to have 4", advice)
-    return TokenFile(tokens, file, "nanoGPT's flat .bin without header, uint16")
+    return MappedTokens(tokens, file, "nanoGPT's flat .bin without header, uint16")
 
 
-def open_megatron(file: str, index: str) -> TokenFile:
+def open_megatron(file: str, index: str) -> MappedTokens:
     """Map a file with an index; an error if the two do not match, or have more than text."""
     with open(index, "rb") as opened:
         header = opened.read(HEADER.size)
@@ -76,7 +76,7 @@ def open_megatron(file: str, index: str) -> TokenFile:
     if count != len(tokens):
         raise damaged(file, f"it has {len(tokens):,} tokens, its index {index} has {count:,}")
     read_doc_ends = functools.partial(document_ends, index, sequences, documents)  # read on demand
-    return TokenFile(tokens, file, f"Megatron's .bin with .idx, {tokens.dtype.name}", read_doc_ends)
+    return MappedTokens(tokens, file, f"Megatron's .bin with .idx, {tokens.dtype.name}", read_doc_ends)
 
 
 def document_ends(index: str, sequences: int, documents: int) -> np.ndarray:

@@ -5,7 +5,7 @@ are little-endian, also in shuffled files. The layout is that of `datatrove.pipe
 import functools
 import os
 
-from harness.data.tokens import TokenFile, damaged, id_dtype, map_numbers
+from harness.data.tokens import MappedTokens, damaged, id_dtype, map_numbers
 
 SUFFIXES = (".ds",)
 COMPANIONS = (".ds.index", ".ds.metadata", ".ds.loss")
@@ -13,7 +13,7 @@ COMPANIONS = (".ds.index", ".ds.metadata", ".ds.loss")
 UNKNOWN = "Unknown Tokenizer"  # datatrove's name of a tokenizer without one
 
 
-def open_tokens(file: str, vocab_size: int) -> TokenFile:
+def open_tokens(file: str, vocab_size: int) -> MappedTokens:
     """Map a file. Its number of tokens is in the index or in the metadata; the bytes per token are in the metadata, or
     follow from that number, or, without both, from the vocabulary's size."""
     index, metadata = f"{file}.index", f"{file}.metadata"
@@ -36,7 +36,7 @@ def open_tokens(file: str, vocab_size: int) -> TokenFile:
     if count not in (None, len(tokens)):
         raise damaged(file, f"it has {len(tokens):,} tokens, its index or metadata says {count:,}")
     read_doc_ends = functools.partial(map_numbers, index, "<i8") if has_index else None
-    return TokenFile(tokens, file, f"datatrove's .ds, {tokens.dtype.name}", read_doc_ends, tokenizer)
+    return MappedTokens(tokens, file, f"datatrove's .ds, {tokens.dtype.name}", read_doc_ends, tokenizer)
 
 
 def read_metadata(file: str) -> tuple[str | None, int, int | None]:

@@ -4,14 +4,14 @@ import pathlib
 
 import numpy as np
 
-from harness.data.tokens import TokenFile, damaged
+from harness.data.tokens import MappedTokens, damaged
 
 SUFFIXES = (".npy",)
 
 MAGIC = b"\x93NUMPY"  # first bytes
 
 
-def open_tokens(file: str, vocab_size: int) -> TokenFile:
+def open_tokens(file: str, vocab_size: int) -> MappedTokens:
     with open(file, "rb") as opened:
         beginning = opened.read(len(MAGIC))
     if beginning != MAGIC:  # np.load takes it for a pickle
@@ -29,4 +29,4 @@ def open_tokens(file: str, vocab_size: int) -> TokenFile:
         raise damaged(file, fault, "save it with np.ascontiguousarray")
     sizes = " x ".join(f"{length:,}" for length in array.shape)
     tokens = array.view(np.ndarray).reshape(-1)
-    return TokenFile(tokens, file, f"NumPy's .npy, {array.dtype.name}, {sizes}")
+    return MappedTokens(tokens, file, f"NumPy's .npy, {array.dtype.name}, {sizes}")

@@ -70,7 +70,7 @@ def row_group_parts(file: "DataFile") -> list[tuple[int, int]]:
 
 
 def row_group_starts(metadata: "pyarrow.parquet.FileMetaData") -> list[int]:
-    """The position of the first byte of each row group; 0 for one without rows."""
+    """The position of the first byte of each row group; Arrow gives 0 for one without rows."""
     columns = (metadata.row_group(group).column(0) for group in range(metadata.num_row_groups))
     return [column.dictionary_page_offset or column.data_page_offset for column in columns]
 
@@ -79,8 +79,8 @@ def choose_columns(schema: "pyarrow.Schema", names: tuple[str, ...]) -> tuple[st
     """Return (the field or layout that is read, the columns that it needs)."""
     flat_columns = {column.name for column in schema if not is_nested(column.type)}
     field = choose_field(schema.names, flat_columns, names)
-    items = {column.name: getattr(column.type, "value_type", column.type) for column in schema}  # of lists of any kind
-    if field in items and not is_nested(items[field]):  # texts or token ids
+    item_types = {column.name: getattr(column.type, "value_type", column.type) for column in schema}  # of lists' items
+    if field in item_types and not is_nested(item_types[field]):  # texts or token ids
         columns = [field]
         if field not in flat_columns:
             lists = [name for name in schema.names if name not in flat_columns and is_named_like_mask(name)]

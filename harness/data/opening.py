@@ -1,4 +1,4 @@
-"""Data sets: the sources of a run opened, divided into training and eval data, and mixed."""
+"""Opening: the sources of a run opened, divided into training and eval data, and mixed."""
 
 import bisect
 import dataclasses
@@ -26,8 +26,8 @@ from harness.data.corpora import (
 )
 from harness.data.eval_split import BY_CONTENT, BY_NUMBER, RULES, EvalData, choose_eval_split, find_trained_spec
 from harness.data.header import describe, describe_eval_data, describe_packing, describe_step
-from harness.data.loader import evaluating_ranks
-from harness.data.mixture import DataRecord, SequenceOrder, Spec, make_record, read_record
+from harness.data.loader import ranks_evaluating
+from harness.data.mixture import DataRecord, SequenceOrder, Spec, make_record, read_data_record
 from harness.data.packing import PackedDataset, SyntheticDataset
 from harness.data.prompts import first_words
 from harness.data.reader import CorpusReader
@@ -43,11 +43,11 @@ STREAM_EVAL_SEQUENCES = 256  # without an eval split: all eval documents of a st
 
 
 @dataclass
-class Sources:
+class Opening:
     """The opened sources of a run, and the arguments with which they were opened; see `load`."""
 
     reader: CorpusReader
-    before: DataRecord | None  # of the checkpoint; None for a new run
+    before: DataRecord | None  # the checkpoint's record of the data; None for a new run
     trained_on: Sequence[Spec]
     samples_per_step: int
     num_shards: int
@@ -59,11 +59,6 @@ class Sources:
             return self.before.sources.get(corpus.name)
         return find_trained_spec(self.trained_on, beginning)
 
-    def refuse_trained(self, eval_split: str, beginning: str) -> None:
-        """Raise a UserError if an eval split has the `beginning` of tokens that were trained on."""
-        if find_trained_spec(self.trained_on, beginning):
-            raise base.UserError(f"--eval-split {eval_split}: its tokens were trained on; give what was not")
-
 
 def load(
     settings: flags.Settings,
@@ -72,54 +67,55 @@ def load(
     config: "PretrainedConfig",
     manifest: dict | None = None,
     trained_on: Sequence[Spec] = (),
-    sources: Sources | None = None,
+    opening: Opening | None = None,
 ) -> TrainingData:
     """Open the training and eval data of a run, with the header's lines about them; the eval data alone if nothing is
-    trained and --eval-split is a dataset of its own. Every rank calls this.
+    trained and --eval-split is a dataset of its own. Lines about a source are printed when it is opened, as that may
+    take long; the others are in the `header` of the result. Every rank calls this.
 
     Args:
         manifest: that of the checkpoint whose data are read: a resume, or an evaluation of the run's own data. Its
             specs decide how sources are read, and its mixture continues.
         trained_on: if other data are evaluated, the specs of the sources that the weights were trained on. A source
             that is not among them and has no eval split is evaluated in full.
-        sources: what `open_sources` returned, if it was called before.
+        opening: what `open_sources` returned, if it was called before.
     """
     eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_dataset), None)
     if eval_corpus and not settings.num_steps:
         name, reader = eval_corpus.name, make_reader(settings, tokenizer, config)
         evaluated = open_eval_dataset(settings, eval_corpus, reader, trained_on)
-        # a TrainingData needs a mixture; nothing reads its samples
+        # the eval sequences stand in for the training data, which nothing reads
         data = mix({name: evaluated.sequences}, {name: None}, settings.sequence_length, settings.seed)
         data.eval_data, data.header = {name: evaluated.sequences}, {"eval data": describe_eval_data(evaluated)}
         return data
     corpora = [corpus for corpus in corpora if not corpus.is_eval_dataset]
-    sources = sources or open_sources(settings, corpora, tokenizer, config, manifest, trained_on)
-    opened = sources.opened
+    opening = opening or open_sources(settings, corpora, tokenizer, config, manifest, trained_on)
+    opened = opening.opened
     length = settings.sequence_length
     record = make_record(
         settings=settings,
         sources={name: source.spec for name, source in opened.items()},
         weights=source_weights(settings, opened),
         tokens_per_sample={name: mean_sample_tokens(source.train, length) for name, source in opened.items()},
-        samples_per_step=sources.samples_per_step,
-        num_shards=sources.num_shards,
-        before=sources.before,
+        samples_per_step=opening.samples_per_step,
+        num_shards=opening.num_shards,
+        before=opening.before,
         step=manifest["step"] if manifest else 0,
         samples=manifest["samples"] if manifest else 0,
     )
     data = TrainingData({name: source.train for name, source in opened.items()}, record, length, settings.seed)
-    eval_data = {name: source.eval_data for name, source in opened.items() if source.eval_data}
+    eval_sets = {name: source.eval_data for name, source in opened.items() if source.eval_data}
     if eval_corpus:
         specs = [source.spec for source in opened.values()]
-        eval_data = {eval_corpus.name: open_eval_dataset(settings, eval_corpus, sources.reader, specs)}
+        eval_sets = {eval_corpus.name: open_eval_dataset(settings, eval_corpus, opening.reader, specs)}
     if settings.eval_interval:
-        data.eval_data = {name: source_eval.sequences for name, source_eval in eval_data.items()}
-        data.eval_identity = {name: source_eval.sequences.fingerprint() for name, source_eval in eval_data.items()}
+        data.eval_data = {name: eval_set.sequences for name, eval_set in eval_sets.items()}
+        data.eval_identity = {name: sequences.fingerprint() for name, sequences in data.eval_data.items()}
     if settings.num_steps:
-        check_size(settings, data, corpora, sources.samples_per_step)
-    data.header = describe(settings, data, opened, corpora, sources.samples_per_step, tokenizer)
+        check_size(settings, data, corpora, opening.samples_per_step)
+    data.header = describe(settings, data, opened, corpora, opening.samples_per_step, tokenizer)
     if eval_corpus:
-        data.header["eval data"] = describe_eval_data(eval_data[eval_corpus.name])
+        data.header["eval data"] = describe_eval_data(eval_sets[eval_corpus.name])
     # eval data first: those of a stream are at hand, its training data are not
     data.first_words = base.broadcast_from_rank_0(
         lambda: first_words(corpora, data.eval_data or data.sources, tokenizer)
@@ -155,7 +151,7 @@ def open_sources(
     config: "PretrainedConfig",
     manifest: dict | None = None,
     trained_on: Sequence[Spec] = (),
-) -> Sources:
+) -> Opening:
     """Open the sources of a run; arguments as `load` has them. Every rank calls this."""
     corpora = [corpus for corpus in corpora if not corpus.is_eval_dataset]
     before = recorded_data(settings, manifest)
@@ -163,9 +159,9 @@ def open_sources(
         refuse_other_sources(settings, corpora, before)
     samples_per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
     num_shards = choose_num_shards(settings, corpora, before, samples_per_step)
-    sources = Sources(make_reader(settings, tokenizer, config), before, trained_on, samples_per_step, num_shards)
+    opening = Opening(make_reader(settings, tokenizer, config), before, trained_on, samples_per_step, num_shards)
     if settings.dataset == "synthetic":
-        sources.opened["synthetic"] = open_synthetic(settings, sources.reader.vocab_size)
+        opening.opened["synthetic"] = open_synthetic(settings, opening.reader.vocab_size)
     for corpus in corpora:
         if before and corpus.name not in before.sources and not settings.num_steps:
             known = ", ".join(before.sources)
@@ -173,8 +169,14 @@ def open_sources(
                 f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}"
             )
         open_source = open_stream if settings.streaming and not corpus.from_token_files else open_cached
-        sources.opened[corpus.name] = open_source(settings, corpus, sources)
-    return sources
+        opening.opened[corpus.name] = open_source(settings, corpus, opening)
+    return opening
+
+
+def refuse_trained(eval_split: str, beginning: str, trained_on: Sequence[Spec]) -> None:
+    """Raise a UserError if an eval split has the `beginning` of tokens that were trained on."""
+    if find_trained_spec(trained_on, beginning):
+        raise base.UserError(f"--eval-split {eval_split}: its tokens were trained on; give what was not")
 
 
 def refuse_other_sources(settings: flags.Flags, corpora: list[Corpus], before: DataRecord) -> None:
@@ -203,8 +205,7 @@ def open_eval_dataset(
         raise base.UserError(f"--eval-split {name}: {problem}; give --document-mask or --no-document-mask")
     with blame_eval_split():
         tokens, origin = reader.open_tokens(corpus, corpus.split)
-        if find_trained_spec(trained_on, tokens.beginning()):
-            raise base.UserError(f"--eval-split {name}: its tokens were trained on; give what was not")
+        refuse_trained(name, tokens.beginning(), trained_on)
         sequences = reader.pack(tokens, f"{name}, split {corpus.split!r}")
     job.print0("data      ", f"{name}: {origin}")
     if corpus.is_chat:
@@ -220,7 +221,7 @@ def recorded_data(settings: flags.Flags, manifest: dict | None) -> DataRecord | 
     the order of samples are recorded by name."""
     if not manifest:
         return None
-    record, sources = read_record(manifest), settings.sources()
+    record, sources = read_data_record(manifest), settings.sources()
     if len(record.names) == len(sources) == 1 and sources[0].name not in record.sources:
         before, now = base.one_or_more(manifest["flags"]["dataset"]), settings.describe_dataset()
         advice = f"if it is a copy, give --dataset {record.names[0]}={sources[0].dataset}"
@@ -238,14 +239,14 @@ def open_synthetic(settings: flags.Settings, vocab_size: int) -> OpenedSource:
     return OpenedSource(train, eval_data, {"dataset": f"synthetic, {vocab_size:,} ids"})
 
 
-def open_cached(settings: flags.Settings, corpus: Corpus, sources: Sources) -> OpenedSource:
+def open_cached(settings: flags.Settings, corpus: Corpus, opening: Opening) -> OpenedSource:
     """Open a source from the token cache or from token files."""
-    reader, dataset = sources.reader, corpus.source.dataset
+    reader, dataset = opening.reader, corpus.source.dataset
     data_name = f"{dataset}, split {corpus.split!r}"
     prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
     tokens, origin = reader.open_tokens(corpus, corpus.split)
     beginning = tokens.beginning()
-    recorded = sources.recorded_spec(corpus, beginning)
+    recorded = opening.recorded_spec(corpus, beginning)
     choice = choose_eval_split(settings, corpus, recorded, BY_NUMBER)
     job.print0("data      ", prefix + origin)
     warning = differing_tokenizer(tokens.files, reader.tokenizer)
@@ -259,16 +260,16 @@ def open_cached(settings: flags.Settings, corpus: Corpus, sources: Sources) -> O
         name = f"{RULES[choice.rule]}, {len(eval_tokens.doc_ends):,} of {num_documents:,}"
         if num_documents < eval_split.EVERY:
             name = f"the last {100 // eval_split.EVERY} % of it"
-        if choice.evaluates_chosen:
+        if choice.evaluates_documents:
             eval_data = EvalData(reader.pack(eval_tokens, f"{data_name}, {RULES[choice.rule]}"), name)
-    if choice.split == corpus.split:
+    if choice.split == corpus.split:  # nothing is trained: all of it is evaluated
         eval_data = EvalData(reader.pack(tokens, data_name), corpus.split)
         if tokens.has_doc_ends:  # else all tokens would be read to count them
             eval_data.name = f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
     elif choice.split:
         eval_tokens, origin = reader.open_tokens(corpus, choice.split)
         if not recorded:  # weights that were not trained on this split may have been trained on that one
-            sources.refuse_trained(choice.split, eval_tokens.beginning())
+            refuse_trained(choice.split, eval_tokens.beginning(), opening.trained_on)
         job.print0("data      ", prefix + origin)
         eval_data = EvalData(reader.pack(eval_tokens, f"{dataset}, split {choice.split!r}"), choice.split)
     train = reader.pack(tokens, data_name)
@@ -280,12 +281,12 @@ def open_cached(settings: flags.Settings, corpus: Corpus, sources: Sources) -> O
         spec["chat"] = True
     if train.depends_on_end_of_text:
         spec["end_of_text"] = reader.end_of_text
-    if choice.evaluates_chosen and not settings.num_steps:
+    if choice.evaluates_documents and not settings.num_steps:
         eval_split.refuse_changed_source(corpus.name, recorded, spec)
     return OpenedSource(train, eval_data, spec)
 
 
-def open_stream(settings: flags.Settings, corpus: Corpus, sources: Sources) -> OpenedSource:
+def open_stream(settings: flags.Settings, corpus: Corpus, opening: Opening) -> OpenedSource:
     """Open a source that is read while training."""
     dataset = corpus.source.dataset
     if corpus.has_loss_mask:
@@ -293,30 +294,31 @@ def open_stream(settings: flags.Settings, corpus: Corpus, sources: Sources) -> O
         raise base.UserError(
             f"--dataset {dataset}: holds {holds}, whose masks are in the token cache; leave out --streaming"
         )
-    stream = open_split(settings, corpus, sources, corpus.split)
+    stream = open_split(settings, corpus, opening, corpus.split, opening.num_shards)
     fingerprint = base.broadcast_from_rank_0(stream.fingerprint)
-    recorded = sources.recorded_spec(corpus, fingerprint["beginning"])
+    recorded = opening.recorded_spec(corpus, fingerprint["beginning"])
     choice = choose_eval_split(settings, corpus, recorded, BY_CONTENT)
     eval_data = None
-    if choice.split or choice.evaluates_chosen:
-        count = settings.eval_sequences
+    if choice.split or choice.evaluates_documents:
+        count = settings.eval_sequences  # 0: all
         if choice.split:
-            name, eval_stream = choice.split, open_split(settings, corpus, sources, choice.split)
-            if sources.trained_on and not recorded:
-                sources.refuse_trained(choice.split, base.broadcast_from_rank_0(eval_stream.fingerprint)["beginning"])
+            name, eval_stream = choice.split, open_split(settings, corpus, opening, choice.split, num_shards=1)
+            if opening.trained_on and not recorded:
+                eval_beginning = base.broadcast_from_rank_0(eval_stream.fingerprint)["beginning"]
+                refuse_trained(choice.split, eval_beginning, opening.trained_on)
         else:
             name, eval_stream = RULES[BY_CONTENT], stream.reading("eval")
             count = count or STREAM_EVAL_SEQUENCES
-        eval_data = EvalData(eval_stream.eval_sequences(count, functools.partial(evaluating_ranks, settings)), name)
+        eval_data = EvalData(eval_stream.eval_sequences(count, functools.partial(ranks_evaluating, settings)), name)
         if len(eval_data.sequences) == count:
             eval_data.name += f", the first {base.counted(count, 'sequence')}"
     spec: Spec = {"eval_rule": choice.rule, **fingerprint}
-    if choice.evaluates_chosen and not settings.num_steps:
+    if choice.evaluates_documents and not settings.num_steps:
         eval_split.refuse_changed_source(corpus.name, recorded, spec)
     return OpenedSource(stream.reading("training") if choice.rule else stream, eval_data, spec)
 
 
-def open_split(settings: flags.Settings, corpus: Corpus, sources: Sources, split: str) -> Stream:
+def open_split(settings: flags.Settings, corpus: Corpus, opening: Opening, split: str, num_shards: int) -> Stream:
     """Open a split of a source as a stream; a UserError for a slice or token files."""
     name, bounds = parse_split(split)
     subject = f"--dataset {corpus.source.dataset}"
@@ -327,12 +329,12 @@ def open_split(settings: flags.Settings, corpus: Corpus, sources: Sources, split
         raise base.UserError(f"{subject}: has token files, which are read in place; leave out --streaming")
     return Stream(
         files=split_files,
-        encoder=sources.reader.encoder(corpus),
-        fields=corpus.fields,
+        encoder=opening.reader.encoder(corpus),
+        fields=corpus.names,
         seq_len=settings.sequence_length,
         seed=settings.seed,
         skip_bad=settings.skip_bad_records,
-        num_shards=sources.num_shards,
+        num_shards=num_shards,
         document_mask=bool(settings.document_mask),
     )
 
@@ -370,7 +372,7 @@ def source_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) ->
         train = opened[source.name].train
         if source.weight is not None:
             weights[source.name] = source.weight
-        elif len(opened) == 1:
+        elif len(opened) == 1 or not settings.num_steps:
             weights[source.name] = Fraction(1)
         elif isinstance(train, Stream):
             raise base.UserError(
@@ -385,7 +387,7 @@ def source_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) ->
 def check_size(settings: flags.Settings, data: TrainingData, corpora: list[Corpus], samples_per_step: int) -> None:
     """Raise a UserError if a single source has fewer sequences than one step takes, or if a source would be repeated
     more often than --max-epochs."""
-    if len(data.sources) == 1 and data.orders:
+    if len(data.sources) == 1 and not data.has_streams:
         (order,) = data.orders.values()
         if order.num_sequences < samples_per_step:
             sequences = f"{base.counted(order.num_sequences, 'sequence')} of {settings.sequence_length} tokens"
@@ -417,11 +419,11 @@ def step_that_reads(data: TrainingData, name: str, epochs: float, num_steps: int
 
 
 def show_samples(
-    settings: flags.Settings, data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None", recorded: dict | None
+    settings: flags.Settings, data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None", manifest: dict | None
 ) -> None:
-    """Print the samples of the step --show-samples, in the order that the run's manifest or config.json recorded, if
-    it has one."""
-    record = recorded_data(settings, recorded)
+    """Print the samples of the step --show-samples, in the order that the run recorded in its `manifest` or
+    config.json, if it has one."""
+    record = recorded_data(settings, manifest)
     if record:
         data = dataclasses.replace(data, record=record)
     job.print0(describe_step(data, tokenizer, settings.show_samples))
@@ -445,7 +447,8 @@ def open_sequences(
 
     def look(source: flags.Source) -> Corpus:
         wanted = split or flags.default_split(source.dataset, streaming=False)
-        return inspect_source(source, [wanted], fields, isinstance(text_field, str), subset, reader.cache_dir)
+        field_wins = isinstance(text_field, str)
+        return inspect_source(source, [wanted], fields, field_wins, subset, reader.cache_dir)
 
     sources = flags.parse_sources(dataset)
     corpora = base.broadcast_from_node_main(lambda: [look(source) for source in sources], reader.is_main)
