@@ -138,8 +138,8 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader,
     if train.has_loss_mask and with_example:
         if corpus.is_chat and not base.broadcast_from_rank_0(lambda: trains_special_token(train, reader.tokenizer)):
             problem = "no special token is trained on, so the model does not learn to end an answer"
-            advice = "give a template that marks the end token too, one of the tokenizer's, with --chat-template FILE"
-            job.warn(f"--dataset {corpus.source.dataset}: {problem}; {advice}")
+            advice = "give a template that ends answers with one of the tokenizer's, inside {% generation %}"
+            job.warn(f"--dataset {corpus.source.dataset}: {problem}; {advice}, with --chat-template FILE")
         examples = base.broadcast_from_rank_0(lambda: find_examples(corpus, reader))
         lines["examples"] = f"(of the first records of the files; [[ ]] is around what is trained on)\n{examples}"
     return lines

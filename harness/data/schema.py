@@ -245,8 +245,8 @@ NOT_READ = {  # fields that would change a conversation, and what to do instead
     "chat_template_kwargs": "set them in a template for --chat-template FILE",
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "remove it to train on the text alone"),
 }
-LABELS = ("label", "kto_tag")  # False for an answer that is not to be learned, in data for KTO
-CHAT_FIELDS = (*SYSTEM, "tools", "chosen", *LABELS, *NOT_READ)  # read together with any layout
+KTO_LABELS = ("label", "kto_tag")  # False for an answer that is not to be learned, in data for KTO
+CHAT_FIELDS = (*SYSTEM, "tools", "chosen", *KTO_LABELS, *NOT_READ)  # read together with any layout
 PREFERENCE_ADVICE = (
     "chosen and rejected are preference pairs, for DPO, which is not supported; to train on the chosen ones, rename "
     "them to completion, with a prompt, or to messages"
@@ -369,7 +369,7 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
         advice = NOT_READ.get(field) or ("name them tools" if is_named_like_tools(field) and are_tools(value) else "")
         if value and advice:
             raise ValueError(f"{field} is {excerpt(value)}, which is not read; {advice}")
-    for field in LABELS:
+    for field in KTO_LABELS:
         label = fields.get(field)
         # beside messages, 0 may be the number of a class
         if label is False or str(label).lower() == "false" or (label == 0 and "completion" in layout.needs):
@@ -379,6 +379,10 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
     tools = read_tools(fields.get("tools"))
     if not isinstance(tools, list | None):
         raise ValueError(f"tools are {excerpt(tools)} instead of a list")
+    try:
+        json.dumps([tools, [calls_of(message) for message in messages]])
+    except TypeError as error:  # a decimal or date of a column, which a template would write as its type
+        raise ValueError(f"its tools or calls: {error}; make it a number or text") from error
     if has_lone_surrogate(json.dumps([messages, tools], ensure_ascii=False, default=str)):
         raise ValueError(f"{excerpt(messages)} with half a surrogate pair")
     is_text = "completion" in layout.needs and isinstance(fields["completion"], str)

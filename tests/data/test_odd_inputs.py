@@ -1,6 +1,8 @@
 """What other tools leave behind is read as transformers, tokenizers and their trainers read it, or refused in one line:
 tokenizers that remember a call, conversations with nulls, spans of characters, ids with labels and masks."""
 
+import datetime
+import decimal
 import itertools
 import json
 import re
@@ -224,6 +226,14 @@ def test_messages_and_their_tools_are_read_whatever_the_type_of_their_column(tmp
     files = (table, write_records(tmp_path / "a.jsonl", [{"messages": messages, "tools": tools}]))
     of_table, of_lines = (load(file, with_tokenizer=tokenizer).tokens[:].tolist() for file in files)
     assert of_table == of_lines
+
+
+@pytest.mark.parametrize("value", [decimal.Decimal("1.5"), datetime.date(2024, 7, 26)])
+def test_an_argument_that_json_does_not_have_is_refused(tmp_path, load, value):
+    """transformers renders its type."""
+    file = write_records(tmp_path / "a.parquet", [call("add", a=value)])
+    with pytest.raises(UserError, match=r"row 1: its tools or calls: Object of type .* is not JSON serializable; make"):
+        load(file, with_tokenizer=demo_tokenizer(EVERYTHING))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
