@@ -32,6 +32,7 @@ def read(export: pathlib.Path) -> tuple[torch.Tensor, dict]:
         "ends": [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
         "inputs": sorted(tokenizer(TEXTS[0])),
         "length": tokenizer.model_max_length,
+        "image": getattr(tokenizer, "image_token", None),
         "chat": tokenizer.apply_chat_template(MESSAGES, tokenize=False) if tokenizer.chat_template else None,
         "sample": model.generate(INPUTS[:, :9], max_new_tokens=5, do_sample=False)[0].tolist(),
     }

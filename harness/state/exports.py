@@ -19,7 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from harness import base, data, flags, job
 from harness import model as models
@@ -339,8 +345,30 @@ def write_configs(
         tokenizer.save_pretrained(folder)
         path = folder / "tokenizer_config.json"
         write_json(path, old_tokenizer_config(base.read_json(path), tokenizer))
+        warn_of_other_tokenizer(folder, settings, tokenizer)
     for path in folder.glob("*.safetensors"):  # safetensors writes them with the owner's permissions only
         shutil.copymode(next(folder.glob("*config.json")), path)
+
+
+def warn_of_other_tokenizer(folder: pathlib.Path, settings: flags.Settings, tokenizer: Any) -> None:
+    """Warn if AutoTokenizer makes another tokenizer of the folder than the one that was trained with: for some model
+    types, such as qwen2, it takes their own class whatever the files say."""
+    if not tokenizer.is_fast:
+        return
+
+    def rules(tokenizer: Any) -> list:
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
+        return [content[part] for part in ("normalizer", "pre_tokenizer", "post_processor")]
+
+    try:
+        read: Any = AutoTokenizer.from_pretrained(folder)
+        problem = f"reads its tokenizer as {type(read).__name__}, which splits text otherwise"
+        is_same = rules(read) == rules(tokenizer)
+    except Exception as error:  # transformers raises many kinds
+        problem, is_same = f"does not read its tokenizer ({base.first_line(error)})", False
+    if not is_same:
+        advice = f"read it with PreTrainedTokenizerFast.from_pretrained({settings.export!r})"
+        job.warn(f"--export {settings.export}: AutoTokenizer {problem}; {advice}")
 
 
 def model_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, pretrained: bool) -> dict:

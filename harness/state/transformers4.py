@@ -1,5 +1,6 @@
 """Fields that transformers 4 reads under other names than 5 writes. An export has both, so both load the same model."""
 
+import json
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -69,11 +70,18 @@ def old_rope(content: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def old_tokenizer_config(content: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the fields of a tokenizer_config.json of 5 for 4 too: the class that reads tokenizer.json unchanged,
-    special tokens under a name that both know, and no `token_type_ids`, which that class adds in 4."""
+    """Return the fields of a tokenizer_config.json of 5 for 4 too: the class that reads tokenizer.json unchanged, with
+    what the tokenizer's own class has by default (Llama's pads on the left; in 4 that class adds `token_type_ids`), and
+    special tokens under names that both know."""
     content = {name: value for name, value in content.items() if name not in ("is_local", "local_files_only")}
     if tokenizer.is_fast:
-        content |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": tokenizer.model_input_names}
+        content["tokenizer_class"] = "PreTrainedTokenizerFast"
+        content |= {name: getattr(tokenizer, name) for name in ("model_input_names", "padding_side", "truncation_side")}
+        pre_tokenizer = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"] or {}
+        if "add_prefix_space" in pre_tokenizer:  # 4 changes it to what is here, False without
+            content["add_prefix_space"] = pre_tokenizer["add_prefix_space"]
     if special := content.pop("extra_special_tokens", None):
         content["additional_special_tokens"] = special
+    if named := content.pop("model_specific_special_tokens", None):
+        content["extra_special_tokens"] = named
     return content

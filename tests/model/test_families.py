@@ -214,10 +214,9 @@ def test_the_load_of_every_router_is_that_of_its_experts():
 def test_a_router_of_product_keys_is_not_watched():
     config = families.small_config("doge")
     config.update({"is_moe": True, "num_experts": 16})
-    model = AutoModelForCausalLM.from_config(config)
+    model = models.on_meta(config)
     watch_routers(model, "random", ContextGroup())
-    tokens = torch.randint(1, 500, (2, 32))
-    assert model(input_ids=tokens, labels=tokens).loss.isfinite() and model.routing is None
+    assert model.routing is None
 
 
 def test_a_router_loss_that_is_not_known_is_no_part_of_the_loss():

@@ -11,7 +11,7 @@ from checkpoints import files_of_at_most, logits_of, reseal
 from conftest import ROOT, SMALL, forked, metrics_of, train, words, write_model
 from multirank import MODELS, SIZES, program
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import train_fsdp
 from harness.base import UserError, saved
@@ -378,6 +378,17 @@ def test_an_export_of_a_tuned_model_has_the_habits_and_the_tokenizer_of_its_sour
     assert (after.chat_template, after.model_max_length) == (CHAT, 256)
     assert after.special_tokens_map == before.special_tokens_map
     assert after.all_special_ids == before.all_special_ids and len(after.all_special_ids) == 3
+
+
+def test_a_tokenizer_that_autotokenizer_does_not_read_for_this_model_is_a_warning(device, source, tmp_path, capfd):
+    """For qwen2 it makes Qwen's, with other rules for where a token may end."""
+    model = write_model(tmp_path / "model", "qwen2", **SIZES | {"vocab_size": 1600})
+    flags = f"--model {model} --tokenizer {source} --dataset synthetic --output-dir {tmp_path}"
+    assert train([*SMALL, *words(flags), "--export", tmp_path / "export"], device) == 0
+    warning = capfd.readouterr().err
+    assert "AutoTokenizer reads its tokenizer as Qwen2Tokenizer, which splits text otherwise; read it with" in warning
+    text, ids = "A 'tale\n\n", AutoTokenizer.from_pretrained(source)("A 'tale\n\n")["input_ids"]
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "export")(text)["input_ids"] == ids
 
 
 def test_habits_in_a_config_as_old_models_have_them_become_a_generation_config(device, source, tmp_path):

@@ -7,7 +7,10 @@ import pytest
 import reader
 import torch
 from conftest import ROOT, SMALL, start, train, words
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from tokenizers import pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaTokenizer
+
+from harness.state.transformers4 import old_tokenizer_config
 
 PACKAGES = ["transformers==4.57.6", "tokenizers>=0.22,<=0.23.0", "huggingface_hub>=0.34,<1"]
 CHAT = "{% for m in messages %}<|im_start|>{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>\n{% endfor %}"
@@ -52,7 +55,8 @@ FAMILIES = {
 def tokenizer(tmp_path_factory):
     """The demo's, with special tokens and another chat template."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+    named = {"image_token": "<image>"}
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo", model_specific_special_tokens=named)
     tokenizer.model_max_length, tokenizer.chat_template = 256, CHAT
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.save_pretrained(folder)
@@ -63,13 +67,17 @@ def tokenizer(tmp_path_factory):
 def exports(device, tokenizer, token_cache, tmp_path_factory) -> list:
     """One of each family, and the demo's after two steps, also of sequences longer than its positions."""
     folder, found = tmp_path_factory.mktemp("exports"), []
+    prefixing = AutoTokenizer.from_pretrained(tokenizer)  # by its tokenizer.json alone
+    prefixing.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    prefixing.save_pretrained(folder / "prefixing")
     for family, sizes in FAMILIES.items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | {"rope_theta": 777.0} | sizes))
         for parameter in model.parameters():  # norms and biases too, which a fresh model has at 1 and 0
             torch.nn.init.normal_(parameter, mean=0.05, std=0.2)
         model.save_pretrained(folder / "source" / family)
-        flags = f"--num-steps 0 --init pretrained --model {folder / 'source' / family} --tokenizer {tokenizer}"
+        flags = f"--num-steps 0 --init pretrained --model {folder / 'source' / family} --tokenizer "
+        flags += str(folder / "prefixing" if family == "llama" else tokenizer)
         found.append(folder / family)
         assert train(words(f"{flags} --export {found[-1]}"), device) == 0
     for name, flags in {"demo": "", "longer": "--sequence-length 2048 --rope-scaling yarn"}.items():
@@ -88,6 +96,14 @@ def packages4(tmp_path_factory):
     if install.returncode:
         pytest.skip(f"pip cannot install {PACKAGES[0]}: {install.stderr.strip().splitlines()[-1]}")
     return folder
+
+
+def test_a_tokenizer_pads_where_its_own_class_does(tmp_path):
+    tokenizer = LlamaTokenizer(vocab={"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3}, merges=[])
+    tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(old_tokenizer_config(json.loads(path.read_text()), tokenizer)))
+    assert AutoTokenizer.from_pretrained(tmp_path).padding_side == tokenizer.padding_side == "left"
 
 
 @pytest.mark.slow
@@ -115,4 +131,4 @@ def test_an_export_is_for_5_what_it_was(exports):
         different = {name for name in before if before[name] != now.get(name)}
         assert different <= {"_name_or_path"}, (export.name, different)
         tokenizer = json.loads((export / "tokenizer_config.json").read_text())
-        assert not {"is_local", "local_files_only", "extra_special_tokens"} & tokenizer.keys()
+        assert not {"is_local", "local_files_only", "model_specific_special_tokens"} & tokenizer.keys()
