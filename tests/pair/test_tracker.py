@@ -180,6 +180,17 @@ def test_time_in_which_a_run_paused_is_not_productive(clock):
     assert state.productive_seconds() == pytest.approx(106)
 
 
+def test_steps_since_the_last_log_line_are_productive(clock):
+    """A run that is stopped between two lines saves their seconds."""
+    tracker = utils.PerformanceTracker(warmup_steps=1)
+    for synchronize in (True, True, False, False):
+        clock.advance(1)
+        tracker.step(TOKENS, FLOPS, synchronize)
+    with tracker.paused():
+        clock.advance(50)
+        assert TrainState(None, tracker=tracker).productive_seconds() == pytest.approx(4)
+
+
 def test_slow_steps_after_a_quick_warmup_make_no_more_productive_time_than_there_was(clock):
     tracker = utils.PerformanceTracker(warmup_steps=10)
     for seconds in [0.1] * 10 + [0.5, 0.5]:  # 12 steps, the last of which a busy machine held up
