@@ -340,6 +340,11 @@ class PerformanceTracker:
         """Averages over every step after warmup; `{}` when there was none."""
         return self._metrics(self.total) if self.total["steps"] else {}
 
+    def unfinished_interval(self) -> tuple[float, float]:
+        """(steps, seconds) since the clock was last read."""
+        running = 0.0 if self._start is None else time.perf_counter() - self._start
+        return self.interval["steps"], self.interval["seconds"] + running
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude what runs inside (evaluation, a checkpoint, steps that are not given to `step`) from the interval,

@@ -162,7 +162,8 @@ class TrainState(Counters):
     def productive_seconds(self) -> float:
         """Return the seconds of training so far without pauses: an interval with more than twice the median time per
         step counts as if it had the median, and so does the warmup."""
-        intervals, tracker = self.tracker.intervals, self.tracker
+        tracker = self.tracker
+        intervals = [interval for interval in (*tracker.intervals, tracker.unfinished_interval()) if interval[0]]
         usual = statistics.median_low([seconds / steps for steps, seconds in intervals] or [0.0])
         productive = []
         for steps, seconds in intervals:
@@ -173,8 +174,9 @@ class TrainState(Counters):
     def counters(self) -> dict:
         """Return the counters for a process that resumes at this step. Every rank calls this."""
         totals = dict(self.tracker.total)
-        flops = base.all_gather_objects(totals["flops"])  # each rank counts its own documents
-        totals["flops"] = sum(flops) / len(flops)
+        ranks = base.all_gather_objects(totals)
+        totals["flops"] = sum(rank["flops"] for rank in ranks) / len(ranks)  # each rank counts its own documents
+        totals["data_wait"] = max(rank["data_wait"] for rank in ranks)
         now = {
             "positions": self.share_positions(),
             "elapsed_before": self.elapsed,

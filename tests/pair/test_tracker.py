@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import utils
+from harness import base
 from harness.state.train_state import TrainState
 
 SMOLLM3_FLOPS = 25_697_452_032  # a token, at 8,192 tokens
@@ -178,6 +179,24 @@ def test_time_in_which_a_run_paused_is_not_productive(clock):
     assert state.productive_seconds() == pytest.approx(6)
     state.productive_before = 100
     assert state.productive_seconds() == pytest.approx(106)
+
+
+def test_steps_since_the_last_log_line_are_productive(clock):
+    """A run that is stopped between two lines saves their seconds."""
+    tracker = utils.PerformanceTracker(warmup_steps=1)
+    for synchronize in (True, True, False, False):
+        clock.advance(1)
+        tracker.step(TOKENS, FLOPS, synchronize)
+    with tracker.paused():
+        clock.advance(50)
+        assert TrainState(None, tracker=tracker).productive_seconds() == pytest.approx(4)
+
+
+def test_a_checkpoint_has_the_wait_for_data_of_the_worst_rank(monkeypatch):
+    state = TrainState(None, tracker=utils.PerformanceTracker())
+    other_rank = state.tracker.total | {"data_wait": 2.0}
+    monkeypatch.setattr(base, "all_gather_objects", lambda mine: [mine, other_rank if "data_wait" in mine else mine])
+    assert state.counters()["totals"]["data_wait"] == 2
 
 
 def test_slow_steps_after_a_quick_warmup_make_no_more_productive_time_than_there_was(clock):
