@@ -131,7 +131,8 @@ def check_prompts(opened: Opened) -> None:
     for text in render_prompts(opened, opened.prompts):
         tokens = len(opened.tokenizer(text, add_special_tokens=False)["input_ids"])
         if positions and tokens + settings.sample_tokens > positions:
-            problem = f"more than {settings.model}'s {positions} positions with the prompt's {tokens} tokens"
+            size = base.counted(tokens, "token")
+            problem = f"more than {settings.model}'s {positions} positions with the prompt's {size}"
             advice = "use fewer, or a shorter --sample-prompt"
             raise base.UserError(f"--sample-tokens {settings.sample_tokens}: {problem}; {advice}")
 

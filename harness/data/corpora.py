@@ -127,13 +127,13 @@ def refuse_trained_files(eval_corpus: Corpus, trained: Container[str]) -> None:
 
 @contextlib.contextmanager
 def blame_eval_split() -> Iterator[None]:
-    """Replace the flag --dataset by --eval-split in error messages, which begin with it."""
+    """Replace --dataset and --dataset-split by --eval-split in error messages, which begin with them."""
     try:
         yield
     except base.UserError as error:
         message = str(error)
         if message.startswith("--dataset"):
-            message = f"--eval-split{message.removeprefix('--dataset')}"
+            message = f"--eval-split{message.removeprefix('--dataset').removeprefix('-split')}"
         raise base.UserError(message, error.exit_code) from error
 
 
@@ -244,7 +244,7 @@ def parse_split(split: str) -> tuple[str, list[str]]:
     """(name, bounds of its slice) of a split, such as `train` or `train[:95%]`; no bounds without a slice."""
     part = re.fullmatch(r"([\w.-]+)(\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
     if not part:
-        raise base.UserError(f"--dataset, split {split!r}: cannot be read; such as train, 'train[:95%]', 'train[9:99]'")
+        raise base.UserError(f"--dataset-split {split}: cannot be read; such as train, 'train[:95%]', 'train[9:99]'")
     if not part[2]:
         return part[1], []
     return part[1], [part[3] or "0%", part[4] or "100%"]
@@ -288,7 +288,7 @@ def cut_positions(bounds: list[str], doc_ends: np.ndarray, length: int) -> list[
 
 
 def bad_slice(bounds: list[str], problem: str) -> base.UserError:
-    return base.UserError(f"--dataset, split [{':'.join(bounds)}]: {problem}; give other bounds")
+    return base.UserError(f"--dataset-split [{':'.join(bounds)}]: {problem}; give other bounds")
 
 
 def slice_rows(split_files: list[DataFile], bounds: list[str]) -> tuple[int, int] | None:

@@ -21,7 +21,10 @@ def read_flags(file: str) -> list[tuple[str, Any]]:
         ValueError: it is not such a file.
     """
     path = pathlib.Path(file).expanduser()
-    text = path.read_text(encoding="utf-8-sig")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8; save the file as UTF-8") from error
     kind, parse = ("JSON", json.loads) if path.suffix == ".json" else ("TOML", tomllib.loads)
     try:
         content = parse(text)
@@ -75,9 +78,10 @@ def to_words(key: str, flag: str, value: Any, actions: Mapping[str, argparse.Act
         raise ValueError(f"{key}: {no_such_flag(flag, settable)}")
     field, nargs = actions[flag].dest, actions[flag].nargs
     is_switch, takes_list = nargs == 0, nargs is not None or field in (*COLLECTED, "plan_gpus")
-    if is_switch != isinstance(value, bool) or (isinstance(value, list) and not takes_list):
-        wanted = "true or false" if is_switch else "a value"
-        raise ValueError(f"{key}: {json.dumps(value, default=str)} is not {wanted}")
+    for one in value if takes_list and isinstance(value, list) else [value]:
+        if isinstance(one, bool) != is_switch or one is None or isinstance(one, list | dict):
+            wanted = "true or false" if is_switch else "a value"
+            raise ValueError(f"{key}: {json.dumps(one, default=str)} is not {wanted}")
     if value == []:
         raise ValueError(f"{key}: its value is empty; give one, or leave it out")
     if value is False and f"--no-{flag[2:]}" not in actions:  # off by default, without a flag for it

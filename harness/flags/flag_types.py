@@ -72,7 +72,7 @@ def token_count(text: str) -> int:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text} is no number of tokens, such as 20e9, 20B, 1.5T or 500M") from None
     if value.denominator != 1 or not 0 < value < 10**18:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of tokens below 1e18")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of tokens above 0 and below 1e18")
     return int(value)
 
 
@@ -120,7 +120,8 @@ def path_or_hub_id(value: str) -> str:
 def gpu_counts(text: str) -> tuple[int, ...]:
     """An argparse type: world sizes, comma-separated, each once."""
     parse = number(int, 1, MAX_WORLD + 1, other="several with commas, such as 8,64")
-    return tuple(dict.fromkeys(map(parse, text.split(","))))
+    counts = text.split(",")
+    return tuple(dict.fromkeys(parse(count or text) for count in counts))
 
 
 def batch_size(text: str) -> int | str:

@@ -10,6 +10,7 @@ from harness import base
 
 MIN_SIMILARITY = 0.75  # of names, by difflib's ratio
 MIN_SIMILARITY_OF_OTHERS = 0.9  # of other trainers' names, which are many
+DASHES = ("-", "\N{EN DASH}", "\N{EM DASH}")  # editors and web pages make the others of two hyphens
 PAGE = base.ROOT / "docs" / "MIGRATION.md"
 
 
@@ -46,7 +47,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def without_dashes(name: str) -> str:
     """A name for comparisons: `batch-size` for `--Batch_Size`, as common leading dashes would raise similarities."""
-    return name.lower().lstrip("-").replace("_", "-")
+    return name.lower().lstrip("".join(DASHES)).replace("_", "-")
 
 
 @functools.cache

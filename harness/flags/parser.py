@@ -17,7 +17,7 @@ from harness.flags.checkpoints import checkpoint_flags, resumed_flags
 from harness.flags.files import flags_as_words, read_flags
 from harness.flags.flag_types import choice, number, text
 from harness.flags.imports import REGISTERED, run_files
-from harness.flags.names import no_such_flag
+from harness.flags.names import DASHES, no_such_flag
 from harness.flags.rules import contradiction, flags_without_effect
 from harness.flags.settings import ASSETS, FLAGS, LENGTHS, Args, Flags, as_flag, default_split, default_warmup
 from harness.flags.sources import lacks_sources
@@ -42,20 +42,45 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         """Exit with code 2 and one line of rank 0, without argparse's usage text."""
         message = message.removeprefix("argument ")
-        message = message.replace("ignored explicit argument", "takes no value; leave out")
+        if message.endswith("one argument"):  # "expected one argument"
+            message += f"; write one that begins with - as {message.partition(':')[0]}=VALUE"
         line = base.one_line(f"{self.prog}: error: {self.origin}{message}")
         base.exit_with_error(line, self.as_json)
 
     def parse_explicit(self, words: list[str]) -> dict[str, typing.Any]:
         """{field of `Args`: value} for the flags of a command line. The last one counts."""
+        for flag, has_value, value in (word.partition("=") for word in words):
+            if has_value and self.is_switch(flag):
+                self.error(self.describe_value_of_switch(flag, value))
         namespace, unknown = self.parse_known_args(words)
         if unknown:
-            name = unknown[0].partition("=")[0]
-            if not name.startswith("-"):
-                advice = f"for data give --dataset {name}" if os.path.exists(name) else "--help lists the flags"
-                self.error(f"{name}: unexpected argument; {advice}")
-            self.error(f"{name}: {no_such_flag(name, self.flags())}")
+            self.error(self.describe_unknown(unknown[0], words))
         return vars(namespace)
+
+    def describe_unknown(self, word: str, words: list[str]) -> str:
+        """The error for a word that is neither a flag nor a value of one."""
+        name = word.partition("=")[0]
+        if name.startswith(DASHES):
+            return f"{name}: {no_such_flag(name, self.flags())}"
+        if os.path.exists(word):
+            return f"{word}: unexpected argument; for data give --dataset {word}"
+        before = words[: words.index(word)]
+        flag = next((one.partition("=")[0] for one in reversed(before) if one.startswith("--")), "")
+        if self.is_switch(flag):
+            return self.describe_value_of_switch(flag, word)
+        if flag:
+            return f"{flag}: {word} is one value too many; put a value with spaces in quotes"
+        return f"{word}: unexpected argument; --help lists the flags"
+
+    def is_switch(self, flag: str) -> bool:
+        return flag in self.flags() and self.flags()[flag].nargs == 0
+
+    def describe_value_of_switch(self, flag: str, value: str) -> str:
+        opposite = f"--no-{flag[2:]}"
+        advice = f"leave out {value!r}"
+        if value.lower() in ("false", "no", "off", "0"):
+            advice = f"give {opposite}" if opposite in self.flags() else f"leave {flag} out"
+        return f"{flag}: takes no value; {advice}"
 
     def flags(self) -> dict[str, argparse.Action]:
         return self._option_string_actions  # private: argparse has no public list of a parser's flags
@@ -134,7 +159,7 @@ def parse_args(argv: list[str] | None = None, before_import: Callable[[Args], ob
             parser.as_json |= ("json", True) in items
             from_file = parser.parse_explicit(flags_as_words(items, parser.flags()))
         except OSError as error:
-            parser.error(error.strerror)
+            parser.error(f"{error.strerror}; give a TOML file or a run's config.json")
         except ValueError as error:
             parser.error(str(error))
         parser.origin = ""

@@ -119,8 +119,11 @@ def contradictions(args: Flags) -> Iterator[str]:
     # Missing files, then flags without effect
     if os.environ.get("RANK", "0") == "0":  # other nodes check their disks later
         yield from missing_files(args)
+    for names, problem in lacking_conditions(args):
+        if args.trains() or FLAGS[names[0]].metadata["only_with"] == "plan":  # no run has the flags of plans
+            yield problem
     if args.trains():
-        yield from (problem for _, problem in (*lacking_conditions(args), *without_effect(args)))
+        yield from (problem for _, problem in without_effect(args))
 
 
 def flags_without_effect(args: Flags) -> set[str]:
@@ -195,6 +198,8 @@ def without_effect(args: Flags) -> Iterator[tuple[list[str], str]]:
         yield from no_effect("skip_bad_records", "token files have no records")
     if len(datasets) == 1:
         yield from no_effect("mixture_stage", "a single source has no weights")
+    if args.decay_steps == 0:
+        yield from no_effect("decay_shape", "--decay-steps 0 has no decay")
     if args.gradient_accumulation_steps == 1:
         yield from no_effect("defer_grad_sync", "a step has one microbatch")
     if args.zero_stage < 2:
@@ -291,7 +296,7 @@ def missing_files(args: Flags) -> Iterator[str]:
 
 def may_be_on_the_hub(name: str) -> bool:
     """True if a name has the form of a hub id."""
-    return name.count("/") <= 1 and not name.startswith(("/", ".", "~")) and not name.endswith("/")
+    return re.fullmatch(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?", name, re.ASCII) is not None
 
 
 def model_problem(model: str) -> str:

@@ -440,13 +440,16 @@ class Flags:
         10, "first steps that speed metrics leave out; unrelated to --warmup-steps [10]",
         min=0, group="metrics and gates",
     )
-    peak_tflops: float | None = flag(None, "dense bf16 peak of a GPU, in TFLOPS, if it is not in assets/gpus.csv")
+    peak_tflops: float | None = flag(
+        None, "dense bf16 peak of a GPU, in TFLOPS, if it is not in assets/gpus.csv", max_exclusive=100_000,
+    )
     min_mfu: float | None = flag(
         None, "acceptance gate: exit 3 at the end when the MFU after warmup is below this, in percent [none]",
         type=percent,
     )
     max_memory_gib: float | None = flag(
         None, "acceptance gate: exit 3 at the end when the fullest GPU's reserved memory was above this [none]",
+        max_exclusive=100_000,
     )
     profile: bool = flag(
         False,

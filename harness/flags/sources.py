@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 NAME = r"[A-Za-z0-9][\w.-]*"
-WEIGHT = r"\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+"
+WEIGHT = r"\d+(?:\.\d*)?(?:[eE][-+]?\d{1,2})?|\.\d+"
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def mixture_problem(dataset: str | tuple[str, ...], stage_texts: tuple[str, ...]
         advice = "leave it out; for a part of it give --dataset-split, such as 'train[:70%]'"
         return f"--dataset {word}: a single source has no weight; {advice}"
     if not isinstance(dataset, str) and "synthetic" in datasets:
-        return "--dataset: synthetic cannot be mixed with others"
+        return "--dataset: synthetic cannot be mixed with others, named or weighted; give it alone"
     if 0 < len(unweighted) < len(sources):
         advice = "give each a weight, such as :0.3 at its end, or none to mix by size"
         return f"--dataset: {unweighted[0]} has no weight, others have one; {advice}"

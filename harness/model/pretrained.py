@@ -113,6 +113,8 @@ def describe_missing_weights(folder: pathlib.Path) -> str:
         advice = "download it too, or write one as docs/TROUBLESHOOTING.md has it"
         return f"it has {shards[0]}, but neither {WEIGHTS_NAME} nor {INDEX}; {advice}"
     gguf = sorted(path.name for path in folder.glob("*.gguf"))
+    if not gguf and not any(folder.glob("*.bin")):
+        return f"it has no {WEIGHTS_NAME}; give a model that has one, or leave out --init pretrained"
     options = f", gguf_file='{gguf[0]}'" if gguf else ""
     command = f"AutoModelForCausalLM.from_pretrained('{folder}'{options}).save_pretrained(DIR)"
     return f"it has no {WEIGHTS_NAME}; {command} of transformers converts its weights into a new folder"

@@ -36,7 +36,7 @@ def load_tokenizer(settings: flags.Args, config: PretrainedConfig) -> PreTrained
                 reason = "no tokenizer.json, and nothing that transformers makes one of"
                 if os.path.exists(os.path.join(source, "tokenizer.model")):
                     reason = "no tokenizer.json, and a tokenizer.model needs the package sentencepiece or tiktoken"
-        elif not flags.may_be_on_the_hub(source):
+        elif os.path.exists(source) or not flags.may_be_on_the_hub(source):
             raise base.UserError(f"--tokenizer {source}: no such folder; {advice}") from error
         else:
             problem = "no folder, and not available from the hub"

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from harness import base, flags, job
 from harness.report.files import read_metrics
-from harness.report.metrics import METRICS, find_metric
+from harness.report.metrics import METRICS, Metric, find_metric
 from harness.report.page import Line, draw_chart, fill_template, is_number, label, text, with_unit
 
 NOT_COMPARED = ("run_name", "output_dir", "cache_dir", "resume", "config", "export")
@@ -15,9 +15,10 @@ class Run(NamedTuple):
     lines: list[dict]  # of metrics.jsonl
     config: dict  # config.json
 
-    def last(self, key: str) -> float | None:
-        """The last number of a metric, None without any."""
-        return next((line[key] for line in reversed(self.lines) if is_number(line.get(key))), None)
+    def last(self, metric: Metric) -> str:
+        """The last value of a metric as a cell; empty without one."""
+        values = [line[metric.key] for line in self.lines if metric.key in line]
+        return with_unit(metric, values[-1]) if values else ""
 
     def curve(self, key: str) -> Line:
         return [(line["step"], line[key]) for line in self.lines if is_number(line.get(key)) and "final" not in line]
@@ -76,9 +77,8 @@ def draw_table(runs: dict[str, Run]) -> str:
         if differ(values):
             cells[label(name)] = list(map(show, values))
     for key, metric in METRICS.items():
-        numbers = [run.last(key) for run in runs.values()]
-        if metric.tile and any(number is not None for number in numbers):
-            cells[label(key)] = ["" if number is None else with_unit(metric, number) for number in numbers]
+        if metric.tile and any(key in line for run in runs.values() for line in run.lines):
+            cells[label(key)] = [run.last(metric) for run in runs.values()]
     dots = [f"<span class=dot style=background:var(--c{number % 8})></span>" for number in range(len(runs))]
     rows = ["<tr><th></th>" + "".join(f"<th>{dot}{text(name)}</th>" for dot, name in zip(dots, runs, strict=True))]
     for name, row in cells.items():

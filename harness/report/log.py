@@ -310,7 +310,10 @@ class Log(contextlib.AbstractContextManager):
         if took_steps:
             job.print0(summarize(metrics, self.file.first, self.state, time.monotonic() - self.began))
         else:
-            job.print0(f"done       nothing to train: step {self.state.step:,} of {self.settings.num_steps:,}")
+            steps = f"step {self.state.step:,} of {self.settings.num_steps:,}"
+            if self.state.step > self.settings.num_steps:
+                steps += "; --num-steps counts the steps before a resume too"
+            job.print0(f"done       nothing to train: {steps}")
         print_samples(samples)
         return metrics
 

@@ -71,6 +71,8 @@ def describe_state(lines: list[dict], config: dict) -> str:
         words.append("complete")
     else:
         words.append(f"ended at step {lines[-1]['step']:,}{total_text}")
+        words += [f"{label(key)} not finite" for key, value in lines[-1].items() if value is None]
+        words += [f"step {one['step']:,} skipped: {one['reason']}" for one in lines[-1].get("skipped", [])[-1:]]
     return " · ".join(words)
 
 
@@ -107,27 +109,33 @@ def draw_tiles(last: dict) -> str:
     """The last values of the main metrics, in large type."""
     tiles = []
     for key, metric in METRICS.items():
-        if metric.tile and is_number(last.get(key)):
+        if metric.tile and key in last:
             tiles.append(f"<div class=tile><small>{label(key)}</small><b>{with_unit(metric, last[key])}</b></div>")
     return f"<div class=tiles>{''.join(tiles)}</div>"
 
 
-def with_unit(metric: Metric, value: float) -> str:
-    """The value of a metric with a tile."""
+def with_unit(metric: Metric, value: float | None) -> str:
+    """The value of a metric with a tile; None, the null of metrics.jsonl, is NaN or infinite."""
+    if value is None or not is_number(value):
+        return "not finite"
     number = short(value) if value >= 1e6 else format(value, metric.tile)
     return f"{number} {metric.unit}" if metric.unit in ("%", "GiB", "ms") else number
 
 
 def draw_samples(lines: list[dict]) -> str:
-    """At most MAX_SAMPLES samples, evenly from the whole run, with the last one."""
-    samples = [(line["step"], sample) for line in lines for sample in line.get("samples", [])]
-    if not samples:
+    """The samples of all prompts at the last step, and at earlier ones evenly from the whole run, together about
+    MAX_SAMPLES."""
+    sampled = [line for line in lines if line.get("samples")]
+    if not sampled:
         return ""
+    stride = math.ceil(sum(len(line["samples"]) for line in sampled) / MAX_SAMPLES)
     drawn: list[str] = []
-    for step, sample in samples[:: -math.ceil(len(samples) / MAX_SAMPLES)]:
-        words = text(sample["text"].removeprefix(sample["prompt"])[:MAX_SAMPLE_LENGTH])
-        words = f"<p><em>{text(sample['prompt'])}</em>{words}</p>"
-        drawn.insert(0, f"<div class=sample><small>step {step:,}, {describe_end(sample)}</small>{words}</div>")
+    for line in sampled[::-stride][::-1]:
+        for sample in line["samples"]:
+            words = text(sample["text"].removeprefix(sample["prompt"])[:MAX_SAMPLE_LENGTH])
+            words = f"<p><em>{text(sample['prompt'])}</em>{words}</p>"
+            about = f"step {line['step']:,}, {describe_end(sample)}"
+            drawn.append(f"<div class=sample><small>{about}</small>{words}</div>")
     return f"<h2>Samples</h2>\n<div class=card>{''.join(drawn)}</div>"
 
 
@@ -209,10 +217,12 @@ def draw_chart(
             drawn.append(f'<path class=resumed d="M{across.position(step, WIDTH)} 0v{HEIGHT}">{mark}</path>')
     for color, (name, line) in zip(colors, lines.items(), strict=False):
         means = [(step, mean) for step, _, mean, _ in line]
+        stroke = "polyline style=stroke"
         if len(means) == 1:
-            means *= 2  # drawn as a dot
+            means *= 2  # a line without a length is drawn as a dot
+            stroke = "polyline class=point style=stroke"
         band = [(step, top) for step, _, _, top in line] + [(step, bottom) for step, bottom, _, _ in line[::-1]]
-        for shape, corners in (("polygon style=fill", band), ("polyline style=stroke", means)):
+        for shape, corners in (("polygon style=fill", band), (stroke, means)):
             places = " ".join(f"{across.position(x, WIDTH)},{HEIGHT - upward.position(y, HEIGHT)}" for x, y in corners)
             drawn.append(f'<{shape}:var(--c{color % 8}) points="{places}"/>')
         dot = f"<span class=dot style=background:var(--c{color % 8})></span>"
@@ -245,6 +255,8 @@ def widened(low: float, high: float, margin: float = 0.0) -> Axis:
 def short(value: float, digits: int = 3) -> str:
     """A number for an axis or a legend, such as 9,500, 52 K, 0.0003 or 3e-6, with at least `digits` digits."""
     size = abs(value)
+    if size >= 1e13:
+        return f"{value:.{digits}g}".replace("e+", "e")
     for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if size >= 10 * factor or (factor > 1e3 and size >= factor):
             return f"{value / factor:.{max(digits, 4)}g} {unit}"

@@ -161,8 +161,11 @@ def next_commands(settings: flags.Settings, folder: pathlib.Path, step: int, met
     launcher, newest = job.launcher(), base.newest_checkpoint(folder)
     lines = {}
     if not (newest or settings.export):
-        was_due = settings.saves_final_checkpoint()
-        reason = "no checkpoint could be saved" if was_due else "--final-checkpoint or --export DIR keeps them"
+        reason = "--final-checkpoint or --export DIR keeps them"
+        if not metrics:
+            reason = "nothing was trained"
+        elif settings.saves_final_checkpoint():
+            reason = "no checkpoint could be saved"
         lines["kept"] = f"no weights: {reason}"
     if "best_step" in metrics:
         best = folder / "checkpoints" / base.checkpoint_name(metrics["best_step"])

@@ -199,6 +199,12 @@ def gguf_alone(folder):
     return "no model.safetensors", "from_pretrained('{}', gguf_file='model-q8.gguf').save_pretrained(DIR)"
 
 
+def a_config_alone(folder):
+    write(folder)
+    (folder / "model.safetensors").unlink()
+    return "no model.safetensors", "give a model that has one, or leave out --init pretrained"
+
+
 def shards_without_an_index(folder):
     shards(folder)
     (folder / "model.safetensors.index.json").unlink()
@@ -254,7 +260,7 @@ def a_method_that_is_not_turned_back(folder):
     return "(gptq) and cannot be dequantized: transformers does not", "choose weights that are not quantized"
 
 
-REFUSED = [a_head_of_its_own_that_is_tied, an_adapter_beside_weights, pickles_alone, gguf_alone]
+REFUSED = [a_head_of_its_own_that_is_tied, an_adapter_beside_weights, pickles_alone, gguf_alone, a_config_alone]
 REFUSED += [shards_without_an_index, a_shard_that_is_missing, a_tensor_that_is_missing]
 REFUSED += [a_file_that_is_cut, float8_without_a_config, float8_without_the_scale_of_one_weight]
 REFUSED += [float8_whose_blocks_do_not_fit, int8_without_the_package_that_reads_it, a_method_that_is_not_turned_back]

@@ -47,18 +47,26 @@ FLAGS = {  # a command line: the beginning of its error, or "" for its first fla
     # values that no flag takes
     "--batch-size 0": "--batch-size: 0 is not a whole number of at least 1 and below 1000001, or auto",
     "--lr nan": "--lr: nan is not a finite number above 0",
-    "--lr": "--lr: expected one argument",
+    "--lr": "--lr: expected one argument; write one that begins with - as --lr=VALUE",
+    "--lr -1e-4": "--lr: expected one argument; write one that begins with - as --lr=VALUE",
     "--min-mfu 0.40": "--min-mfu: 0.40 is not a number of at least 1 and below 100; it is in percent, as in 40",
     "--betas 0.9": "--betas: expected 2 arguments",
     "--zero-stage 4": "--zero-stage: invalid choice: '4' (choose from 0, 1, 2, 3)",
-    "--num-tokens 1.5": "--num-tokens: 1.5 is not a whole number of tokens",
+    "--num-tokens 1.5": "--num-tokens: 1.5 is not a whole number of tokens above 0",
+    "--peak-tflops 989e12": "--peak-tflops: 989e12 is not a number above 0 and below 100000",
+    "--max-memory-gib 80e9": "--max-memory-gib: 80e9 is not a number above 0 and below 100000",
+    "--plan --plan-gpus 4,": "--plan-gpus: 4, is not a whole number",
     "--plan --gpus-per-node 2000000": "--gpus-per-node: 2000000 is not a whole number above 0 and below 1048577",
     "--run-name a/b": "--run-name: 'a/b' is not a plain folder name",
     "--run-name=a\x1b[2Jb": "--run-name: 'a\\x1b[2Jb' is not a plain folder name",
     f"--run-name {'é' * 101}": "",
-    "--compile=true": "--compile/--no-compile: takes no value; leave out 'true'",
+    "--compile=true": "--compile: takes no value; leave out 'true'",
+    "--compile false": "--compile: takes no value; give --no-compile",
+    "--streaming=False": "--streaming: takes no value; leave --streaming out",
+    "--sample-prompt Once upon a": "--sample-prompt: upon is one value too many; put a value with spaces in quotes",
     # names near a flag's; those of other trainers are in tests/flags/test_names.py
     "--batch-siz 3": "--batch-siz: no such flag; did you mean --batch-size?",
+    "\u2013batch-size 3": "\u2013batch-size: no such flag; did you mean --batch-size?",
     "--model smolm3-3b": "--model smolm3-3b: no preset, folder or hub id; did you mean smollm3-3b?",
     "positional": "positional: unexpected argument; --help lists the flags",
     # files and URLs
@@ -73,6 +81,7 @@ FLAGS = {  # a command line: the beginning of its error, or "" for its first fla
     "--tokenizer s3://x/y": "--tokenizer: s3://x/y is a URL; give a hub id such as OWNER/NAME, or a local folder",
     "--model hf://x/y": "--model: hf://x/y is a URL; give a hub id such as OWNER/NAME, or a local folder",
     "--dataset ./tales": "--dataset ./tales: no such file or folder",
+    "--dataset a:70% b:30%": "--dataset a:70%: no such file or folder",
     "--resume none-such": "--resume none-such: no such folder",
     "--config none-such.toml": "--config none-such.toml: No such file or directory",
     f"--config {ROOT}/assets/demo/config.json": f"--config {ROOT}/assets/demo/config.json: it is not the config.json",
@@ -82,6 +91,7 @@ FLAGS = {  # a command line: the beginning of its error, or "" for its first fla
     "--dataset x:1 synthetic:1": "--dataset: synthetic cannot be mixed with others",
     "--dataset x:1 y": "--dataset: y has no weight, others have one",
     "--dataset corpus.txt:0.7": "--dataset corpus.txt:0.7: a single source has no weight; leave it out; for a part",
+    "--dataset x:1e999999999 y:1": "--dataset: x:1e999999999 has no weight, others have one",
     "--dataset x:0 y:0": "--dataset: all weights are 0",
     "--dataset x:1 y:0": "--dataset: y has weight 0 in the whole run",
     "--dataset x:1 y:1 --mixture-stage 0.5:z=1": "--mixture-stage: no source is named z; sources: x, y",
@@ -116,6 +126,7 @@ FLAGS = {  # a command line: the beginning of its error, or "" for its first fla
     "--num-steps 0": "--num-steps: 0 trains nothing; add --eval-interval 1",
     "--num-steps 0 --sample-prompt Once": "--num-steps: 0 trains nothing, and the weights are random",
     "--resume auto --num-steps 0 --export e": "--resume: --num-steps 0 needs one checkpoint",
+    "--num-steps 0 --export e --plan-gpus 4": "--plan-gpus: only with --plan; give that too",
     "--plan-gpu Voodoo": "--plan-gpu 'Voodoo': unknown GPU; give one of",
     "--json": "--json: only with --plan, or with --num-steps 0 and --eval-interval",
 }
@@ -136,6 +147,8 @@ FILES = {  # a file of flags: its error after the file's name
     "[training]\nlocal_batch_size = 2": "local_batch_size: no such flag; use --batch-size",
     "output_dir = 's3://b/run'": "--output-dir: s3://b/run is a URL",
     "dataset = ''": "--dataset: ",
+    "sample-prompt = [{role = 'user'}]": 'sample-prompt: {"role": "user"} is not a value',
+    "# Andr\udce9": "byte 6 is not UTF-8; save the file as UTF-8",
     "sample-prompt = []": "sample-prompt: its value is empty; give one, or leave it out",
     "lr = true": "lr: true is not a value",
     "lr = [1e-4, 2e-4]": "lr: [0.0001, 0.0002] is not a value",
@@ -147,7 +160,7 @@ FILES = {  # a file of flags: its error after the file's name
 
 @pytest.mark.parametrize("text, printed", FILES.items())
 def test_a_mistake_in_a_file_of_flags(text, printed, tmp_path):
-    (tmp_path / "flags.toml").write_text(text)
+    (tmp_path / "flags.toml").write_text(text, errors="surrogateescape")
     assert refused("--config", tmp_path / "flags.toml").startswith(f"--config {tmp_path}/flags.toml: {printed}")
 
 
@@ -163,6 +176,7 @@ WITHOUT_EFFECT = {  # flags, of which the first has no effect: a flag that gives
     "--no-async-checkpoint": "--checkpoint-interval 5",
     "--keep-best": "--eval-interval epoch",
     "--decay-steps 3": "--lr-scheduler warmup_stable_decay",
+    "--decay-shape linear --lr-scheduler warmup_stable_decay --decay-steps 0": "--decay-steps 3",
     "--keep-checkpoints 3 --no-final-checkpoint": "--checkpoint-interval 5",
     "--skip-bad-records --dataset synthetic": "--dataset demo",
     "--skip-bad-records --dataset tokens.bin": "--dataset tales.txt",
@@ -262,10 +276,13 @@ def test_an_odd_value_is_in_the_flags_range_or_is_one_line_that_names_the_flag(n
 RUNS = {  # flags beside those of a run that works: the beginning of the error, with {} for the folder of the test
     "--dataset {}/short.txt": "--dataset {}/short.txt",
     "--dataset {}/data.txt --batch-size 1000": "--dataset {}/data.txt",
+    "--dataset-split train[5]": "--dataset-split train[5]: cannot be read; such as train, 'train[:95%]'",
+    "--eval-interval 1 --eval-split validation[5]": "--eval-split validation[5]: cannot be read; such as",
     "--dp-replicate-size 2": "--dp-replicate-size 2: ",
     "--output-dir {}/data.txt": "--output-dir {}/data.txt: ",
     "--tokenizer /absent/path": "--tokenizer /absent/path: no such folder; ",
     "--tokenizer {}/empty": "--tokenizer {}/empty: ",
+    "--tokenizer data.txt": "--tokenizer data.txt: no such folder; ",
     "--model {}/empty": "--model {}/empty: the folder has no config.json",
     f"--model {PROGRAM}": f"--model {PROGRAM}: ",
     "--init pretrained": "--init pretrained: ",
@@ -276,7 +293,8 @@ RUNS = {  # flags beside those of a run that works: the beginning of the error, 
 
 
 @pytest.mark.parametrize("flags, printed", RUNS.items())
-def test_a_mistake_in_the_input_of_a_run(mistake, tmp_path, flags, printed):
+def test_a_mistake_in_the_input_of_a_run(mistake, tmp_path, monkeypatch, flags, printed):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "short.txt").write_text("The fox.")
     (tmp_path / "data.txt").write_text("The fox had a red ball. " * 100)

@@ -172,6 +172,12 @@ def test_a_page_says_where_the_run_comes_from_and_marks_where_it_was_resumed(tmp
     assert [int(mark) for mark in marks] == [round(1000 * 9 / 39), round(1000 * 29 / 39)]
 
 
+def test_samples_of_every_prompt_are_on_the_page(tmp_path):
+    samples = [{"prompt": name, "text": f"{name} ...", "tokens": 9, "ended": True} for name in ("a frog", "a fox")]
+    text = text_of(page_of(write_run(tmp_path / "r", [line(step, samples=samples) for step in range(1, 41)])))
+    assert text.count("a frog ...") == text.count("a fox ...") == 3
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Several runs
 
@@ -212,6 +218,17 @@ def test_runs_are_compared_on_one_page(sweep, capfd):
     for name in ("began", "export"):
         assert f"--compare {sweep / name}: no run with a logged step is there; left out" in printed.err
     assert f"report     {sweep / 'out' / 'compare.html'}" in printed.out
+
+
+def test_a_run_that_diverged_says_so_on_its_page_and_beside_others(sweep):
+    diverged = write_run(sweep / "diverged", [line(1), line(2, loss=None)])
+    page = page_of(diverged)
+    assert "ended at step 2 of 40 · loss not finite loss not finite step 2" in text_of(page)
+    assert "<polyline class=point" in drawing_of(page, "Loss")
+    assert " loss not finite 0.2000 " in text_of(compare(sweep, diverged, sweep / "slow"))
+    skipped = {"step": 8, "skipped": [{"step": step, "reason": "gradient norm is nan"} for step in (7, 8)]}
+    skipping = text_of(page_of(write_run(sweep / "skipping", [line(6), skipped])))
+    assert "ended at step 8 of 40 · step 8 skipped: gradient norm is nan" in skipping
 
 
 def test_a_run_that_cannot_be_read_is_left_out_with_a_line(sweep, capfd):

@@ -517,7 +517,10 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_line_and_no_failed_save(r
 def test_a_run_that_trained_nothing_names_a_command_that_trains(run, copied, capsys):
     assert run("r", *words("--resume auto --num-steps 2")) == 0
     output = capsys.readouterr().out
-    assert "nothing to train: step 6 of 2" in output and "--num-steps 12 " in reported(output, "resume")
+    assert "step 6 of 2; --num-steps counts the steps before a resume too" in reported(output, "done")
+    assert "--num-steps 12 " in reported(output, "resume")
+    assert run("other", "--resume", copied, "--num-steps", "2") == 0
+    assert reported(capsys.readouterr().out, "kept") == "no weights: nothing was trained"
 
 
 NOT_MINE = ("step-best", "step-00000002.bak", "step-2", "step-000000002", "step-0000000x", ".step-notes")
