@@ -8,6 +8,7 @@ from harness import base
 from harness.data import stores
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # suffix: Arrow's name
+LFS_BEGINNING, LFS_MAX_BYTES = b"version https://git-lfs.github.com/spec/", 1024  # of a pointer
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,19 @@ class DataFile:
         return base.is_url(self.path)
 
     def open(self) -> io.RawIOBase:
-        """Open it unbuffered. A UserError if it has changed since it was listed, an OSError if it cannot be read."""
+        """Open it unbuffered. A UserError if it has changed since it was listed, or is a pointer of Git LFS; an OSError
+        if it cannot be read."""
         if self.is_remote:
             return stores.RangeReader(self.path, self.size, self.version)
         opened = open(self.path, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
         if os.fstat(opened.fileno()).st_size != self.size:  # a copy on another node may have another mtime
             opened.close()
             raise stores.changed(self.path)
+        if self.size < LFS_MAX_BYTES:
+            if opened.read(len(LFS_BEGINNING)) == LFS_BEGINNING:
+                opened.close()
+                raise base.UserError(f"--dataset {self}: it is a Git LFS pointer, not the file; run git lfs pull")
+            opened.seek(0)
         return opened
 
     @property

@@ -277,6 +277,7 @@ def parquet_with_a_damaged_page() -> bytes:
     return content[:2000] + bytes(100) + content[2100:]
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 UNUSABLE = [  # file, content, what the error printed after the file's name
     ("data.jsonl", b'{"text": ""}\n', ": it holds no text"),
     ("data.jsonl", b'{"text": "A"}\n', "too few for one sequence of --sequence-length"),
@@ -311,6 +312,8 @@ UNUSABLE = [  # file, content, what the error printed after the file's name
     ("data.txt", b"%PDF-1.7\nall of it ASCII", ", document 1: a PDF, not text; fix it"),
     ("data.txt", b"PK\3\4\x14\0", ", document 1: a ZIP archive (.docx, .epub, .odt), not text; fix it"),
     ("data.txt", gzip.compress(b"A fox.", mtime=0), ", document 1: gzip data, whose name ends in .gz; fix it"),
+    ("data.txt", LFS_POINTER, ": it is a Git LFS pointer, not the file; run git lfs pull"),
+    ("data.bin", LFS_POINTER, ": it is a Git LFS pointer, not the file; run git lfs pull"),
     ("data.parquet", ["A fox.", {"text": None}], ", row 2: null instead of text"),
     ("data.parquet", [{"input_ids": [1, 2]}, {"input_ids": [3, None]}], ", row 2: [3, null] instead of token ids"),
     ("data.parquet", [{"input_ids": [1, 2]}, {"input_ids": [3, 1536]}], ", row 2: token id 1536, the model has 1,536"),
