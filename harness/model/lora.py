@@ -316,7 +316,8 @@ def open_adapters(folder: pathlib.Path, needed: dict[str, torch.Tensor]) -> Any:
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - it is no dict
     except Exception as error:
         problem = f"{ADAPTERS_FILE} cannot be read ({base.first_line(error)})"
-        raise base.UserError(f"--model {folder}: {problem}") from error
+        advice = "fetch it again, or write adapters of another format with peft's save_pretrained"
+        raise base.UserError(f"--model {folder}: {problem}; {advice}") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in needed.items()}
     if found == shapes:
         return file

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers.quantizers import HfQuantizer
 
 WEIGHTS_NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "*.gguf")  # the last two are refused with advice
 SAMPLES, SAMPLE_BYTES = 4, 256  # per tensor in `weights_digest`
 PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names of dtypes whose values are the weights
 
@@ -101,8 +102,8 @@ def weights_digest(source: configs.Source, config: transformers.PretrainedConfig
 
 def describe_ignored_weights(model: str) -> str:
     """A warning that the folder of --model has weights, for a run with --init random; empty if it has none."""
-    source = configs.find_source(model)
-    if not any(pathlib.Path(source.weights).glob("*.safetensors")):
+    folder = pathlib.Path(configs.find_source(model).weights)
+    if not any(path for pattern in WEIGHT_FILES for path in folder.glob(pattern)):
         return ""
     return f"random weights: {model} has weights, --init pretrained reads them"
 

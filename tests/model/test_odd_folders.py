@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from harness.base import UserError
+from harness.model import describe_ignored_weights
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
@@ -275,6 +276,16 @@ def test_a_folder_that_cannot_be_read_so_is_one_line_that_says_what_to_do(device
     assert message.startswith(("--init pretrained: ", "--model ")) and "\n" not in message
     assert problem in message and advice in message
     assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "pytorch_model-00001-of-00002.bin", "model-q8.gguf", "training_args.bin"]
+)
+def test_weights_of_any_format_that_are_not_read_are_a_warning(tmp_path, name):
+    write(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / name)
+    warning = describe_ignored_weights(str(tmp_path / "model"))
+    assert warning.startswith("random weights: ") == (name != "training_args.bin")
 
 
 def test_weights_that_are_not_read_may_be_as_they_like(device, tmp_path):
