@@ -446,7 +446,8 @@ def show_samples(args: flags.Args) -> int:
     the exit code."""
     opened = open_run(args)
     recorded = state.find_recorded_data(args, opened.resumed_checkpoint)
-    dataset = data.load(opened.settings, opened.corpora, opened.tokenizer, opened.config, recorded)
+    inputs = (opened.corpora, opened.tokenizer, opened.config)
+    dataset = data.load(opened.settings, *inputs, manifest=recorded, opening=opened.opening)
     if recorded:
         state.check_data(opened.settings, dataset.record, recorded)
     data.show_samples(opened.settings, dataset, opened.tokenizer, recorded)

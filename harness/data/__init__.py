@@ -29,7 +29,7 @@ and `doc_starts` are positions of tokens: after each document, and of its first 
 from harness.data.corpora import Corpus, find, masks_documents, needs_tokenizer
 from harness.data.eval_split import evaluates_own_data
 from harness.data.loader import Batches, eval_batches, mean_losses, training_batches
-from harness.data.mixture import DataRecord, SequenceOrder, Spec, describe_changes, read_data_record
+from harness.data.mixture import DataRecord, SequenceOrder, SourceRecord, describe_changes, read_data_record
 from harness.data.opening import Opening, load, open_sequences, open_sources, show_samples
 from harness.data.packing import PackedDataset, SyntheticDataset, create_collate_fn
 from harness.data.prompts import are_chats, end_tokens, is_record_of_chats, read_prompts, render_prompt
@@ -50,7 +50,7 @@ __all__ = [
     "Position",
     "Positions",
     "SequenceOrder",
-    "Spec",
+    "SourceRecord",
     "SyntheticDataset",
     "TrainingData",
     "are_chats",

@@ -30,7 +30,7 @@ import numpy as np
 import tokenizers
 
 from harness import base
-from harness.data.schema import FIELDS_WITHOUT_MARK, ROLES, Conversation, calls_of, layout_of, parts_of, refuse_or_count
+from harness.data.schema import ROLES, TRAINED_VALUES, Conversation, calls_of, layout_of, parts_of, refuse_or_count
 from harness.data.tokenize import Encoded, TextEncoder, added_special_tokens, backend_of, encode_texts
 
 TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: Llama's default without a clock
@@ -38,6 +38,8 @@ DATE_CODES = [f"%{dash}{letter}" for dash in ("", "-") for letter in "aAbBcCdDeF
 COMPLETIONS = "prompt+completion"  # the layout that needs no template if both are text
 GENERATION = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
 BEGIN, END = "\ufdd0[", "\ufdd0]"  # around generated text; U+FDD0 is no character
+# Fields of a message that a template need not write; contents and calls are checked one by one.
+FIELDS_WITHOUT_MARK = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *TRAINED_VALUES}
 CONTEXT_CHARACTERS = 30  # shown on each side of a position
 
 
@@ -83,7 +85,9 @@ class ChatEncoder(TextEncoder):
         trained on; `layout` is that of the records."""
         super().__init__(tokenizer, vocab_size)
         self.template, self.loss, self.skip_bad, self.layout = template, loss, skip_bad, layout
-        self.source = "--chat-template" if template else f"--tokenizer {tokenizer.name_or_path}"  # of the template
+        self.template_origin = (
+            "--chat-template" if template else f"--tokenizer {tokenizer.name_or_path}"
+        )  # of the template
         own_template = tokenizer.chat_template
         if isinstance(own_template, dict):  # several, by name
             own_template = own_template.get("default")
@@ -116,7 +120,9 @@ class ChatEncoder(TextEncoder):
         if not self.has_template and self.layout != COMPLETIONS:
             raise self.no_template(f"--dataset {dataset}: holds conversations")
         if not self.has_template and self.tokenizer.eos_token is None:
-            raise base.UserError(f"{self.source}: it has no end-of-text token (eos_token), which completions end with")
+            raise base.UserError(
+                f"{self.template_origin}: it has no end-of-text token (eos_token), which completions end with"
+            )
         if self.loss == "assistant" and not self.tokenizer.is_fast:
             problem = f"{type(self.tokenizer).__name__} does not say which characters a token has"
             raise base.UserError(
@@ -149,7 +155,7 @@ class ChatEncoder(TextEncoder):
                 refuse_or_count(conversation.position, str(error), self.skip_bad, counts)
             except jinja2.TemplateSyntaxError as error:
                 problem = f"its chat template has a syntax error in line {error.lineno}, {error.message}"
-                raise base.UserError(f"{self.source}: {problem}; fix it") from error
+                raise base.UserError(f"{self.template_origin}: {problem}; fix it") from error
             except Exception as error:  # a template may raise anything
                 fault = f"the chat template fails, {base.first_line(error)}"
                 refuse_or_count(conversation.position, fault, self.skip_bad, counts)
@@ -251,7 +257,8 @@ class ChatEncoder(TextEncoder):
 
     @functools.cached_property
     def ids_before(self) -> np.ndarray:
-        """The special tokens before each text: those that a template does not write and the tokenizer adds, as <s>."""
+        """The special tokens before each text: those that a template does not write and the tokenizer adds, as <s>, for
+        completions without a template, as TRL has them."""
         return np.array([] if self.has_template else added_special_tokens(self.tokenizer)[0], np.uint32)
 
     def check_text(self, conversation: Conversation, template: str, text: str) -> None:
@@ -259,15 +266,16 @@ class ChatEncoder(TextEncoder):
         that changes neither a turn nor what is trained on."""
         shape = shape_of(conversation)
         if shape not in self.omissions:
-            if self.render_messages(conversation, template, len(conversation.messages)).text != text:
+            plain, _ = self.render_messages(conversation, template, len(conversation.messages))
+            if plain != text:  # which was rendered with BEGIN and END
                 problem = "its chat template changes what it has marked with {% generation %}"
                 raise no_assistant_mask(f"--dataset {conversation.position}: {problem}")
             self.omissions[shape] = [
                 *self.find_unknown_roles(conversation, template),
                 *self.find_omissions(conversation, template),
             ]
-        rendered = self.special_tokens_in(conversation, text)
-        found = (*self.omissions[shape], *changed_contents(conversation, text), *rendered)
+        special = self.special_tokens_in(conversation, text)
+        found = (*self.omissions[shape], *changed_contents(conversation, text), *special)
         for omission in dict.fromkeys(found):  # once, though several messages may have it
             if omission.is_fault:
                 raise BadConversationError(omission.text)
@@ -367,8 +375,8 @@ def is_rendered(part: str, token: str, text: str) -> bool:
 
 
 def with_fixed_date(template: str) -> str:
-    """Return a template for which today is TODAY, by a macro `strftime_now`: transformers passes data but no functions
-    to a template."""
+    """Return a template for which today is TODAY, by a macro `strftime_now`: that of transformers is a clock, and it
+    passes data but no functions to a template."""
     if "strftime_now" not in template:
         return template
     replaced = "".join(f".replace('{code}', '{TODAY.strftime(code)}')" for code in DATE_CODES)
@@ -444,11 +452,12 @@ def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
     messages, tools = list(map(copy.deepcopy, conversation.messages)), copy.deepcopy(conversation.tools)
     marks: list[Mark] = []
 
-    def mark(problem: str, subject: str = "the chat template", is_fault: bool = True, must_appear: bool = True) -> str:
-        """Make a mark whose absence means `problem`, a sentence without its `subject`."""
-        marks.append(Mark(f"zqx{len(marks)}xqz", must_appear, Omission(f"{subject} {problem}", is_fault)))
+    def mark(problem: str, is_fault: bool = True, must_appear: bool = True) -> str:
+        """Make a mark. If it is missing, or appears although it must not, the text has the `problem`."""
+        marks.append(Mark(f"zqx{len(marks)}xqz", must_appear, Omission(problem, is_fault)))
         return marks[-1].word
 
+    template = "the chat template"
     after, advice = after_last_question(conversation), "to train on it, give one that writes it"
     for number, message in enumerate(messages):
         role, turns = message["role"], f"the {message['role']}"
@@ -457,32 +466,37 @@ def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
         for name, value in message.items():
             if name == "content" and isinstance(value, str) and value.strip():
                 with_call = " beside a call" if calls_of(message) else ""
-                message[name] += mark(f"leaves out the content of the {role}{with_call}; give one that writes it")
+                content = f"the content of the {role}{with_call}"
+                message[name] += mark(f"{template} leaves out {content}; give one that writes it")
             elif isinstance(value, str) and value.strip() and name not in FIELDS_WITHOUT_MARK:
-                message[name] += mark(f"leaves out {name} of {turns}; {advice}", is_fault=False)
+                message[name] += mark(f"{template} leaves out {name} of {turns}; {advice}", is_fault=False)
         for call in calls_of(message):
             called = f"its call of {call['name']}"
-            call["name"] += mark(f"leaves out {called}; give one that writes tool_calls")
-            arguments, omitted = call.get("arguments"), f"leaves out arguments of {called}; give one that writes them"
+            call["name"] += mark(f"{template} leaves out {called}; give one that writes tool_calls")
+            arguments = call.get("arguments")
+            omitted = f"{template} leaves out arguments of {called}; give one that writes them"
             if isinstance(arguments, dict):
                 call["arguments"] = {name: mark(omitted) for name in arguments}
             elif arguments:
                 word = mark(omitted)
                 call["arguments"] = f'{{"{word}": 0}}'
-                quoted = f"writes arguments of {called}, which are JSON text, as a quoted text; give them as an object"
-                marks.append(Mark(f'\\"{word}', False, Omission(f"the chat template {quoted}", is_fault=False)))
+                quoted = f"{template} writes arguments of {called}, which are JSON text, as a quoted text"
+                quoted += "; give them as an object"
+                marks.append(Mark(f'\\"{word}', False, Omission(quoted, is_fault=False)))
         for part in parts_of(message):
-            what = f"the content of its {role} is a list of parts, which the chat template"
+            has_parts = f"the content of its {role} is a list of parts, which {template}"
             parts_advice = "give the text alone, or a template that reads parts"
             if isinstance(part.get("text"), str):
-                part["text"] += mark(f"leaves out; {parts_advice}", what)
+                part["text"] += mark(f"{has_parts} leaves out; {parts_advice}")
             if isinstance(part.get("thinking"), str):
-                part["thinking"] += mark(f"leaves out thinking of {turns}; {advice}", is_fault=False)
-            part["unknown field"] = mark(f"writes as it is; {parts_advice}", what, must_appear=False)
+                part["thinking"] += mark(f"{template} leaves out thinking of {turns}; {advice}", is_fault=False)
+            part["unknown field"] = mark(f"{has_parts} writes as it is; {parts_advice}", must_appear=False)
     for tool in tools or []:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if isinstance(function, dict) and isinstance(function.get("name"), str):
-            function["name"] += mark("does not write tools, so it is trained on as if there were none", is_fault=False)
+            function["name"] += mark(
+                f"{template} does not write tools, so it is trained on as if there were none", is_fault=False
+            )
     return replace(conversation, messages=messages, tools=tools), marks
 
 

@@ -30,7 +30,7 @@ class Corpus:
     listing: Listing
     split: str  # with its slice: to train on, or to evaluate if it is an eval dataset
     # The first field or layout of these that a record has is read; of a chat corpus its layout alone.
-    names: tuple[str, ...]
+    fields_to_read: tuple[str, ...]
     from_token_files: bool  # True if its files are token files
     kind: str  # of its records, one of `schema.KINDS`; "ids" for token files
     is_eval_dataset: bool = False  # an eval dataset of its own: evaluated in full, never trained on
@@ -51,7 +51,7 @@ class Corpus:
     @property
     def layout(self) -> str:
         """The layout of the conversations of a chat corpus."""
-        return self.names[0]
+        return self.fields_to_read[0]
 
     @property
     def has_loss_mask(self) -> bool:
@@ -64,6 +64,7 @@ def find(args: flags.Args) -> list[Corpus]:
     dataset of its own; the eval dataset alone if nothing is trained. Rank 0 lists the files. Every rank calls this."""
     registered.write_all(args)
     corpora = base.broadcast_from_rank_0(lambda: list_corpora(args))
+    # without training, the template of a sample's prompt may be given too
     chat_flags = {"chat_template": "--chat-template", "chat_loss": "--chat-loss"}
     refuse_unused([flag for name, flag in chat_flags.items() if name in args.explicit and args.trains()], corpora)
     return corpora

@@ -23,7 +23,7 @@ from harness.data.corpora import (
     parse_split,
     refuse_trained_files,
 )
-from harness.data.mixture import Spec
+from harness.data.mixture import SourceRecord
 from harness.data.packing import EvalSequences
 from harness.data.tokens import Tokens
 
@@ -38,7 +38,7 @@ class EvalData:
     """Sequences that are evaluated."""
 
     sequences: EvalSequences
-    name: str  # in words
+    description: str
     split: str | None = None  # of its source; None for documents that a rule chooses, and for an eval dataset
     beginning: str = ""  # a checksum of the first tokens of that split
 
@@ -46,7 +46,7 @@ class EvalData:
 class EvalChoice(NamedTuple):
     """What is evaluated of a source, and what is not trained on."""
 
-    split: str | None = None  # the split that is evaluated; None if it is not a split
+    split: str | None = None  # the split that is evaluated, the training split itself if nothing is trained; else None
     rule: str | None = None  # by which eval documents are taken out of the training split; None if none are
     evaluates_documents: bool = False  # True if these eval documents are evaluated
 
@@ -79,7 +79,7 @@ def is_eval_document(document: str | np.ndarray) -> bool:
     return zlib.crc32(content) % EVERY == 0
 
 
-def choose_eval_split(settings: flags.Flags, corpus: Corpus, spec: Spec | None, rule: str) -> EvalChoice:
+def choose_eval_split(settings: flags.Flags, corpus: Corpus, spec: SourceRecord | None, rule: str) -> EvalChoice:
     """Choose what is evaluated of a source: --eval-split; by default its split `validation`, unless that is trained on;
     else the eval documents that `rule` chooses, or all of it if no run trained or trains on it. Eval documents that a
     checkpoint recorded stay out of training, whatever is evaluated.
@@ -97,6 +97,8 @@ def choose_eval_split(settings: flags.Flags, corpus: Corpus, spec: Spec | None, 
     split = settings.eval_split
     if flags.is_eval_dataset(split):
         return EvalChoice(rule=rule if was_divided else None)
+    if split and spec and not settings.num_steps and flags.splits_overlap(corpus.split, split):
+        raise base.UserError(f"--eval-split {split}: it overlaps {corpus.split!r}, which was trained on; give another")
     if split:
         return EvalChoice(split, rule if was_divided else None)
     if was_divided:
@@ -126,7 +128,7 @@ def refuse_overlap(split: str, tokens: Tokens, other_split: str, eval_tokens: To
         raise base.UserError(f"--eval-split {other_split}: {problem}; begin it where that ends")
 
 
-def find_trained_spec(trained_on: Sequence[Spec], beginning: str) -> Spec | None:
+def find_trained_spec(trained_on: Sequence[SourceRecord], beginning: str) -> SourceRecord | None:
     """The spec of the source in `trained_on` whose tokens have this `beginning`, read from the token cache or streamed;
     None if none has. If several runs trained on it with different rules, no document is known to be untrained."""
     found = [spec for spec in trained_on if spec.get("beginning") == beginning]
@@ -135,7 +137,7 @@ def find_trained_spec(trained_on: Sequence[Spec], beginning: str) -> Spec | None
     return found[0] if found else None
 
 
-def refuse_changed_source(name: str, before: Spec | None, now: Spec) -> None:
+def refuse_changed_source(name: str, before: SourceRecord | None, now: SourceRecord) -> None:
     """Raise a UserError if a source is not as recorded `before`: then its eval documents are not known."""
     for key, value in (before or {}).items():
         if now.get(key) != value:

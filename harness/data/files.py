@@ -188,7 +188,7 @@ def walk(top: str) -> Iterator[str]:
 def find_on_hub(dataset: str, subset: str | None) -> Listing:
     """List the files of a data set of the hub, by split, as `datasets` resolves them; without a network those that were
     downloaded before. No code of the data set is run."""
-    base.answer_from_cache_without_network(dataset)  # before the imports, which read it
+    base.answer_from_cache_without_network(dataset)  # before the imports, which read HF_HUB_OFFLINE
     import datasets
     from huggingface_hub import constants, snapshot_download
 

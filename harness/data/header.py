@@ -97,7 +97,7 @@ def describe_eval_data(eval_data: EvalData | None) -> str:
     if eval_data is None:
         return ""
     sequences = eval_data.sequences
-    line = f"{eval_data.name}: {sequences.total_tokens():,} tokens"
+    line = f"{eval_data.description}: {sequences.total_tokens():,} tokens"
     if isinstance(sequences, PackedDataset) and sequences.has_loss_mask:
         line += f", {sequences.total_trained():,} of them in the loss"
     return line + describe_left_out(sequences)
@@ -164,7 +164,7 @@ def warn_of_cuts(train: WholeDocumentDataset, document: str) -> str:
 
 def find_examples(corpus: Corpus, reader: CorpusReader) -> str:
     """The first conversations of each kind in the files of a corpus; a slice of it need not have them."""
-    records = itertools.chain.from_iterable(read_records(file, corpus.names) for file in corpus.files)
+    records = itertools.chain.from_iterable(read_records(file, corpus.fields_to_read) for file in corpus.files)
     first = itertools.islice(records, EXAMPLE_RECORDS)
     documents = read_documents(first, reader.vocab_size, True, Counter(), corpus.kind)
     return describe_examples(documents, dataclasses.replace(reader, skip_bad_records=True).encoder(corpus))

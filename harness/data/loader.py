@@ -20,8 +20,8 @@ from harness.data.training_data import Positions, SampleReader, TrainingData
 STREAM_PREFETCH = 16  # batches that a worker reads ahead of a stream: enough while a shard reads its next chunk
 
 
-class DataPosition(Protocol):
-    """The part of a run's `TrainState` that is read and moved here."""
+class RunState(Protocol):
+    """What is used here of a run's `state.TrainState`."""
 
     samples: int
     positions: Positions
@@ -35,7 +35,7 @@ class Batches:
     the last microbatch of the last complete step, and the one with which `loop.find_non_finite` last checked the state
     before a save."""
 
-    def __init__(self, settings: flags.Settings, data: TrainingData, state: DataPosition, device: torch.device):
+    def __init__(self, settings: flags.Settings, data: TrainingData, state: RunState, device: torch.device):
         self.batches, self.tracker = training_batches(settings, data, state, device), state.tracker
         self.ranks_per_sequence = settings.context_parallel
         # sums on the host, as a device would have to finish the step first; without padding all ranks have equal tokens
@@ -71,15 +71,15 @@ class Batches:
         return int(total) // self.ranks_per_sequence
 
     def batch_to_check(self, was_skipped: bool) -> dict[str, Any]:
-        """Return the last microbatch of the last complete step; if that was skipped, the one of the previous check, if
-        there was one."""
+        """Return the last microbatch of the last complete step. If that was skipped, its microbatch may be the cause:
+        then the one of the previous check, if there was one."""
         if not (was_skipped and self.checked):
             self.checked = {name: value for name, value in self.last.items() if name != "loss_divisor"}
         return self.checked
 
 
 def training_batches(
-    settings: flags.Settings, data: TrainingData, state: DataPosition, device: torch.device
+    settings: flags.Settings, data: TrainingData, state: RunState, device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """Endless microbatches of this rank on its device, from the global sample `state.samples` on.
 
@@ -107,7 +107,7 @@ def add_loss_divisors(batches: Iterator[dict[str, Any]], microbatches_per_step: 
 
 
 def read_batches(
-    settings: flags.Settings, data: TrainingData, state: DataPosition, device: torch.device
+    settings: flags.Settings, data: TrainingData, state: RunState, device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """The microbatches of `training_batches`, without a `loss_divisor`."""
     loader = DataLoader(
@@ -146,9 +146,7 @@ def raised(item: dict[str, Any] | base.UserError) -> dict[str, Any]:
     return item
 
 
-def join_rows(
-    items: Iterator[dict[str, Any]], workers: int, state: DataPosition, pins: bool
-) -> Iterator[dict[str, Any]]:
+def join_rows(items: Iterator[dict[str, Any]], workers: int, state: RunState, pins: bool) -> Iterator[dict[str, Any]]:
     """Join the rows of each microbatch, of which each of `workers` reads some; see `RankBatches.worker_rows`."""
     reported = 0
     while True:

@@ -6,9 +6,9 @@ weights and the block's number, their order from the seed and the number of its 
 without those before it, on any ranks. Other weights or sources begin a new segment, in which each source continues
 where it was. Another global batch begins one too, but changes no order.
 
-torchtitan has the same idea from a library, grain's MapDataset: sample i is a pure function of the seed, and shuffle,
-mix and prefetch are operators. It has no stages that begin at a step, no shares that are exact at the end of each block
-and no best-fit packing over a whole corpus, so these would be lost with it.
+torchtitan has had the same idea since August 2026 from a library, grain's MapDataset: sample i is a pure function of
+the seed, and shuffle, mix and prefetch are operators. It has no stages that begin at a step, no shares that are exact
+at the end of each block and no best-fit packing over a whole corpus, so these would be lost with it.
 """
 
 import bisect
@@ -183,8 +183,8 @@ class SequenceOrder:
 # The record
 
 
-class Spec(TypedDict, total=False):
-    """How a source is read and by what it is recognized, as a checkpoint records it."""
+class SourceRecord(TypedDict, total=False):
+    """How a source is read and by what it is recognized, as a checkpoint's DataRecord has it."""
 
     eval_rule: str | None  # by_number or by_content: how its eval documents are chosen; None if it has none
     dataset: str  # a checksum of its tokens, or of its files if it is streamed
@@ -198,9 +198,9 @@ class DataRecord:
     """The record of a run's data in a checkpoint, so far and as planned: from it a resumed run, and `--show-samples`,
     know which sample comes when."""
 
-    sources: dict[str, Spec]  # by name, of each source that the run has or had
-    # The source whose order does not depend on its name (`SequenceOrder`), so that it may be renamed: the only one when
-    # the run first started; None if there were several.
+    sources: dict[str, SourceRecord]  # by name, of each source that the run has or had
+    # The source whose order does not depend on its name (`SequenceOrder`): the only one when the run first started, so
+    # that two runs on one text, and `get_dataset`, have the same order; None if there were several.
     ordered_without_name: str | None
     num_shards: int
     typed_weights: dict[str, str | None]  # by source, of the command line; None if it is by size
@@ -251,7 +251,7 @@ def read_data_record(manifest: dict[str, Any]) -> DataRecord:
 def make_record(
     *,
     settings: flags.Flags,
-    sources: dict[str, Spec],
+    sources: dict[str, SourceRecord],
     weights: dict[str, Fraction],
     tokens_per_sample: dict[str, Fraction],
     samples_per_step: int,

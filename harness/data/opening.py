@@ -28,7 +28,7 @@ from harness.data.corpora import (
 from harness.data.eval_split import BY_CONTENT, BY_NUMBER, RULES, EvalData, choose_eval_split, find_trained_spec
 from harness.data.header import describe, describe_eval_data, describe_packing, describe_step
 from harness.data.loader import ranks_evaluating
-from harness.data.mixture import DataRecord, SequenceOrder, Spec, make_record, read_data_record
+from harness.data.mixture import DataRecord, SequenceOrder, SourceRecord, make_record, read_data_record
 from harness.data.packing import PackedDataset, SyntheticDataset
 from harness.data.prompts import first_words
 from harness.data.reader import CorpusReader
@@ -49,13 +49,13 @@ class Opening:
 
     reader: CorpusReader
     before: DataRecord | None  # the checkpoint's record of the data; None for a new run
-    trained_on: Sequence[Spec]
+    trained_on: Sequence[SourceRecord]
     trains: bool
     samples_per_step: int
     num_shards: int
     opened: dict[str, OpenedSource] = field(default_factory=dict)  # by name
 
-    def recorded_spec(self, corpus: Corpus, beginning: str) -> Spec | None:
+    def recorded_spec(self, corpus: Corpus, beginning: str) -> SourceRecord | None:
         """The spec of a source when it was trained on: by its name in the checkpoint, else by its `beginning`, as it
         may have had another name."""
         recorded = self.before.sources if self.before else {}
@@ -71,7 +71,7 @@ def load(
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
     manifest: dict | None = None,
-    trained_on: Sequence[Spec] = (),
+    trained_on: Sequence[SourceRecord] = (),
     opening: Opening | None = None,
 ) -> TrainingData:
     """Open the training and eval data of a run, with the header's lines about them; the eval data alone if nothing is
@@ -84,7 +84,7 @@ def load(
         trained_on: the specs of the sources that the weights were trained on, if these came from an export or other
             data are evaluated. Without training a source that is not among them and has no eval split is evaluated in
             full.
-        opening: what `open_sources` returned, if it was called before.
+        opening: what `open_sources` returned, if it was called before: --num-epochs needs the sizes of the sources.
     """
     eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_dataset), None)
     if eval_corpus and not settings.num_steps:
@@ -156,7 +156,7 @@ def open_sources(
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
     manifest: dict | None = None,
-    trained_on: Sequence[Spec] = (),
+    trained_on: Sequence[SourceRecord] = (),
 ) -> Opening:
     """Open the sources of a run; arguments as `load` has them. Every rank calls this."""
     corpora = [corpus for corpus in corpora if not corpus.is_eval_dataset]
@@ -232,7 +232,7 @@ def refuse_shared_files(corpora: list[Corpus], opened: dict[str, OpenedSource]) 
             raise base.UserError(f"--dataset: {problem}; {advice}")
 
 
-def refuse_trained(eval_split: str, beginning: str, trained_on: Sequence[Spec]) -> None:
+def refuse_trained(eval_split: str, beginning: str, trained_on: Sequence[SourceRecord]) -> None:
     """Raise a UserError if an eval split has the `beginning` of tokens that were trained on."""
     if find_trained_spec(trained_on, beginning):
         raise base.UserError(f"--eval-split {eval_split}: its tokens were trained on; give what was not")
@@ -252,13 +252,13 @@ def refuse_other_sources(settings: flags.Flags, corpora: list[Corpus], before: D
 
 
 def open_eval_dataset(
-    settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: Sequence[Spec]
+    settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: Sequence[SourceRecord]
 ) -> EvalData:
     """Open an --eval-split that is a dataset of its own, from the token cache or token files, also with --streaming. It
     is an error if one of the sources in `trained_on` has the same first tokens."""
     name = settings.eval_split
     is_typed = "document_mask" in settings.explicit
-    # as in the training data, documents would see each other, which changes the eval loss: the user decides
+    # alone it would have a document mask, the training data have none, and the loss depends on it: the user decides
     if corpus.has_loss_mask and not settings.document_mask and settings.packing != "none" and not is_typed:
         problem = "it would have a document mask by default, the training data have none"
         raise base.UserError(f"--eval-split {name}: {problem}; give --document-mask or --no-document-mask")
@@ -270,7 +270,7 @@ def open_eval_dataset(
     if corpus.is_chat:
         lines = base.broadcast_from_rank_0(lambda: reader.chat_encoder(corpus).describe())
         job.print0("format    ", f"{name}: {lines['format']}")
-    documents = f", {base.counted(len(tokens.doc_ends), 'document')}" if tokens.has_doc_ends else ""
+    documents = f", {base.counted(len(tokens.doc_ends), 'document')}" if tokens.knows_doc_ends else ""
     split = f", {corpus.split}" if len(corpus.listing.splits) > 1 else ""
     return EvalData(sequences, f"{name}{split}, all of it{documents}")
 
@@ -312,6 +312,7 @@ def open_cached(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
     if warning:
         job.warn(warning)
     eval_data = None
+    evaluated: PackedDataset | None = None
     if choice.rule:
         tokens = reader.with_doc_ends(tokens)
         num_documents = len(tokens.doc_ends)
@@ -320,23 +321,26 @@ def open_cached(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
         if num_documents < eval_split.EVERY:
             name = f"the last {100 // eval_split.EVERY} % of it"
         if choice.evaluates_documents:
-            eval_data = EvalData(reader.pack(eval_tokens, f"{data_name}, {RULES[choice.rule]}"), name)
+            evaluated = reader.pack(eval_tokens, f"{data_name}, {RULES[choice.rule]}")
+            eval_data = EvalData(evaluated, name)
     if choice.split == corpus.split:  # nothing is trained: all of it is evaluated
-        eval_data = EvalData(reader.pack(tokens, data_name), corpus.split)
-        if tokens.has_doc_ends:  # else all tokens would be read to count them
-            eval_data.name = f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
+        evaluated = reader.pack(tokens, data_name)
+        eval_data = EvalData(evaluated, corpus.split)
+        if tokens.knows_doc_ends:  # else all tokens would be read to count them
+            eval_data.description = f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
     elif choice.split:
         eval_tokens, origin = reader.open_tokens(corpus, choice.split)
         if settings.num_steps or recorded:
             eval_split.refuse_overlap(corpus.split, tokens, choice.split, eval_tokens)
         job.print0("data      ", prefix + origin)
-        sequences = reader.pack(eval_tokens, f"{dataset}, split {choice.split!r}")
-        eval_data = EvalData(sequences, choice.split, choice.split, eval_tokens.beginning())
-    train = reader.pack(tokens, data_name)
+        evaluated = reader.pack(eval_tokens, f"{dataset}, split {choice.split!r}")
+        eval_data = EvalData(evaluated, choice.split, choice.split, eval_tokens.beginning())
+    # without training, what is evaluated stands in for the training data, of which there may be too few
+    train = reader.pack(tokens, data_name) if settings.num_steps or evaluated is None else evaluated
     trains = settings.num_steps > 0 and not settings.show_samples
     for word, line in describe_packing(corpus, train, reader, with_example=trains).items():
         job.print0(f"{word:10}", prefix + line)
-    spec: Spec = {"eval_rule": choice.rule, "dataset": tokens.fingerprint(), "beginning": beginning}
+    spec: SourceRecord = {"eval_rule": choice.rule, "dataset": tokens.fingerprint(), "beginning": beginning}
     if corpus.is_chat:
         spec["chat"] = True
     if train.depends_on_end_of_text:
@@ -355,7 +359,7 @@ def open_stream(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
             f"--dataset {dataset}: holds {holds}, whose masks are in the token cache; leave out --streaming"
         )
     stream = open_split(settings, corpus, opening, corpus.split, opening.num_shards)
-    fingerprint = base.broadcast_from_rank_0(stream.fingerprint)
+    fingerprint = base.broadcast_from_rank_0(stream.identify)
     recorded = opening.recorded_spec(corpus, fingerprint["beginning"])
     choice = choose_eval_split(settings, corpus, recorded, BY_CONTENT)
     eval_data = None
@@ -369,10 +373,10 @@ def open_stream(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
         eval_data = EvalData(eval_stream.eval_sequences(count, functools.partial(ranks_evaluating, settings)), name)
         if choice.split and choice.split != corpus.split:
             eval_data.split = choice.split
-            eval_data.beginning = base.broadcast_from_rank_0(eval_stream.fingerprint)["beginning"]
+            eval_data.beginning = base.broadcast_from_rank_0(eval_stream.identify)["beginning"]
         if len(eval_data.sequences) == count:
-            eval_data.name += f", the first {base.counted(count, 'sequence')}"
-    spec: Spec = {"eval_rule": choice.rule, **fingerprint}
+            eval_data.description += f", the first {base.counted(count, 'sequence')}"
+    spec: SourceRecord = {"eval_rule": choice.rule, **fingerprint}
     if choice.evaluates_documents and not settings.num_steps:
         eval_split.refuse_changed_source(corpus.name, recorded, spec)
     return OpenedSource(stream.reading("training") if choice.rule else stream, eval_data, spec)
@@ -390,7 +394,7 @@ def open_split(settings: flags.Settings, corpus: Corpus, opening: Opening, split
     return Stream(
         files=split_files,
         encoder=opening.reader.encoder(corpus),
-        fields=corpus.names,
+        fields=corpus.fields_to_read,
         seq_len=settings.sequence_length,
         seed=settings.seed,
         skip_bad=settings.skip_bad_records,
@@ -403,9 +407,12 @@ def choose_num_shards(
     settings: flags.Settings, corpora: list[Corpus], before: DataRecord | None, samples_per_step: int
 ) -> int:
     """The number of stream shards of a run: the checkpoint's, or --streams, and no more than the chunks of any source.
-    By default the smallest multiple of a step's samples that is not below the number of files: each step then takes one
-    sequence or none of each shard, and a shard reads about a file or less. A UserError if --streams differs from the
-    checkpoint's number, or if an added source has fewer chunks than that."""
+    Sample i is read from shard i % N. By default N is the smallest multiple of a step's samples that is not below the
+    number of files: each step then takes one sequence or none of each shard, and a shard reads about a file or less.
+
+    Raises:
+        UserError: --streams differs from the checkpoint's number, or an added source has fewer chunks than that.
+    """
     streamed = [corpus for corpus in corpora if settings.streaming and not corpus.from_token_files]
     most_shards = {corpus.name: max_shards(corpus.files) for corpus in streamed}
     if before:

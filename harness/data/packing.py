@@ -131,7 +131,7 @@ class PackedDataset(Dataset):
     def depends_on_end_of_text(self) -> bool:
         """True if the end-of-text token decides the sequences: files have no boundaries, and a document mask, an eval
         split or best-fit packing needs them."""
-        return self.tokens.needs_end_of_text and (self.document_mask or self.tokens.needed_doc_ends is not None)
+        return self.tokens.needs_end_of_text and (self.document_mask or self.tokens.known_doc_ends is not None)
 
     def num_documents(self) -> int:
         """Documents of all tokens."""
@@ -143,7 +143,7 @@ class PackedDataset(Dataset):
 
     def describe(self) -> str:
         """The packing in words; "" if no document is known to be longer than a sequence."""
-        if not self.tokens.has_doc_ends:  # all tokens would be read
+        if not self.tokens.knows_doc_ends:  # all tokens would be read
             return ""
         lengths = np.diff(self.tokens.doc_ends, prepend=0)
         cut = int((lengths > self.seq_len + 1).sum())
@@ -343,7 +343,7 @@ def best_fit(lengths: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.
     items = items[np.argsort(-lengths[items].astype(np.int64), kind="stable")]
     items_by_length = np.bincount(lengths, minlength=size + 1)
     bins_with_room: list[list[int]] = [[] for _ in range(size + 1)]
-    rooms = 0  # bit r is set if a bin has room for r more: 0b1001 for bins with room for 0 and for 3
+    rooms = 0  # bit r is set if a bin has room for r more: 0b1010 for bins with room for 1 and for 3
     chosen = np.empty(len(lengths), np.int32)  # the bin of each item
     bins = placed = 0
     for length in np.flatnonzero(items_by_length)[::-1].tolist():

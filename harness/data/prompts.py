@@ -13,6 +13,7 @@ from harness.data.mixture import DataRecord
 from harness.data.packing import SyntheticDataset, sequence_tokens
 from harness.data.schema import LAYOUTS, BadRecord, Conversation, describe_layouts, find_document, is_objects
 from harness.data.stream import Stream
+from harness.data.tokenize import added_special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,7 +27,7 @@ def read_prompts(values: Iterable[str]) -> list[str | Conversation]:
 def read_prompt(prompt: str) -> list[str | Conversation]:
     """Return the prompts of one value of --sample-prompt: a text, or the conversations of a .json or .jsonl file, each
     without its last answer. A list of messages is one conversation too, in .jsonl on a line."""
-    may_be_file = os.path.isfile(prompt) or len(prompt.split()) == 1
+    may_be_file = os.path.isfile(os.path.expanduser(prompt)) or len(prompt.split()) == 1
     if not (may_be_file and prompt.endswith((".json", ".jsonl"))):
         return [prompt]
     problem = f"--sample-prompt {prompt}"
@@ -67,7 +68,8 @@ def render_prompt(
         raise base.UserError(f"--sample-prompt {prompt.position}: {problem}; give one with --chat-template FILE")
     # a chat model without a template was trained on prompts and completions as plain text
     if isinstance(prompt, str) and not (is_chat_model and has_template) and settings.chat_template is None:
-        return prompt
+        before = added_special_tokens(tokenizer)[0] if is_chat_model else []  # as `ChatEncoder.ids_before`
+        return "".join(tokenizer.convert_ids_to_tokens(before)) + prompt
     if isinstance(prompt, str):
         prompt = Conversation([{"role": "user", "content": prompt}])
     chat = ChatEncoder(tokenizer, len(tokenizer), base.read_template(settings.chat_template), "all")

@@ -101,11 +101,11 @@ class CorpusReader:
         """
         encoder = self.encoder(corpus)
         content = [file.identity() for file in split_files]
-        identity = [tokenize.VERSION, content, rows, corpus.names, corpus.has_loss_mask, *encoder.identity()]
+        identity = [tokenize.VERSION, content, rows, corpus.fields_to_read, corpus.has_loss_mask, *encoder.identity()]
 
         def encode(counts: Counter) -> Iterator[tokenize.Encoded]:
             """Yield all documents in batches; `counts` counts those that were yielded."""
-            records = itertools.chain.from_iterable(read_records(file, corpus.names) for file in split_files)
+            records = itertools.chain.from_iterable(read_records(file, corpus.fields_to_read) for file in split_files)
             if rows:
                 records = itertools.islice(records, *rows)  # type: ignore[assignment]
             documents = read_documents(records, self.vocab_size, self.skip_bad_records, counts, corpus.kind)
@@ -129,7 +129,7 @@ class CorpusReader:
         """The tokens of token files or of the cache with their document boundaries. If the files do not have these, one
         process of a node reads all tokens for them, at the first start, and the others map what it found. A UserError
         if nothing says where documents end."""
-        if tokens.has_doc_ends:
+        if tokens.knows_doc_ends:
             return tokens
         self.check_doc_ends(tokens)
 
@@ -142,11 +142,11 @@ class CorpusReader:
         folder, _ = base.broadcast_from_node_main(
             lambda: make_once("ends", identity, write, self.cache_dir), self.is_main
         )
-        return dataclasses.replace(tokens, needed_doc_ends=map_numbers(str(folder / "doc_ends.bin"), np.int64))
+        return dataclasses.replace(tokens, known_doc_ends=map_numbers(str(folder / "doc_ends.bin"), np.int64))
 
     def check_doc_ends(self, tokens: Tokens) -> None:
         """Raise a UserError if neither the files nor an end-of-text token say where documents end."""
-        if tokens.has_doc_ends or self.end_of_text is not None:
+        if tokens.knows_doc_ends or self.end_of_text is not None:
             return
         name = getattr(self.tokenizer, "name_or_path", "the tokenizer")
         problem = f"it does not say where its documents end, and {name} has no end-of-text token (eos_token)"

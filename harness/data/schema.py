@@ -237,8 +237,6 @@ TRAINED_VALUES: dict[str, tuple] = dict.fromkeys(
     ("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)
 )
 TRAINED_VALUES |= {"mask": (), "train_detail": ()}
-# Fields of a message that a template need not write; contents and calls are checked one by one.
-FIELDS_WITHOUT_MARK = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *TRAINED_VALUES}
 SYSTEM = ("system", "system_prompt", "system_message")
 NOT_READ = {  # fields that would change a conversation, and what to do instead
     "functions": "name them tools",
@@ -282,7 +280,9 @@ def find_document(record: Any, names: tuple[str, ...]) -> Record:
         is_there = has_layout(fields, name) if name in LAYOUTS else name in fields
         if is_there:
             return read_fields(fields, name)
-    wanted = names[-1]  # the typed --text-field or the default; the error names it
+    wanted = names[
+        -1
+    ]  # the typed --text-field or the default, which the error names; a layout while a corpus is inspected
     if isinstance(fields.get(wanted), str):  # --text-field messages, and the column has texts
         return read_fields(fields, wanted)
     missing = missing_in(fields, LAYOUTS[wanted]) if wanted in LAYOUTS else wanted

@@ -29,7 +29,7 @@ from harness import base
 from harness.data.eval_split import is_eval_document
 from harness.data.files import DataFile
 from harness.data.formats import find_format, read_records
-from harness.data.mixture import Spec
+from harness.data.mixture import SourceRecord
 from harness.data.packing import PackedSequence, StreamEvalSequences, mask_boundaries, sequence_tokens
 from harness.data.schema import read_documents
 from harness.data.tokenize import Encoded, TextEncoder, take
@@ -150,7 +150,7 @@ class Stream:
             np.concatenate([part.tokens for part in found]), np.concatenate([part.lengths for part in found])
         )
 
-    def fingerprint(self) -> Spec:
+    def identify(self) -> SourceRecord:
         """What identifies the corpus, wherever it is stored: the names and sizes of its files, and its first tokens. A
         UserError if it holds no text."""
         tolerant = copy.copy(self)

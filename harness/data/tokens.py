@@ -96,14 +96,14 @@ class Tokens:
     `tokens[a:b]` reads these tokens only, and checks their range.
 
     Document boundaries: a file has the ends of its documents, or all its tokens are read to find end-of-text tokens.
-    `file_doc_ends` are those of all files; `needed_doc_ends` are the same, given by what needs them: a slice, an eval
-    split or best-fit packing. `doc_ends` are those of the stretches."""
+    `file_doc_ends` are those of all files; `known_doc_ends` are the same, given where boundaries decide which tokens
+    these are: a slice, an eval split, best-fit packing. `doc_ends` are those of the stretches."""
 
     files: list[MappedTokens]
     vocab_size: int | None = None
     end_of_text: int | None = None  # id that ends a document in files without boundaries, as their end does
     stretches: tuple[np.ndarray, np.ndarray] | None = None  # (starts, stops) of each in the files' tokens; None: all
-    needed_doc_ends: np.ndarray | None = None
+    known_doc_ends: np.ndarray | None = None
 
     @functools.cached_property
     def file_offsets(self) -> np.ndarray:
@@ -131,7 +131,7 @@ class Tokens:
         """Select stretches of these tokens, `starts[i]` to before `stops[i]` each. They must be one stretch so far."""
         assert len(self.starts) == 1
         first = self.starts[0]
-        return dataclasses.replace(self, stretches=(starts + first, stops + first), needed_doc_ends=self.file_doc_ends)
+        return dataclasses.replace(self, stretches=(starts + first, stops + first), known_doc_ends=self.file_doc_ends)
 
     def between(self, first: int, last: int) -> "Tokens":
         """Select the tokens from `first` to before `last`."""
@@ -195,16 +195,16 @@ class Tokens:
         return not all(file.read_doc_ends for file in self.files)
 
     @property
-    def has_doc_ends(self) -> bool:
+    def knows_doc_ends(self) -> bool:
         """True if no token need be read for the document boundaries: the files have them, or they were read before."""
-        return self.needed_doc_ends is not None or not self.needs_end_of_text
+        return self.known_doc_ends is not None or not self.needs_end_of_text
 
     @functools.cached_property
     def file_doc_ends(self) -> np.ndarray:
         """The position after each document of the files, int64, ascending, the last one at the end. All tokens of a
         file without boundaries are read for them."""
-        if self.needed_doc_ends is not None:
-            return self.needed_doc_ends
+        if self.known_doc_ends is not None:
+            return self.known_doc_ends
         parts = [self._find_doc_ends(file) for file in self.files]
         ends = parts[0]  # of one file they stay mapped
         if len(parts) > 1:
@@ -237,10 +237,10 @@ class Tokens:
     def doc_starts_between(self, first: int, last: int) -> np.ndarray:
         """The positions at which documents begin among the tokens from `first` to before `last`, counted from `first`;
         0 always, also if a document continues there. Without boundaries only these tokens are read for them."""
-        if self.has_doc_ends:
+        if self.knows_doc_ends:
             ends = doc_ends_in(self.file_doc_ends, *self.stretches_between(first, last))[:-1]
         else:
-            # these tokens are no stretches, which have their ends: positions are those in the files
+            # never stretches, as `cut` gives these known ends: positions are those in the files
             ends = np.flatnonzero(self[first : last - 1] == self.end_of_text) + first + 1
             ends = np.union1d(ends, self.file_offsets)
             ends = ends[(ends > first) & (ends < last)] - first

@@ -132,9 +132,10 @@ def test_another_text_another_split_and_fewer_batches_are_evaluated_as_they_are_
     whole = evaluate("--resume", runs / "held")
     some = evaluate("--resume", runs / "held", "--eval-steps", 2, "--batch-size", 1)
     assert some["tokens"] == 2 * 32 < whole["tokens"]
-    exported = ["--init", "pretrained", "--model", runs / "export", "--sequence-length", 32, "--precision", "fp32"]
-    every = evaluate(*exported, "--dataset", runs / "my.jsonl", "--eval-split", "train", "--batch-size", 64)
-    assert every["tokens"] > 10 * whole["tokens"] and every["eval_loss"] != whole["eval_loss"]
+    (runs / "short").mkdir()
+    (runs / "short" / "train.txt").write_text("A fox.")  # too little for a sequence, and not evaluated
+    (runs / "short" / "validation.txt").write_text("The fox ran home. " * 300)
+    assert evaluate("--resume", runs / "held", "--dataset", runs / "short")["tokens"]
     (runs / "short.txt").write_text("The fox ran home. " * 300)  # less than a global batch would need to train
     assert evaluate("--resume", runs / "held", "--dataset", runs / "short.txt", "--batch-size", 999)["tokens"]
 
@@ -167,6 +168,8 @@ TRAINED_ON = {  # a run and flags: what the refusal names
     "held --dataset {}/copy.jsonl --streaming": "leave out --streaming",
     "held --dataset {}/both": "my.jsonl",
     "held --eval-split train": "--eval-split train",
+    "held --dataset {}/copy.jsonl --eval-split train": "--eval-split train: it overlaps 'train', which was trained on",
+    "all --dataset {}/copy.jsonl --eval-split train": "--eval-split train: it overlaps 'train', which was trained on",
     "all --dataset {}/link.jsonl --eval-split train": "--eval-split train",
     "held --eval-split {}/link.jsonl": "{}/link.jsonl is in the training data too; ",
     "part --eval-split train[50%:]": "--eval-split train[50%:]",

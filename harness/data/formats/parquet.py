@@ -80,7 +80,7 @@ def choose_columns(schema: "pyarrow.Schema", names: tuple[str, ...]) -> tuple[st
     flat_columns = {column.name for column in schema if not is_nested(column.type)}
     field = choose_field(schema.names, flat_columns, names)
     item_types = {column.name: getattr(column.type, "value_type", column.type) for column in schema}  # of lists' items
-    if field in item_types and not is_nested(item_types[field]):  # texts or token ids
+    if field in item_types and not is_nested(item_types[field]):  # a column of texts or token ids, not of messages
         columns = [field]
         if field not in flat_columns:
             lists = [name for name in schema.names if name not in flat_columns and is_named_like_mask(name)]
