@@ -4,21 +4,23 @@
     train_set = data.load(settings, corpora, tokenizer, config, manifest)
     for batch in data.training_batches(settings, train_set, state, device): ...
 
-The files, in the order of what happens to a corpus; `opening` opens all of it, start there:
+The files, in an order in which none needs a later one, but `opening`, where reading begins:
 
-    files, stores, data_file    a name of --dataset -> its files
+    opening                     sources -> the data of a run
+    stores, data_file           a file, local or at a URL
+    schema                      a record of a file -> a document
+    tokens                      token ids end to end, document ends
+    formats                     a file -> records, or tokens
+    files                       a name of --dataset -> its files
     cache, registered           files that a run writes once: tokens, data sets of --import
     corpora                     a source as found: its files, and the kind of its first valid record
-    formats, schema             a file -> records -> documents
     tokenize, chat              documents -> token ids, the token cache
-    tokens                      token ids end to end, document ends
     packing                     token ids -> sequences
+    permutation, mixture        sample number -> source and sequence
     eval_split                  what is not trained on
     stream                      files -> sequences while training
-    mixture, permutation        sample number -> source and sequence
     training_data               the samples of a run
     reader                      corpus -> sequences
-    opening                     sources -> the data of a run
     loader                      samples -> batches of a rank
     header, prompts             what is printed about it; the texts that samples continue
 
