@@ -32,7 +32,8 @@ def load_tokenizer(settings: flags.Args, config: PretrainedConfig) -> PreTrained
         reason = base.first_line(error)
         if os.path.isdir(source):
             problem = "the folder has no usable tokenizer"
-            if "Couldn't instantiate the backend tokenizer" in reason:  # followed by advice for callers in Python
+            # followed by advice for callers in Python
+            if "Couldn't instantiate the backend tokenizer" in reason or "`tiktoken` is required" in reason:
                 reason = "no tokenizer.json, and nothing that transformers makes one of"
                 if os.path.exists(os.path.join(source, "tokenizer.model")):
                     reason = "no tokenizer.json, and a tokenizer.model needs the package sentencepiece or tiktoken"

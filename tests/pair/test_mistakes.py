@@ -315,6 +315,11 @@ REASONS = {  # files by name, flags: the reason in the message, which a library 
         "Validation error for field 'hidden_size': TypeError: ",
     ),
     "no tokenizer": ({}, "--tokenizer {}", "no tokenizer.json, and nothing that transformers makes one of"),
+    "a tokenizer.model alone": (
+        {"tokenizer.model": "x", "tokenizer_config.json": '{"tokenizer_class": "LlamaTokenizer"}'},
+        "--tokenizer {}",
+        "no tokenizer.json, and a tokenizer.model needs the package sentencepiece or tiktoken",
+    ),
     "an empty tokenizer": ({"tokenizer.json": "{}"}, "--tokenizer {}", "no 'added_tokens'"),
     "a template": (
         {"c.jsonl": CHAT, "t.jinja": "{% generation %}\n{{ m }"},
