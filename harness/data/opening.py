@@ -206,10 +206,13 @@ def refuse_trained_eval_data(opening: Opening) -> None:
         specs += [source.spec for source in opening.opened.values()]
     for name, source in opening.opened.items():
         eval_data = source.eval_data
-        if eval_data and eval_data.split:
+        if eval_data is None:
+            continue
+        if eval_data.split:
             refuse_trained(eval_data.split, eval_data.beginning, specs)
+            continue
         trained = find_trained_spec(opening.trained_on, source.spec.get("beginning", ""))
-        if eval_data and opening.trains and trained and trained.get("eval_rule") != source.spec["eval_rule"]:
+        if opening.trains and trained and trained.get("eval_rule") != source.spec["eval_rule"]:
             problem = f"the weights of --model were trained on the eval documents of {name}"
             raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that they were not trained on")
 

@@ -280,6 +280,15 @@ def test_documents_that_one_of_two_runs_trained_on_are_no_eval_documents_of_thei
     assert find_trained_spec(specs[:1], "0123") == specs[0] and find_trained_spec(specs, "4567") is None
 
 
+def test_a_run_from_an_export_evaluates_a_split_that_the_export_was_not_trained_on(start, runs, device):
+    folder = runs / "with a split"
+    folder.mkdir()
+    shutil.copy(runs / "my.jsonl", folder / "train.jsonl")  # of which the export has eval documents
+    shutil.copy(runs / "other.jsonl", folder / "validation.jsonl")
+    exported = ["--init", "pretrained", "--model", runs / "export"]
+    assert train(start("further", *exported, "--dataset", folder, "--eval-interval", 2), device) == 0
+
+
 def test_an_export_of_a_run_on_an_export_knows_what_both_were_trained_on(start, runs, evaluate, refused, device):
     tuned = start("tuned", "--init", "pretrained", "--model", runs / "export", "--dataset", runs / "other.jsonl")
     assert train([*tuned, "--export", runs / "tuned-export"], device) == 0
