@@ -266,8 +266,8 @@ def train(run: loop.Run, stop: job.StopRequest) -> None:
         with run.log.timed_step() as due:  # a log line, an evaluation, a checkpoint
             with stop.before_each_forward(model), run.state.step_undone_if_stopped():
                 result = train_step(settings, model, run.state.optimizer, run.batches)
-            run.log.keep(result)
-            tokens = run.batches.complete_step()  # of all ranks
+            tokens, document_lengths = run.batches.complete_step()  # tokens of all ranks, documents of this one
+            run.log.keep(result, document_lengths)
             run.state.advance(run.dataset, tokens)  # steps, samples, tokens, the schedule
         stop.can_save = True  # from here on a signal is answered by a checkpoint
         if due.log or due.save:  # before a save the state is checked; an evaluation always has a log line

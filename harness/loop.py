@@ -261,12 +261,13 @@ def ready_run(opened: OpenedTraining, train_state: state.TrainState, recipe: pla
         changed=changed,
     )
     job.print0(header)
-    batches = data.Batches(settings, opened.dataset, train_state, device)
+    dataset = opened.dataset
+    batches = data.training_batches(settings, dataset, train_state, device)
+    timed_batches = data.Batches(batches, train_state.tracker, dataset.has_padding, settings.context_parallel)
     log = report.Log(
         settings=settings,
         state=train_state,
         data=opened.dataset,
-        batches=batches,
         folder=folder,
         device=device,
         trackers=opened.trackers,
@@ -276,7 +277,7 @@ def ready_run(opened: OpenedTraining, train_state: state.TrainState, recipe: pla
     )
     return Run(
         **vars(opened),
-        batches=batches,
+        batches=timed_batches,
         log=log,
         checkpoints=state.Checkpoints(settings, folder, opened.identity, device, sync_log=log.sync),
         state=train_state,

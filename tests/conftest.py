@@ -360,7 +360,7 @@ def build_step(device, argv: list) -> tuple:
         sequences = data.PackedDataset(tokens, settings.sequence_length, document_mask=True, end_of_text=0)
     mixture = data.mix({"data": sequences}, {"data": None}, sequences.seq_len, settings.seed)
     state = TrainState(model, optimizer, tracker=tracker)
-    batches = data.Batches(settings, mixture, state, device)
+    batches = data.Batches(data.training_batches(settings, mixture, state, device), tracker, False, 1)
     return settings, model, optimizer, lambda: train_fsdp.train_step(settings, model, optimizer, batches)
 
 

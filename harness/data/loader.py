@@ -25,7 +25,6 @@ class RunState(Protocol):
 
     samples: int
     positions: Positions
-    tracker: Any  # a `utils.PerformanceTracker`
 
     def move_positions(self, positions: Positions) -> None: ...
 
@@ -35,16 +34,15 @@ class Batches:
     the last microbatch of the last complete step, and the one with which `loop.find_non_finite` last checked the state
     before a save."""
 
-    def __init__(self, settings: flags.Settings, data: TrainingData, state: RunState, device: torch.device):
-        self.batches, self.tracker = training_batches(settings, data, state, device), state.tracker
-        self.ranks_per_sequence = settings.context_parallel
+    def __init__(self, batches: Iterator[dict[str, Any]], tracker: Any, has_padding: bool, ranks_per_sequence: int):
+        """`tracker` is a utils.PerformanceTracker."""
+        self.batches, self.tracker, self.ranks_per_sequence = batches, tracker, ranks_per_sequence
         # sums on the host, as a device would have to finish the step first; without padding all ranks have equal tokens
-        self.group = job.new_gloo_group() if data.has_padding else None
+        self.group = job.new_gloo_group() if has_padding else None
         self.newest: dict[str, Any] = {}
         self.last: dict[str, Any] = {}  # of the last complete step
         self.checked: dict[str, Any] = {}
         self.document_lengths: list[np.ndarray] = []  # of each microbatch since the last complete step
-        self.step_lengths = np.empty(0, np.int64)  # tokens of each document in the last complete step on this rank
 
     def __iter__(self) -> "Batches":
         return self
@@ -57,18 +55,17 @@ class Batches:
         self.newest = batch
         return dict(batch)  # a step takes out what the model does not get
 
-    def complete_step(self) -> int:
-        """Take the microbatches since the last call for a complete step; return its tokens on all ranks, without
-        padding. Every rank calls this."""
-        self.step_lengths = np.concatenate(self.document_lengths)
+    def complete_step(self) -> tuple[int, np.ndarray]:
+        """Take the microbatches since the last call for a complete step. Return (its tokens on all ranks, without
+        padding; those of each document on this rank). Every rank calls this."""
+        lengths = np.concatenate(self.document_lengths)
         self.document_lengths.clear()
         self.last = self.newest
-        tokens = self.step_lengths.sum()
         if self.group is None:
-            return int(tokens) * dist.get_world_size() // self.ranks_per_sequence
-        total = torch.tensor(tokens)
+            return int(lengths.sum()) * dist.get_world_size() // self.ranks_per_sequence, lengths
+        total = torch.tensor(lengths.sum())
         dist.all_reduce(total, group=self.group)
-        return int(total) // self.ranks_per_sequence
+        return int(total) // self.ranks_per_sequence, lengths
 
     def batch_to_check(self, was_skipped: bool) -> dict[str, Any]:
         """Return the last microbatch of the last complete step. If that was skipped, its microbatch may be the cause:

@@ -3,7 +3,7 @@
     with report.Log(settings, state, ...) as log:
         with log.timed_step() as due:
             ...                                 # the optimizer step, counted in the state
-            log.keep(result)
+            log.keep(result, document_lengths)
         metrics, problem = log.metrics()        # if a log line or a save is due
         log.write(metrics, samples)
         log.finish(samples)
@@ -74,7 +74,6 @@ class Log(contextlib.AbstractContextManager):
         settings: flags.Settings,
         state: states.TrainState,
         data: corpora.TrainingData,
-        batches: corpora.Batches,
         folder: pathlib.Path,
         device: torch.device,
         trackers: list[Tracker],
@@ -92,11 +91,12 @@ class Log(contextlib.AbstractContextManager):
         Raises:
             UserError: metrics.jsonl cannot be read, or a tracker does not start.
         """
-        self.settings, self.state, self.data, self.batches, self.device = settings, state, data, batches, device
+        self.settings, self.state, self.data, self.device = settings, state, data, device
         self.folder, self.trackers, self.flops_by_length = folder, trackers, flops_by_length
         self.first_step, self.has_room = self.state.step + 1, has_room
         self.results: list[StepResult] = []  # since the last call of `metrics`
         self.skipped: dict[int, str] = {}  # {step: reason} since the last line
+        self.document_lengths = np.empty(0, np.int64)  # tokens of each document of the last step on this rank
         self.speed: dict[str, float] = {}  # of the interval that ended with this step
         self.learning_rate = 0.0
         self.last: dict = {}  # metrics of the last line
@@ -169,13 +169,14 @@ class Log(contextlib.AbstractContextManager):
             # Exact for each interval and for streams, unlike a mean over the corpus. Each rank multiplies the FLOPs of
             # its group's documents by the number of groups; a log line has the mean over ranks.
             groups = self.settings.groups(dist.get_world_size())
-            lengths = self.batches.step_lengths
+            lengths = self.document_lengths
             flops = groups * float(lengths @ self.flops_by_length[lengths])
             self.speed = self.state.tracker.step(tokens, flops / tokens, synchronize=due.log)
 
-    def keep(self, result: StepResult) -> None:
-        """Keep the result of a step, on the device until `metrics` reads it."""
+    def keep(self, result: StepResult, document_lengths: np.ndarray) -> None:
+        """Keep the result of a step, on the device until `metrics` reads it, and the tokens of each document of it."""
         self.results.append(result)
+        self.document_lengths = document_lengths
 
     # ---- A line ------------------------------------------------------------------------------------------------------
 

@@ -340,7 +340,7 @@ def test_positions_that_begin_after_the_paddings_are_fewer(mistake, tmp_path):
     assert resolved(["--model", source])[0].sequence_length == 256
     assert " has 256 positions; give --sequence-length 256 or less" in mistake("--sequence-length", "257")
     sampled = ["--sequence-length", "64", "--sample-prompt", "a", "--sample-tokens", "256"]
-    assert " 256 positions with the prompt's 1 tokens" in mistake(*sampled)
+    assert " 256 positions with the prompt's 1 token" in mistake(*sampled)
 
 
 def test_a_sequence_longer_than_the_models_positions_is_trained_with_yarn_alone(device, arguments, mistake, tmp_path):

@@ -56,7 +56,7 @@ DECAYS = {  # flags: the shape, and the steps of decay
     "--decay-steps 1": ("cosine", 1),
     "--decay-steps 5 --decay-shape linear": ("linear", 5),
     f"--decay-steps {STEPS - WARMUP} --decay-shape 1-sqrt": ("1-sqrt", STEPS - WARMUP),
-    "--decay-steps 0 --decay-shape linear": ("linear", 0),
+    "--decay-steps 0": ("cosine", 0),
 }
 
 
