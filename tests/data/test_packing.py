@@ -31,8 +31,8 @@ def conversations(tmp_path) -> list[dict]:
     tokenizer = demo_tokenizer(CHAT_TEMPLATE)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     chats = [chat("a " * asked, "the " * answered) for asked, answered in zip(QUESTIONS, ANSWERS, strict=True)]
-    write_records(tmp_path / "train.jsonl", chats[::-1])  # a copy would not be evaluated
-    write_records(tmp_path / "validation.jsonl", chats)
+    write_records(tmp_path / "train.jsonl", chats)
+    write_records(tmp_path / "validation.jsonl", chats[::-1])  # a copy would not be evaluated
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
     return [tokenizer.apply_chat_template(record["messages"], **options) for record in chats]
 
