@@ -15,6 +15,7 @@ the clock. Everything else is in harness/:
     loop     around the steps: opening a run, evaluating, logging, saving, stopping
 
 A file of --import registers more in harness/register.py: model classes, data sets, optimizers, loss terms, metrics.
+A plan (--plan) calls `build_mesh`, `build_model` and `train_step` too, with settings of its own, on fake tensors.
 """
 
 from harness import before_torch
@@ -56,7 +57,8 @@ def build_mesh(args: flags.Args | flags.Settings, device: torch.device) -> Devic
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    # Heartbeats find a stalled rank, not torch's timeout. A mesh of one dimension has the default group, without one.
+    # These groups wait for 30 minutes. The default group, which a mesh of one dimension uses, waits for a day, as
+    # heartbeats find a stalled rank.
     job.lift_group_timeouts(*mesh.get_all_groups())
     return mesh
 
@@ -103,7 +105,8 @@ def build_model(
     in_layers = {module for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if module not in in_layers]
     models.materialize(model, outside, device, weights)
-    for index, layer in job.progress(enumerate(layers), len(layers), "" if settings.plan else "building layers"):
+    title = "" if settings.plan else "building layers"  # of the progress bar; a plan has one of its own
+    for index, layer in job.progress(enumerate(layers), len(layers), title):
         models.materialize(model, list(layer.modules()), device, weights, index)
         if adapters:
             adapters.add_to(layer)
@@ -180,7 +183,7 @@ def train_step(
     # At stage 0 a reduce-scatter over the one rank of its shard group sends nothing; FSDP2 then adds up gradients in
     # place, without an unreduced copy. Replicas are reduced once a step, below.
     reduce_scatters_each_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
-    step_loss = models.StepLoss(model, settings.gradient_accumulation_steps)
+    step_loss = models.StepLoss(model, settings.gradient_accumulation_steps)  # sums over the microbatches, for the log
     for microbatch in range(settings.gradient_accumulation_steps):
         last = microbatch == settings.gradient_accumulation_steps - 1
         model.set_requires_gradient_sync(last or reduce_scatters_each_microbatch)
@@ -195,12 +198,13 @@ def train_step(
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
         # Its value is the cross entropy; its backward adds the gradients of registered terms (harness/model/loss.py).
         cross_entropy = model(**batch, use_cache=False).loss
-        objective = step_loss.add_microbatch(cross_entropy, divisor)  # plus the router loss
+        objective = step_loss.add_microbatch(cross_entropy, divisor)  # divided, plus the router loss
         job.enter_phase("backward")
         objective.backward()
     job.enter_phase("optimizer")
-    # The gradients are means over the ranks by now: FSDP2 divides where it reduces. Clipping and skipping are done on
-    # the device by the optimizer's step; for an optimizer that cannot, such as adamw8bit, the host waits for the norm.
+    # The gradients are means over the ranks by now: FSDP2 divides where it reduces. Our optimizers clip as they update,
+    # by a factor that is set here; the gradients of others are clipped here. Nothing waits for the norm, but that an
+    # optimizer such as adamw8bit cannot skip by a tensor.
     norm = models.clip_grad_norm(optimizer, settings.max_grad_norm)
     skip = models.decide_skip(norm)
     models.step_or_skip(optimizer, skip)
@@ -232,7 +236,7 @@ def evaluate(
                 job.enter_phase("evaluation")
                 tokens = (batch["labels"] != base.IGNORE_INDEX).sum()
                 loss = model(**batch, use_cache=False).loss
-                # a batch without labels has loss 0, not NaN
+                # a batch without a trained label has loss 0, not NaN
                 source_totals += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
     # with context parallelism the N ranks that share a sequence count its tokens and its loss N times
@@ -253,7 +257,8 @@ def prepare(args: flags.Args, device: torch.device) -> loop.Run:
     scheduler = models.build_scheduler(settings, optimizer)
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak_tflops)
     train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
-    return loop.ready_run(opened, train_state, RECIPE)  # loads the checkpoint, prints the header, opens the log
+    # load the checkpoint, print the header, open the log
+    return loop.ready_run(opened, train_state, utils.get_flops_by_length)
 
 
 def train(run: loop.Run, stop: job.StopRequest) -> None:
@@ -268,8 +273,8 @@ def train(run: loop.Run, stop: job.StopRequest) -> None:
                 result = train_step(settings, model, run.state.optimizer, run.batches)
             tokens, document_lengths = run.batches.complete_step()  # tokens of all ranks, documents of this one
             run.log.keep(result, document_lengths)
-            run.state.advance(run.dataset, tokens)  # steps, samples, tokens, the schedule
-        stop.can_save = True  # from here on a signal is answered by a checkpoint
+            run.state.advance(run.dataset.record, tokens)  # steps, samples (by the record), tokens, the schedule
+        stop.can_save = True  # from here on a SIGTERM is answered by a checkpoint
         if due.log or due.save:  # before a save the state is checked; an evaluation always has a log line
             loop.log_and_evaluate(run, due, stop, evaluate)
         if due.save:
@@ -287,7 +292,7 @@ def train_or_evaluate(args: flags.Args, device: torch.device, stop: job.StopRequ
         return loop.evaluate_only(args, device, RECIPE)
     run = prepare(args, device)
     stop.resumed_step = run.state.step  # the message after Ctrl-C counts lost steps since this one
-    # On a GPU another process plans this run meanwhile, and the run's last line has what it predicted.
+    # For a GPU another process plans this run meanwhile, and the run's last line has what it predicted.
     planning = plan.planning_in_background(run.settings, device, run.settings.num_steps - run.state.step)
     with run.log, run.checkpoints, planning as plan_process:
         try:

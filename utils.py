@@ -1,5 +1,5 @@
-"""FLOP and MFU math and the clock of train_fsdp.py, as plain functions over any model; and, for training loops of your
-own, `get_dataset` and `create_collate_fn`.
+"""FLOP and MFU math and the clock of train_fsdp.py, as plain functions over causal language models of transformers;
+and, for training loops of your own, `get_dataset` and `create_collate_fn`.
 
 Importing this module starts nothing and needs no GPU, no network and no optional package.
 """
@@ -170,9 +170,9 @@ def get_flops_by_length(
         models.freeze_as_in(model, on_meta)
     # torch counts whole score matrices, also what masks leave out
     masked_out = attention_flops(text, lengths) - attention_flops(text, lengths, skips_masked, causal)
-    if has_frozen and masked_out.any():  # layers compute fewer products then
-        per_key = attention_flops(text, np.array([1]))
-        masked_out *= models.attention_flops_per_key(on_meta)[:, None] / np.maximum(per_key, 1)
+    if has_frozen and masked_out.any():  # of the products only those are computed whose gradients something needs
+        all_products = attention_flops(text, np.array([1]))  # of a key, in each layer
+        masked_out *= models.attention_flops_per_key(on_meta)[:, None] / np.maximum(all_products, 1)
     return counted_by_length(on_meta, lengths) - masked_out.sum(0)
 
 
@@ -227,7 +227,7 @@ def attention_flops(
         layer_types *= config.num_hidden_layers
     flops, positive = np.zeros((len(layer_types), len(lengths))), np.maximum(lengths, 1)
     for index, layer_type in enumerate(layer_types):
-        layer = config.per_layer_config[index]  # heads and windows may differ between layers
+        layer = config.per_layer_config[index]  # transformers' view: the config as this layer has it
         heads = getattr(layer, "num_attention_heads", 0)
         if not heads:
             continue
@@ -279,9 +279,9 @@ def estimate_mfu(
 class PerformanceTracker:
     """Speed of the steps after warmup.
 
-    An interval is the steps between two calls of `step` that read the clock, the first of which ends the warmup. The
-    device is synchronized at these two ends, and around a pause. Give every step its tokens; with `synchronize=False` a
-    step is only counted and costs nothing.
+    An interval is the steps between two calls of `step` that read the clock; the very first such call ends the warmup.
+    The device is synchronized at these two ends, and around a pause. Give every step its tokens; with
+    `synchronize=False` a step is only counted and costs nothing.
     """
 
     warmup_steps: int = 10  # left out at the start: compilation, allocator, autotuning
@@ -371,7 +371,7 @@ class PerformanceTracker:
             self.interval["data_wait"] += time.perf_counter() - start
 
     def get_print_message(self, metrics: dict[str, Any]) -> str:
-        """The metrics on one line; empty in warmup."""
+        """The metrics on one line; empty without a speed, as in warmup."""
         device = "GPU" if torch.cuda.is_available() else "rank"
         if "tokens_per_sec" not in metrics:
             return ""

@@ -29,7 +29,7 @@ class Opened:
 
     settings: flags.Settings
     corpora: list[data.Corpus]
-    opening: data.Opening | None  # of the data; None unless --num-epochs had to count their sequences
+    opening: data.Opening | None  # the sources, opened early if --num-epochs had to count their sequences
     config: transformers.PretrainedConfig
     tokenizer: Any
     prompts: list[str | data.Conversation]  # to generate samples from
@@ -44,16 +44,17 @@ class Opened:
 
     @property
     def record(self) -> data.DataRecord | None:
-        """The record of the data that the weights are trained on; None if no run of ours has trained them."""
+        """The record of this run's data; without training, of the checkpoint's run, or None without a checkpoint."""
         if self.dataset is not None and self.settings.num_steps:
             return self.dataset.record
         return data.read_data_record(self.manifest) if self.manifest else None
 
-    @property
     def is_chat_model(self) -> bool:
-        """True if the weights are or were trained on conversations; if that is not known, if conversations are read."""
-        if self.record is not None and not self.settings.num_steps:
-            return data.is_record_of_chats(self.record)
+        """True if this run trains on conversations; without training, if the weights were trained on some, or if that
+        is not known, if conversations are read. Every rank calls this."""
+        trained_on = [] if self.settings.num_steps else state.trained_on(self.settings, self.record)
+        if trained_on:
+            return any(source.get("chat") for source in trained_on)
         return data.are_chats(self.corpora)
 
 
@@ -72,7 +73,7 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     prompts = base.broadcast_from_rank_0(lambda: data.read_prompts(args.sample_prompt or ()))
     checkpoint = state.find_checkpoint(args.resume, folder)
     trained_length = checkpoint.manifest["flags"]["sequence_length"] if checkpoint else args.sequence_length
-    models.scale_rope(args, config, trained_length)
+    models.scale_rope(args, config, trained_length)  # --rope-scaling: to the length of the training, also to evaluate
     draws_weights = args.trains() and args.init == "random" and not checkpoint
     warning = base.broadcast_from_rank_0(lambda: models.describe_ignored_weights(args.model)) if draws_weights else ""
     if warning:
@@ -90,7 +91,7 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
         settings = state.keep_global_batch(settings, resumed_manifest)
     opening, samples_per_epoch = None, 0
     if settings.num_epochs:
-        trained_on = state.trained_on(settings, None)
+        trained_on = state.trained_on(settings, None)  # the weights of --init pretrained, if we exported them
         opening = data.open_sources(settings, corpora, tokenizer, config, resumed_manifest, trained_on)
         samples_per_epoch = sum(len(source.train) for source in opening.opened.values())
     settings = resolving.resolve_steps(settings, resumed_manifest, samples_per_epoch)
@@ -139,9 +140,9 @@ def check_prompts(opened: Opened) -> None:
 
 def render_prompts(opened: Opened, prompts: list[str | data.Conversation]) -> list[str]:
     """The texts that samples continue, rendered by rank 0."""
-    settings, tokenizer = opened.settings, opened.tokenizer
+    settings, tokenizer, is_chat = opened.settings, opened.tokenizer, opened.is_chat_model()
     return base.broadcast_from_rank_0(
-        lambda: [data.render_prompt(settings, opened.is_chat_model, tokenizer, prompt) for prompt in prompts]
+        lambda: [data.render_prompt(settings, is_chat, tokenizer, prompt) for prompt in prompts]
     )
 
 
@@ -204,7 +205,7 @@ def open_training(
     opened = open_run(args, folder)
     settings, config, tokenizer = opened.settings, opened.config, opened.tokenizer
     job.check_machine(settings, mesh, device)
-    job.check_host_memory(models.offloaded_bytes(settings, config))
+    job.check_host_memory(models.offloaded_bytes(settings, config))  # for --activation-checkpointing offload
     opened.dataset = data.load(
         settings,
         opened.corpora,
@@ -227,7 +228,9 @@ def open_training(
     )
 
 
-def ready_run(opened: OpenedTraining, train_state: state.TrainState, recipe: plan.Recipe) -> Run:
+def ready_run(
+    opened: OpenedTraining, train_state: state.TrainState, get_flops_by_length: Callable[[Any, np.ndarray], np.ndarray]
+) -> Run:
     """Load the checkpoint into `train_state`, check what can be checked before the first step, print the header and
     open the log.
 
@@ -236,7 +239,7 @@ def ready_run(opened: OpenedTraining, train_state: state.TrainState, recipe: pla
     """
     settings, checkpoint, folder, device = opened.settings, opened.resumed_checkpoint, opened.folder, opened.device
     possible_lengths = np.arange(settings.sequence_length + 1)  # tokens of a document, whose attention depends on them
-    flops_by_length, flops_text = models.flops_or_zeros(train_state.model, possible_lengths, recipe.get_flops_by_length)
+    flops_by_length, flops_text = models.flops_or_zeros(train_state.model, possible_lengths, get_flops_by_length)
     if settings.min_mfu and not flops_by_length.any():
         raise base.UserError(f"--min-mfu: {flops_text}")
     sharding_text = models.verify_sharding(settings, train_state.model, train_state.optimizer, opened.mesh)
@@ -329,7 +332,9 @@ def evaluate_and_log(run: Run, due: job.Actions, metrics: dict, stop: job.StopRe
         run.log.write(metrics)
         raise
     metrics |= losses
-    run.checkpoints.record_eval_loss(run.state, metrics["eval_loss"])  # for the next save, or one of this step
+    run.checkpoints.record_eval_loss(
+        run.state, metrics["eval_loss"]
+    )  # for the next save, and a checkpoint of this step without it
     run.log.write(metrics, samples)
     if problem := report.first_not_finite(metrics):
         raise_divergence(run, problem)
@@ -430,7 +435,7 @@ def evaluate_only(args: flags.Args, device: torch.device, recipe: plan.Recipe) -
         model = recipe.build_model(settings, opened.config, mesh, device, read_weights=not checkpoint)
         loaded = state.TrainState(model)
         if checkpoint:
-            # or of a newer one, if a run that goes on has removed it meanwhile
+            # returns a newer one, if a running run has removed this one meanwhile
             opened.resumed_checkpoint = state.load_for_inference(settings, loaded, opened.config, checkpoint)
         state.check_finite(settings, loaded, opened.resumed_checkpoint)
         if settings.eval_interval:
@@ -461,7 +466,8 @@ def generate_samples(opened: Opened, model: transformers.PreTrainedModel, device
     settings, prompts, dataset = opened.settings, opened.prompts, opened.dataset
     if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.first_words:
         prompts = [dataset.first_words]  # --demo has no prompt for other data: continue their first words
-    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, opened.is_chat_model, opened.tokenizer))
+    is_chat = opened.is_chat_model()
+    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, is_chat, opened.tokenizer))
     texts = render_prompts(opened, prompts)
     return [models.sample(settings, text, stop_ids, model, opened.tokenizer, device) for text in texts]
 
@@ -469,5 +475,6 @@ def generate_samples(opened: Opened, model: transformers.PreTrainedModel, device
 def export(opened: Opened, loaded: state.TrainState) -> None:
     """Write the folder of --export."""
     settings, trained_on = opened.settings, state.trained_on(opened.settings, opened.record)
-    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, opened.is_chat_model, opened.tokenizer))
+    is_chat = opened.is_chat_model()
+    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, is_chat, opened.tokenizer))
     state.export(settings, loaded, opened.tokenizer, stop_ids, trained_on, opened.replaced_run)

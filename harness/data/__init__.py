@@ -34,7 +34,7 @@ from harness.data.loader import Batches, eval_batches, mean_losses, training_bat
 from harness.data.mixture import DataRecord, SequenceOrder, SourceRecord, describe_changes, read_data_record
 from harness.data.opening import Opening, load, open_sequences, open_sources, show_samples
 from harness.data.packing import PackedDataset, SyntheticDataset, create_collate_fn
-from harness.data.prompts import are_chats, end_tokens, is_record_of_chats, read_prompts, render_prompt
+from harness.data.prompts import are_chats, end_tokens, read_prompts, render_prompt
 from harness.data.reader import CorpusReader
 from harness.data.schema import Conversation
 from harness.data.stream import Position
@@ -62,7 +62,6 @@ __all__ = [
     "eval_batches",
     "evaluates_own_data",
     "find",
-    "is_record_of_chats",
     "load",
     "masks_documents",
     "mean_losses",

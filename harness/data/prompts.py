@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from harness import base, flags
 from harness.data.chat import ChatEncoder
 from harness.data.corpora import Corpus
-from harness.data.mixture import DataRecord
 from harness.data.packing import SyntheticDataset, sequence_tokens
 from harness.data.schema import LAYOUTS, BadRecord, Conversation, describe_layouts, find_document, is_objects
 from harness.data.stream import Stream
@@ -109,11 +108,6 @@ def are_chats(corpora: list[Corpus]) -> bool:
     """True if some of the corpora that a run trains on, or else evaluates, are conversations."""
     sources = [corpus for corpus in corpora if not corpus.is_eval_dataset] or corpora
     return any(corpus.is_chat for corpus in sources)
-
-
-def is_record_of_chats(record: DataRecord) -> bool:
-    """True if some of the sources of a run were conversations."""
-    return any(spec.get("chat") for spec in record.sources.values())
 
 
 def first_words(corpora: list[Corpus], sequences: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:

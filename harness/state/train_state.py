@@ -97,13 +97,14 @@ class TrainState(Counters):
 
     # ---- Counting ----------------------------------------------------------------------------------------------------
 
-    def advance(self, data: corpora.TrainingData, tokens: int) -> None:
-        """Count an optimizer step of `data`, the training data: samples, tokens and the learning rate schedule."""
+    def advance(self, record: corpora.DataRecord, tokens: int) -> None:
+        """Count an optimizer step: its samples, which the `record` of the data tells, its `tokens`, and the schedule of
+        the learning rate."""
         self.step += 1
         self.eval_loss = None
         self.new_positions |= self.step_positions
         self.step_positions.clear()
-        samples = data.record.samples_of_step(self.step)
+        samples = record.samples_of_step(self.step)
         self.samples += len(samples)
         self.tokens += tokens
         self.scheduler.step()
