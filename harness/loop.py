@@ -464,8 +464,8 @@ def generate_samples(opened: Opened, model: transformers.PreTrainedModel, device
     """Generate a continuation of each prompt; for conversations, an answer to it."""
     job.enter_phase("sampling")
     settings, prompts, dataset = opened.settings, opened.prompts, opened.dataset
-    if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.first_words:
-        prompts = [dataset.first_words]  # --demo has no prompt for other data: continue their first words
+    if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.demo_prompt:
+        prompts = [dataset.demo_prompt]  # --demo has no prompt for other data: continue their first words
     is_chat = opened.is_chat_model()
     stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, is_chat, opened.tokenizer))
     texts = render_prompts(opened, prompts)

@@ -5,7 +5,7 @@ from harness.base.console import exit_with_error, ignore_closed_pipes, print_jso
 from harness.base.devices import CLOCK_STOPPED, GIB, memory_metrics, trim_host_memory, wait_for_device
 from harness.base.errors import UserError
 from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, Gpu, choose_kind, find_gpu, unlisted
-from harness.base.hub import answer_from_cache_without_network
+from harness.base.hub import set_hub_offline_without_network
 from harness.base.labels import IGNORE_INDEX
 from harness.base.ranks import (
     WORK,
@@ -76,7 +76,6 @@ __all__ = [
     "UserError",
     "all_gather_objects",
     "all_to_all_lists",
-    "answer_from_cache_without_network",
     "broadcast_from_node_main",
     "broadcast_from_rank_0",
     "call_on_all_ranks",
@@ -109,6 +108,7 @@ __all__ = [
     "refuse_missing_packages",
     "refuse_old_python",
     "send",
+    "set_hub_offline_without_network",
     "shortened",
     "step_in_name",
     "sync_to_disk",

@@ -9,7 +9,7 @@ import urllib.parse
 from harness.base.text import is_url
 
 
-def answer_from_cache_without_network(source: str) -> None:
+def set_hub_offline_without_network(source: str) -> None:
     """Set the hub libraries to offline mode if `source` is not local and the hub's address cannot be resolved.
     Otherwise they retry for 20 s for each file, with warnings."""
     from huggingface_hub import constants

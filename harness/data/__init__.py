@@ -24,14 +24,15 @@ The files, in an order in which none needs a later one, but `opening`, where rea
     loader                      samples -> batches of a rank
     header, prompts             what is printed about it; the texts that samples continue
 
-An int named `samples` is a count of samples, `num_samples` where the samples themselves are in scope too. `doc_ends`
-and `doc_starts` are positions of tokens: after each document, and of its first token.
+`args` are flags as typed, `settings` resolved ones; a `flags.Flags` may be either. An int named `samples` is a count of
+samples, `num_samples` where the samples themselves are in scope too. `doc_ends` and `doc_starts` are positions of
+tokens: after each document, and of its first token.
 """
 
 from harness.data.corpora import Corpus, find, masks_documents, needs_tokenizer
 from harness.data.eval_split import evaluates_own_data
 from harness.data.loader import Batches, eval_batches, mean_losses, training_batches
-from harness.data.mixture import DataRecord, SequenceOrder, SourceRecord, describe_changes, read_data_record
+from harness.data.mixture import DataRecord, SequenceOrder, SourceSpec, describe_changes, read_data_record
 from harness.data.opening import Opening, load, open_sequences, open_sources, show_samples
 from harness.data.packing import PackedDataset, SyntheticDataset, create_collate_fn
 from harness.data.prompts import are_chats, end_tokens, read_prompts, render_prompt
@@ -52,7 +53,7 @@ __all__ = [
     "Position",
     "Positions",
     "SequenceOrder",
-    "SourceRecord",
+    "SourceSpec",
     "SyntheticDataset",
     "TrainingData",
     "are_chats",

@@ -308,7 +308,7 @@ class ChatEncoder(TextEncoder):
         """Find special tokens in the texts of messages: an error if the text was rendered before, as in
         `<|im_start|>user\nHi<|im_end|>` (see `is_rendered`), else a warning."""
         content = "\n".join(texts_in(conversation.messages))
-        if not self.special_token.search(content):
+        if not self.special_token_pattern.search(content):
             return
         tokens = [token for token in self.special_tokens if token in content]
         if all(text.count(token) == content.count(token) for token in self.special_tokens):
@@ -329,7 +329,7 @@ class ChatEncoder(TextEncoder):
         return [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
 
     @functools.cached_property
-    def special_token(self) -> re.Pattern:
+    def special_token_pattern(self) -> re.Pattern:
         """A pattern of all special tokens, faster than to look for each of 1,000."""
         return re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
 

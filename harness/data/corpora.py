@@ -19,7 +19,7 @@ from harness.data.formats import find_format, is_token_file, read_records, repor
 from harness.data.schema import KINDS, LAYOUTS, MASKED_KINDS, BadRecord, Conversation, describe_layouts, kind_of
 
 DEFAULT_EVAL_SPLIT = "validation"
-MAX_INSPECTED = 100  # files, and records of each; the first valid record decides the kind of a corpus
+MAX_INSPECTED = 100  # files, and records of each; the first valid record, or bad conversation, decides the kind
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from harness.data.corpora import (
     parse_split,
     refuse_trained_files,
 )
-from harness.data.mixture import SourceRecord
+from harness.data.mixture import SourceSpec
 from harness.data.packing import EvalSequences
 from harness.data.tokens import Tokens
 
@@ -44,7 +44,8 @@ class EvalData:
 
 
 class EvalChoice(NamedTuple):
-    """What is evaluated of a source, and what is not trained on."""
+    """What is evaluated of a source, and what is not trained on: eval documents may be kept out of training although a
+    split is evaluated."""
 
     split: str | None = None  # the split that is evaluated, the training split itself if nothing is trained; else None
     rule: str | None = None  # by which eval documents are taken out of the training split; None if none are
@@ -79,35 +80,35 @@ def is_eval_document(document: str | np.ndarray) -> bool:
     return zlib.crc32(content) % EVERY == 0
 
 
-def choose_eval_split(settings: flags.Flags, corpus: Corpus, spec: SourceRecord | None, rule: str) -> EvalChoice:
+def choose_eval_split(settings: flags.Flags, corpus: Corpus, recorded: SourceSpec | None, rule: str) -> EvalChoice:
     """Choose what is evaluated of a source: --eval-split; by default its split `validation`, unless that is trained on;
     else the eval documents that `rule` chooses, or all of it if no run trained or trains on it. Eval documents that a
     checkpoint recorded stay out of training, whatever is evaluated.
 
     Args:
-        spec: what was recorded of the source when it was trained on; None if it was not.
+        recorded: the spec of the source when it was trained on; None if it was not.
     """
     if not settings.eval_interval:  # a resume of a run that evaluated is refused without it
         return EvalChoice()
-    was_divided = bool(spec and spec.get("eval_rule"))
-    if was_divided and spec["eval_rule"] != rule:
+    was_divided = bool(recorded and recorded.get("eval_rule"))
+    if was_divided and recorded["eval_rule"] != rule:
         advice = "add" if rule == BY_NUMBER else "leave out"
         problem = "the run chose its eval documents differently"
         raise base.UserError(f"--dataset {corpus.source.dataset}: {problem}; {advice} --streaming")
     split = settings.eval_split
     if flags.is_eval_dataset(split):
         return EvalChoice(rule=rule if was_divided else None)
-    if split and spec and not settings.num_steps and flags.splits_overlap(corpus.split, split):
+    if split and recorded and not settings.num_steps and flags.splits_overlap(corpus.split, split):
         raise base.UserError(f"--eval-split {split}: it overlaps {corpus.split!r}, which was trained on; give another")
     if split:
         return EvalChoice(split, rule if was_divided else None)
     if was_divided:
         return EvalChoice(rule=rule, evaluates_documents=True)
-    is_trained = bool(settings.num_steps or spec)
+    is_trained = bool(settings.num_steps or recorded)
     trains_on_validation = is_trained and flags.splits_overlap(corpus.split, DEFAULT_EVAL_SPLIT)
     if DEFAULT_EVAL_SPLIT in corpus.listing.splits and not trains_on_validation:
         return EvalChoice(DEFAULT_EVAL_SPLIT)
-    if spec:
+    if recorded:
         problem = f"the run has no eval documents of {corpus.source.dataset} that are known"
         raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
     if not settings.num_steps:
@@ -128,7 +129,7 @@ def refuse_overlap(split: str, tokens: Tokens, other_split: str, eval_tokens: To
         raise base.UserError(f"--eval-split {other_split}: {problem}; begin it where that ends")
 
 
-def find_trained_spec(trained_on: Sequence[SourceRecord], beginning: str) -> SourceRecord | None:
+def find_trained_spec(trained_on: Sequence[SourceSpec], beginning: str) -> SourceSpec | None:
     """The spec of the source in `trained_on` whose tokens have this `beginning`, read from the token cache or streamed;
     None if none has. If several runs trained on it with different rules, no document is known to be untrained."""
     found = [spec for spec in trained_on if spec.get("beginning") == beginning]
@@ -137,7 +138,7 @@ def find_trained_spec(trained_on: Sequence[SourceRecord], beginning: str) -> Sou
     return found[0] if found else None
 
 
-def refuse_changed_source(name: str, before: SourceRecord | None, now: SourceRecord) -> None:
+def refuse_changed_source(name: str, before: SourceSpec | None, now: SourceSpec) -> None:
     """Raise a UserError if a source is not as recorded `before`: then its eval documents are not known."""
     for key, value in (before or {}).items():
         if now.get(key) != value:
@@ -159,7 +160,7 @@ def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
     read, evaluated = files_of_sources(settings)
     for file in trained.keys() & evaluated.keys():
         (_, trained_split), split = trained[file], evaluated[file]
-        # another name of a split says nothing: the file may have been a source of its own
+        # refused unless both are slices of one split that do not overlap: of another split it may be the same file
         if split.partition("[")[0] != trained_split.partition("[")[0] or flags.splits_overlap(trained_split, split):
             problem = f"it overlaps {trained_split!r} of {file}, which the run trained on"
             raise base.UserError(f"--eval-split {split}: {problem}; give one that does not")

@@ -129,6 +129,7 @@ def find_splits(dataset: str, names: list[str]) -> list[str]:
         return splits
     path_splits = [split or split_in(dataset, name, name.split("/")) for split, name in zip(splits, names, strict=True)]
     if any(splits):  # files of no split are trained on then, but not those whose own names have another split
+        # "train" too is "": beside a split train, the files without one would be left out
         return ["" if split == "train" else split for split in path_splits]
     return path_splits
 
@@ -188,7 +189,7 @@ def walk(top: str) -> Iterator[str]:
 def find_on_hub(dataset: str, subset: str | None) -> Listing:
     """List the files of a data set of the hub, by split, as `datasets` resolves them; without a network those that were
     downloaded before. No code of the data set is run."""
-    base.answer_from_cache_without_network(dataset)  # before the imports, which read HF_HUB_OFFLINE
+    base.set_hub_offline_without_network(dataset)  # before the imports, which read HF_HUB_OFFLINE
     import datasets
     from huggingface_hub import constants, snapshot_download
 

@@ -68,8 +68,8 @@ class Batches:
         return int(total) // self.ranks_per_sequence, lengths
 
     def batch_to_check(self, was_skipped: bool) -> dict[str, Any]:
-        """Return the last microbatch of the last complete step. If that was skipped, its microbatch may be the cause:
-        then the one of the previous check, if there was one."""
+        """Return the microbatch of one more pass that looks for NaN before a save: the last one of the last complete
+        step. If that was skipped, this may be the cause: then the one of the previous check, if there was one."""
         if not (was_skipped and self.checked):
             self.checked = {name: value for name, value in self.last.items() if name != "loss_divisor"}
         return self.checked

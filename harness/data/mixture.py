@@ -99,16 +99,17 @@ class Mixture:
     def block_at(self, sample: int) -> Block:
         """The block of a sample."""
         segment, shard = self.segment_at(sample), sample % self.num_shards
-        begin = self.samples_in_shard(segment.first, shard)
-        offset = (sample // self.num_shards - begin) // BLOCK * BLOCK  # samples of the segment before the block
-        first = (begin + offset) * self.num_shards + shard
+        begin_in_shard = self.samples_in_shard(segment.first, shard)
+        # samples of the segment before the block, in the shard
+        offset_in_segment = (sample // self.num_shards - begin_in_shard) // BLOCK * BLOCK
+        first = (begin_in_shard + offset_in_segment) * self.num_shards + shard
         if first not in self.blocks:
             if len(self.blocks) >= MAX_BLOCKS + self.num_shards:
                 self.blocks.pop(next(iter(self.blocks)))
-            before, after = segment.divide(offset), segment.divide(offset + BLOCK)
+            before, after = segment.divide(offset_in_segment), segment.divide(offset_in_segment + BLOCK)
             taken = np.zeros(len(self.names), np.int64)
-            if begin:  # what was taken before this segment needs the last block of the one before it, and so on
-                taken += self.count_in_shard(begin, shard)
+            if begin_in_shard:  # recursion: what was taken before is in the last block of the segment before
+                taken += self.count_in_shard(begin_in_shard, shard)
             for name, count in before.items():
                 taken[self.names.index(name)] += count
             parts = spread([after[name] - before[name] for name in after], f"{self.seed} mixture {first}")
@@ -146,6 +147,7 @@ def with_batch(segments: list[Segment], samples_per_step: int, steps_before: int
     """The same mixture with another global batch from sample `first` on, which comes after `steps_before` steps: a
     segment begins there, and those that are planned keep their steps."""
     begun = [segment for segment in segments if segment.first <= first]
+    # instead of a segment that begins here, if there is one
     changed = [dataclasses.replace(begun[-1], first=first, steps_before=steps_before)]
     for segment in segments[len(begun) :]:
         begin = first + (segment.steps_before - steps_before) * samples_per_step
@@ -183,7 +185,7 @@ class SequenceOrder:
 # The record
 
 
-class SourceRecord(TypedDict, total=False):
+class SourceSpec(TypedDict, total=False):
     """How a source is read and by what it is recognized, as a checkpoint's DataRecord has it."""
 
     eval_rule: str | None  # by_number or by_content: how its eval documents are chosen; None if it has none
@@ -198,7 +200,7 @@ class DataRecord:
     """The record of a run's data in a checkpoint, so far and as planned: from it a resumed run, and `--show-samples`,
     know which sample comes when."""
 
-    sources: dict[str, SourceRecord]  # by name, of each source that the run has or had
+    sources: dict[str, SourceSpec]  # by name, of each source that the run has or had
     # The source whose order does not depend on its name (`SequenceOrder`): the only one when the run first started, so
     # that two runs on one text, and `get_dataset`, have the same order; None if there were several.
     ordered_without_name: str | None
@@ -251,7 +253,7 @@ def read_data_record(manifest: dict[str, Any]) -> DataRecord:
 def make_record(
     *,
     settings: flags.Flags,
-    sources: dict[str, SourceRecord],
+    sources: dict[str, SourceSpec],
     weights: dict[str, Fraction],
     tokens_per_sample: dict[str, Fraction],
     samples_per_step: int,

@@ -28,12 +28,11 @@ from harness.data.corpora import (
 from harness.data.eval_split import BY_CONTENT, BY_NUMBER, RULES, EvalData, choose_eval_split, find_trained_spec
 from harness.data.header import describe, describe_eval_data, describe_packing, describe_step
 from harness.data.loader import ranks_evaluating
-from harness.data.mixture import DataRecord, SequenceOrder, SourceRecord, make_record, read_data_record
+from harness.data.mixture import DataRecord, SequenceOrder, SourceSpec, make_record, read_data_record
 from harness.data.packing import PackedDataset, SyntheticDataset
-from harness.data.prompts import first_words
+from harness.data.prompts import demo_prompt
 from harness.data.reader import CorpusReader
 from harness.data.stream import Stream, max_shards
-from harness.data.tokens import differing_tokenizer
 from harness.data.training_data import OpenedSource, TrainingData, mean_sample_tokens, mix
 
 if TYPE_CHECKING:
@@ -45,19 +44,19 @@ STREAM_EVAL_SEQUENCES = 256  # without an eval split: all eval documents of a st
 
 @dataclass
 class Opening:
-    """The opened sources of a run, and the arguments with which they were opened; see `load`."""
+    """The sources of a run, opened one after another into `opened`, and what they are opened with; see `load`."""
 
     reader: CorpusReader
     before: DataRecord | None  # the checkpoint's record of the data; None for a new run
-    trained_on: Sequence[SourceRecord]
+    trained_on: Sequence[SourceSpec]
     trains: bool
     samples_per_step: int
     num_shards: int
     opened: dict[str, OpenedSource] = field(default_factory=dict)  # by name
 
-    def recorded_spec(self, corpus: Corpus, beginning: str) -> SourceRecord | None:
-        """The spec of a source when it was trained on: by its name in the checkpoint, else by its `beginning`, as it
-        may have had another name."""
+    def recorded_spec(self, corpus: Corpus, beginning: str) -> SourceSpec | None:
+        """The spec of a source when it was trained on: by its name in the checkpoint, else by its `beginning`, a
+        checksum of its first tokens, as it may have had another name."""
         recorded = self.before.sources if self.before else {}
         specs = [*recorded.values()]
         if not self.trains:  # a run that trains further has an order and eval documents of its own
@@ -71,7 +70,7 @@ def load(
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
     manifest: dict | None = None,
-    trained_on: Sequence[SourceRecord] = (),
+    trained_on: Sequence[SourceSpec] = (),
     opening: Opening | None = None,
 ) -> TrainingData:
     """Open the training and eval data of a run, with the header's lines about them; the eval data alone if nothing is
@@ -81,9 +80,9 @@ def load(
     Args:
         manifest: that of the checkpoint whose data are read: a resume, or an evaluation of the run's own data. Its
             specs decide how sources are read, and its mixture continues.
-        trained_on: the specs of the sources that the weights were trained on, if these came from an export or other
-            data are evaluated. Without training a source that is not among them and has no eval split is evaluated in
-            full.
+        trained_on: the specs of the sources that the weights were trained on, if the weights came from an export, or if
+            the data that are evaluated are not the run's. Without training a source that is not among them and has no
+            eval split is evaluated in full.
         opening: what `open_sources` returned, if it was called before: --num-epochs needs the sizes of the sources.
     """
     eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_dataset), None)
@@ -112,7 +111,7 @@ def load(
     data = TrainingData({name: source.train for name, source in opened.items()}, record, length, settings.seed)
     eval_sets = {name: source.eval_data for name, source in opened.items() if source.eval_data}
     if eval_corpus:
-        specs = [*trained_on, *(source.spec for source in opened.values())]
+        specs = [*trained_on, *record.sources.values()]
         eval_sets = {eval_corpus.name: open_eval_dataset(settings, eval_corpus, opening.reader, specs)}
     if settings.eval_interval:
         data.eval_data = {name: eval_set.sequences for name, eval_set in eval_sets.items()}
@@ -123,8 +122,8 @@ def load(
     if eval_corpus:
         data.header["eval data"] = describe_eval_data(eval_sets[eval_corpus.name])
     # eval data first: those of a stream are at hand, its training data are not
-    data.first_words = base.broadcast_from_rank_0(
-        lambda: first_words(corpora, data.eval_data or data.sources, tokenizer)
+    data.demo_prompt = base.broadcast_from_rank_0(
+        lambda: demo_prompt(corpora, data.eval_data or data.sources, tokenizer)
     )
     return data
 
@@ -156,7 +155,7 @@ def open_sources(
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
     manifest: dict | None = None,
-    trained_on: Sequence[SourceRecord] = (),
+    trained_on: Sequence[SourceSpec] = (),
 ) -> Opening:
     """Open the sources of a run; arguments as `load` has them. Every rank calls this."""
     corpora = [corpus for corpus in corpora if not corpus.is_eval_dataset]
@@ -225,7 +224,8 @@ def refuse_shared_files(corpora: list[Corpus], opened: dict[str, OpenedSource]) 
         eval_data = opened[corpus.name].eval_data
         rules = {opened[name].spec["eval_rule"] for name in (corpus.name, other.name)}
         are_alike = corpus.split == other.split and paths[corpus.name] == paths[other.name]
-        if eval_data is None or are_alike or (not eval_data.split and rules == {BY_CONTENT}):
+        both_by_content = rules == {BY_CONTENT} and eval_data is not None and not eval_data.split
+        if eval_data is None or are_alike or both_by_content:
             continue
         eval_files = corpus.listing.files_in_split(parse_split(eval_data.split or corpus.split)[0])
         shared = {file.real_path for file in eval_files}.intersection(paths[other.name])
@@ -235,7 +235,7 @@ def refuse_shared_files(corpora: list[Corpus], opened: dict[str, OpenedSource]) 
             raise base.UserError(f"--dataset: {problem}; {advice}")
 
 
-def refuse_trained(eval_split: str, beginning: str, trained_on: Sequence[SourceRecord]) -> None:
+def refuse_trained(eval_split: str, beginning: str, trained_on: Sequence[SourceSpec]) -> None:
     """Raise a UserError if an eval split has the `beginning` of tokens that were trained on."""
     if find_trained_spec(trained_on, beginning):
         raise base.UserError(f"--eval-split {eval_split}: its tokens were trained on; give what was not")
@@ -255,7 +255,7 @@ def refuse_other_sources(settings: flags.Flags, corpora: list[Corpus], before: D
 
 
 def open_eval_dataset(
-    settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: Sequence[SourceRecord]
+    settings: flags.Settings, corpus: Corpus, reader: CorpusReader, trained_on: Sequence[SourceSpec]
 ) -> EvalData:
     """Open an --eval-split that is a dataset of its own, from the token cache or token files, also with --streaming. It
     is an error if one of the sources in `trained_on` has the same first tokens."""
@@ -306,24 +306,22 @@ def open_cached(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
     reader, dataset = opening.reader, corpus.source.dataset
     data_name = f"{dataset}, split {corpus.split!r}"
     prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
+    # opened also if nothing is trained and another split is evaluated: it tells if the weights were trained on it
     tokens, origin = reader.open_tokens(corpus, corpus.split)
     beginning = tokens.beginning()
     recorded = opening.recorded_spec(corpus, beginning)
     choice = choose_eval_split(settings, corpus, recorded, BY_NUMBER)
     job.print0("data      ", prefix + origin)
-    warning = differing_tokenizer(tokens.files, reader.tokenizer)
-    if warning:
-        job.warn(warning)
     eval_data = None
     evaluated: PackedDataset | None = None
     if choice.rule:
         tokens = reader.with_doc_ends(tokens)
         num_documents = len(tokens.doc_ends)
         tokens, eval_tokens = eval_split.divide(tokens)
-        name = f"{RULES[choice.rule]}, {len(eval_tokens.doc_ends):,} of {num_documents:,}"
-        if num_documents < eval_split.EVERY:
-            name = f"the last {100 // eval_split.EVERY} % of it"
         if choice.evaluates_documents:
+            name = f"{RULES[choice.rule]}, {len(eval_tokens.doc_ends):,} of {num_documents:,}"
+            if num_documents < eval_split.EVERY:
+                name = f"the last {100 // eval_split.EVERY} % of it"
             evaluated = reader.pack(eval_tokens, f"{data_name}, {RULES[choice.rule]}")
             eval_data = EvalData(evaluated, name)
     if choice.split == corpus.split:  # nothing is trained: all of it is evaluated
@@ -340,10 +338,10 @@ def open_cached(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
         eval_data = EvalData(evaluated, choice.split, choice.split, eval_tokens.beginning())
     # without training, what is evaluated stands in for the training data, of which there may be too few
     train = reader.pack(tokens, data_name) if settings.num_steps or evaluated is None else evaluated
-    trains = settings.num_steps > 0 and not settings.show_samples
-    for word, line in describe_packing(corpus, train, reader, with_example=trains).items():
+    with_example = settings.num_steps > 0 and not settings.show_samples
+    for word, line in describe_packing(corpus, train, reader, with_example).items():
         job.print0(f"{word:10}", prefix + line)
-    spec: SourceRecord = {"eval_rule": choice.rule, "dataset": tokens.fingerprint(), "beginning": beginning}
+    spec: SourceSpec = {"eval_rule": choice.rule, "dataset": tokens.fingerprint(), "beginning": beginning}
     if corpus.is_chat:
         spec["chat"] = True
     if train.depends_on_end_of_text:
@@ -379,7 +377,7 @@ def open_stream(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
             eval_data.beginning = base.broadcast_from_rank_0(eval_stream.identify)["beginning"]
         if len(eval_data.sequences) == count:
             eval_data.description += f", the first {base.counted(count, 'sequence')}"
-    spec: SourceRecord = {"eval_rule": choice.rule, **fingerprint}
+    spec: SourceSpec = {"eval_rule": choice.rule, **fingerprint}
     if choice.evaluates_documents and not settings.num_steps:
         eval_split.refuse_changed_source(corpus.name, recorded, spec)
     return OpenedSource(stream.reading("training") if choice.rule else stream, eval_data, spec)
@@ -409,9 +407,10 @@ def open_split(settings: flags.Settings, corpus: Corpus, opening: Opening, split
 def choose_num_shards(
     settings: flags.Settings, corpora: list[Corpus], before: DataRecord | None, samples_per_step: int
 ) -> int:
-    """The number of stream shards of a run: the checkpoint's, or --streams, and no more than the chunks of any source.
-    Sample i is read from shard i % N. By default N is the smallest multiple of a step's samples that is not below the
-    number of files: each step then takes one sequence or none of each shard, and a shard reads about a file or less.
+    """The number N of stream shards of a run (--streams), the checkpoint's on a resume, and no more than the chunks of
+    any source, which are parts of its files (see `stream`). Sample i is read from shard i % N. By default N is the
+    smallest multiple of a step's samples that is not below the number of files: each step then takes one sequence or
+    none of each shard, and a shard reads about a file or less.
 
     Raises:
         UserError: --streams differs from the checkpoint's number, or an added source has fewer chunks than that.
@@ -517,7 +516,7 @@ def open_sequences(
 
     def look(source: flags.Source) -> Corpus:
         wanted = split or flags.default_split(source.dataset, streaming=False)
-        field_wins = isinstance(text_field, str)
+        field_wins = isinstance(text_field, str)  # as a caller names one; the default is a tuple
         return inspect_source(source, [wanted], fields, field_wins, subset, reader.cache_dir)
 
     sources = flags.parse_sources(dataset)

@@ -131,7 +131,7 @@ class PackedDataset(Dataset):
     def depends_on_end_of_text(self) -> bool:
         """True if the end-of-text token decides the sequences: files have no boundaries, and a document mask, an eval
         split or best-fit packing needs them."""
-        return self.tokens.needs_end_of_text and (self.document_mask or self.tokens.known_doc_ends is not None)
+        return self.tokens.needs_end_of_text and (self.document_mask or self.tokens.given_doc_ends is not None)
 
     def num_documents(self) -> int:
         """Documents of all tokens."""
@@ -168,7 +168,8 @@ class WholeDocumentDataset(PackedDataset):
     """Sequences of `seq_len + 1` tokens that hold one whole document or several, and then padding.
 
     A document's labels end with it: its last token does not predict the first of the next. Padding is not trained on
-    and counts as no token. A document longer than a sequence is cut into pieces, see `cut_long`.
+    and counts as no token. A document longer than a sequence is cut into pieces, see `cut_long`. Sequences are found by
+    their pieces: what the base class has of sequences end to end (`label_counts`, `kept`, `input_range`) is not used.
     """
 
     def __init__(
@@ -258,7 +259,7 @@ def pack_once(
             array.tofile(folder / f"{name}.bin")
         return counts
 
-    # token files have no key: they have no mask, so the lengths of documents are all that matters
+    # token files have no key: they have no mask, so where documents lie is all that matters
     keys = [file.cache_key for file in tokens.files]
     digests = [hashlib.sha256(array.data).hexdigest() for array in (tokens.starts, tokens.stops, tokens.doc_ends)]
     return make_once("packing", [VERSION, keys, digests, seq_len, packing, seed], make, cache_dir)

@@ -110,7 +110,7 @@ def are_chats(corpora: list[Corpus]) -> bool:
     return any(corpus.is_chat for corpus in sources)
 
 
-def first_words(corpora: list[Corpus], sequences: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:
+def demo_prompt(corpora: list[Corpus], sequences: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """The first words of the first source of `sequences`, which --demo with another --dataset continues as its sample;
     empty if it has no text."""
     dataset = next(iter(sequences.values()))

@@ -22,7 +22,7 @@ from harness.data.formats import read_records
 from harness.data.packing import PackedDataset, WholeDocumentDataset, pack_once
 from harness.data.schema import read_documents
 from harness.data.tokenize import RowEncoder, TextEncoder, take
-from harness.data.tokens import Tokens, describe_files, map_numbers
+from harness.data.tokens import Tokens, describe_files, differing_tokenizer, map_numbers
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
 
@@ -52,6 +52,8 @@ class CorpusReader:
             return RowEncoder(self.tokenizer, self.vocab_size)
         if not corpus.is_chat:
             return TextEncoder(self.tokenizer, self.vocab_size)
+        if self.tokenizer is None:
+            raise base.UserError(f"--dataset {corpus.source.dataset}: holds conversations, and there is no tokenizer")
         chat = self.chat_encoder(corpus)
         chat.check(corpus.source.dataset)
         return chat
@@ -73,6 +75,8 @@ class CorpusReader:
                 lambda: [formats.open_token_file(file, self.vocab_size) for file in split_files]
             )
             line = describe_files(opened)
+            if warning := differing_tokenizer(opened, self.tokenizer):
+                job.warn(warning)
         else:
             rows = None
             if corpus.listing.is_hub and bounds:
@@ -142,7 +146,7 @@ class CorpusReader:
         folder, _ = base.broadcast_from_node_main(
             lambda: make_once("ends", identity, write, self.cache_dir), self.is_main
         )
-        return dataclasses.replace(tokens, known_doc_ends=map_numbers(str(folder / "doc_ends.bin"), np.int64))
+        return dataclasses.replace(tokens, given_doc_ends=map_numbers(str(folder / "doc_ends.bin"), np.int64))
 
     def check_doc_ends(self, tokens: Tokens) -> None:
         """Raise a UserError if neither the files nor an end-of-text token say where documents end."""

@@ -280,9 +280,8 @@ def find_document(record: Any, names: tuple[str, ...]) -> Record:
         is_there = has_layout(fields, name) if name in LAYOUTS else name in fields
         if is_there:
             return read_fields(fields, name)
-    wanted = names[
-        -1
-    ]  # the typed --text-field or the default, which the error names; a layout while a corpus is inspected
+    # for the error: the field of texts; a layout in a corpus of conversations, or where a typed field was tried first
+    wanted = names[-1]
     if isinstance(fields.get(wanted), str):  # --text-field messages, and the column has texts
         return read_fields(fields, wanted)
     missing = missing_in(fields, LAYOUTS[wanted]) if wanted in LAYOUTS else wanted
@@ -459,6 +458,7 @@ def calls_of(message: dict) -> list:
     """Return the functions that a message calls, each with a name and arguments, also of OpenAI's older field
     `function_call`."""
     calls = message.get("tool_calls") or []
+    calls = calls if isinstance(calls, list) else [calls]
     functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
     older = message.get("function_call")
     return [*functions, older] if older else functions

@@ -60,7 +60,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     if has_password(url):
         problem = "a password in a URL would be logged"
         raise base.UserError(f"--dataset {scheme}://: {problem}; give it as {scheme}'s package takes it")
-    base.answer_from_cache_without_network(url)
+    base.set_hub_offline_without_network(url)
     options: dict[str, Any] = {"use_listings_cache": False}  # files may change during a run
     if scheme in ("s3", "s3a"):  # retried here
         user_options = fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})

@@ -29,7 +29,7 @@ from harness import base
 from harness.data.eval_split import is_eval_document
 from harness.data.files import DataFile
 from harness.data.formats import find_format, read_records
-from harness.data.mixture import SourceRecord
+from harness.data.mixture import SourceSpec
 from harness.data.packing import PackedSequence, StreamEvalSequences, mask_boundaries, sequence_tokens
 from harness.data.schema import read_documents
 from harness.data.tokenize import Encoded, TextEncoder, take
@@ -150,7 +150,7 @@ class Stream:
             np.concatenate([part.tokens for part in found]), np.concatenate([part.lengths for part in found])
         )
 
-    def identify(self) -> SourceRecord:
+    def identify(self) -> SourceSpec:
         """What identifies the corpus, wherever it is stored: the names and sizes of its files, and its first tokens. A
         UserError if it holds no text."""
         tolerant = copy.copy(self)
@@ -187,6 +187,7 @@ class Stream:
         sent: list[list[tuple]] = [[] for _ in range(dist.get_world_size())]
         for first, encoded in parts.items():
             last, doc_ends = first + len(encoded.tokens), first + np.cumsum(encoded.lengths)
+            # from the sequence whose last label is the token `first` on
             for sequence in range(max(0, (first - 1) // length), min(num_sequences, -(-last // length))):
                 begin = sequence * length
                 start, stop = max(begin, first), min(begin + length + 1, last)
@@ -196,12 +197,12 @@ class Stream:
                 for rank in ranks_evaluating(sequence):
                     sent[rank].append(message)
         tokens: dict[int, np.ndarray] = {}
-        doc_ends_in: dict[int, list[np.ndarray]] = {}
+        ends_by_sequence: dict[int, list[np.ndarray]] = {}
         for sequence, start, stretch, inside in itertools.chain.from_iterable(base.all_to_all_lists(sent)):
             tokens.setdefault(sequence, np.zeros(length + 1, self.encoder.dtype))[start:][: len(stretch)] = stretch
-            doc_ends_in.setdefault(sequence, []).append(inside)
+            ends_by_sequence.setdefault(sequence, []).append(inside)
         held = {}
-        for sequence, found in doc_ends_in.items():
+        for sequence, found in ends_by_sequence.items():
             held[sequence] = self.first_sequence(tokens[sequence], np.sort(np.concatenate(found)))
         held[0] = base.broadcast_from_rank_0(lambda: held[0])
         first_digest = hashlib.sha256(sequence_tokens(held[0]).tobytes()).hexdigest()
@@ -251,7 +252,9 @@ def cut_into_chunks(files: list[DataFile], num_shards: int) -> list[list[Part]]:
     cut_files = [file for file in cut_files if file.size]
     ends = list(itertools.accumulate(file.size for file in cut_files))
     if not ends:
-        return [[part] for part in parts or map(Part, files)]  # all files are empty: the error comes when they are read
+        return [
+            [part] for part in parts or map(Part, files)
+        ]  # none can be cut anywhere; if all are empty, reading raises the error
     most = max(min(MAX_CHUNK, MAX_OPEN_BYTES // num_shards), MIN_CHUNK)
     count = num_shards * -(-ends[-1] // (num_shards * most))
     chunks = []
@@ -310,8 +313,8 @@ class ShardReader:
         self.tokens, self.doc_ends = np.empty(0, stream.encoder.dtype), np.empty(0, np.int64)
         # of the portions in the buffer: (first token in the shard, chunk, portion)
         self.portion_starts: collections.deque[tuple[int, int, int]] = collections.deque()
-        self.refill = self._read(stream.portions(shard, position.chunk, position.portion, counts))
-        self.last_sequence = position.sequence
+        self.batches = self._read(stream.portions(shard, position.chunk, position.portion, counts))
+        self.given = position.sequence  # the sequence that was given last
 
     def _read(self, portions: Iterator[tuple[int, int, list]]) -> Iterator[None]:
         """Append to the buffer, batch by batch."""
@@ -327,11 +330,11 @@ class ShardReader:
 
     def sequence(self, number: int) -> np.ndarray | PackedSequence:
         """A sequence of the shard; those between the last call's and this one are skipped."""
-        self.last_sequence = number
+        self.given = number
         first = number * self.stream.seq_len
         last = first + self.stream.seq_len
         while self.start + len(self.tokens) <= last:  # one token more: the last label
-            next(self.refill)
+            next(self.batches)
             self._drop(first)
         self._drop(first)
         if first < self.start:
@@ -349,5 +352,5 @@ class ShardReader:
     def position(self) -> Position:
         """The position from which the sequence that was given last, and those after it, are read again."""
         begin, chunk_number, portion = self.portion_starts[0]
-        offset = self.last_sequence * self.stream.seq_len - begin
-        return Position(self.last_sequence, chunk_number, portion, offset)
+        offset = self.given * self.stream.seq_len - begin
+        return Position(self.given, chunk_number, portion, offset)

@@ -96,14 +96,14 @@ class Tokens:
     `tokens[a:b]` reads these tokens only, and checks their range.
 
     Document boundaries: a file has the ends of its documents, or all its tokens are read to find end-of-text tokens.
-    `file_doc_ends` are those of all files; `known_doc_ends` are the same, given where boundaries decide which tokens
-    these are: a slice, an eval split, best-fit packing. `doc_ends` are those of the stretches."""
+    `file_doc_ends` are those of all files; `given_doc_ends` are the same, given by `cut` and `with_doc_ends`, so where
+    boundaries decide what the sequences are. `doc_ends` are those of the stretches."""
 
     files: list[MappedTokens]
     vocab_size: int | None = None
     end_of_text: int | None = None  # id that ends a document in files without boundaries, as their end does
     stretches: tuple[np.ndarray, np.ndarray] | None = None  # (starts, stops) of each in the files' tokens; None: all
-    known_doc_ends: np.ndarray | None = None
+    given_doc_ends: np.ndarray | None = None
 
     @functools.cached_property
     def file_offsets(self) -> np.ndarray:
@@ -131,7 +131,7 @@ class Tokens:
         """Select stretches of these tokens, `starts[i]` to before `stops[i]` each. They must be one stretch so far."""
         assert len(self.starts) == 1
         first = self.starts[0]
-        return dataclasses.replace(self, stretches=(starts + first, stops + first), known_doc_ends=self.file_doc_ends)
+        return dataclasses.replace(self, stretches=(starts + first, stops + first), given_doc_ends=self.file_doc_ends)
 
     def between(self, first: int, last: int) -> "Tokens":
         """Select the tokens from `first` to before `last`."""
@@ -197,14 +197,14 @@ class Tokens:
     @property
     def knows_doc_ends(self) -> bool:
         """True if no token need be read for the document boundaries: the files have them, or they were read before."""
-        return self.known_doc_ends is not None or not self.needs_end_of_text
+        return self.given_doc_ends is not None or not self.needs_end_of_text
 
     @functools.cached_property
     def file_doc_ends(self) -> np.ndarray:
         """The position after each document of the files, int64, ascending, the last one at the end. All tokens of a
         file without boundaries are read for them."""
-        if self.known_doc_ends is not None:
-            return self.known_doc_ends
+        if self.given_doc_ends is not None:
+            return self.given_doc_ends
         parts = [self._find_doc_ends(file) for file in self.files]
         ends = parts[0]  # of one file they stay mapped
         if len(parts) > 1:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from harness.data.eval_split import EvalData
-from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder, SourceRecord
+from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder, SourceSpec
 from harness.data.packing import PackedSequence, WholeDocumentDataset
 from harness.data.stream import BEGINNING, Position, ShardReader, Stream
 
@@ -25,7 +25,7 @@ class OpenedSource:
 
     train: Any  # a data set of sequences, or a Stream
     eval_data: EvalData | None  # None if nothing of it is evaluated
-    spec: SourceRecord
+    spec: SourceSpec
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class TrainingData:
     eval_data: dict[str, Any] | None = None  # sequences of each source, or of an eval dataset; None: no evaluation
     eval_identity: dict[str, str] = field(default_factory=dict)  # the fingerprint of each of these, for checkpoints
     header: dict[str, str] = field(default_factory=dict)  # lines of the header
-    first_words: str = ""  # of the text, a prompt for a sample
+    demo_prompt: str = ""  # of the text, a prompt for a sample
 
     def __post_init__(self) -> None:
         self.mixture, self.orders = Mixture(self.record.segments, self.seed, self.record.num_shards), {}

@@ -75,7 +75,7 @@ def load_config(model: str) -> PretrainedConfig:
         if is_type:
             config = AutoConfig.for_model(model)
         else:
-            base.answer_from_cache_without_network(source.config)
+            base.set_hub_offline_without_network(source.config)
             config = AutoConfig.from_pretrained(source.config, revision=source.revision, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
         refuse_foreign_code(f"--model {model}", error)
@@ -200,7 +200,7 @@ def read_generation_config(model: str) -> dict:
         ValueError: it is no JSON object.
     """
     _, source, revision = find_source(model)
-    base.answer_from_cache_without_network(source)
+    base.set_hub_offline_without_network(source)
     fields = GenerationConfig().to_dict().keys()
     for name in ("generation_config.json", "config.json"):
         path = pathlib.Path(source, name)

@@ -21,7 +21,7 @@ def load_tokenizer(settings: flags.Args, config: PretrainedConfig) -> PreTrained
     adapters = flags.adapter_folder(settings.model)
     if adapters and not settings.tokenizer and (adapters / "tokenizer_config.json").exists():
         source, revision = str(adapters), None  # it has the template of their training
-    base.answer_from_cache_without_network(source)
+    base.set_hub_offline_without_network(source)
     patches.take_tokenizers_only()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)

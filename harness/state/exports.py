@@ -122,7 +122,7 @@ def read_export_header(folder: pathlib.Path) -> dict[str, str]:
     return {}
 
 
-def trained_on(settings: flags.Settings, record: data.DataRecord | None) -> list[data.SourceRecord]:
+def trained_on(settings: flags.Settings, record: data.DataRecord | None) -> list[data.SourceSpec]:
     """Return the records of the sources that weights were trained on, as far as they are known: those in `record`, and
     those of the run whose export the weights came from. Every rank calls this."""
     sources = list(record.sources.values()) if record else []
@@ -143,7 +143,7 @@ def export(
     state: TrainState,
     tokenizer: PreTrainedTokenizerBase | None,
     stop_ids: list[int],
-    trained_on: list[data.SourceRecord],
+    trained_on: list[data.SourceSpec],
     replaced_run: str,
 ) -> None:
     """Write the folder of --export, for AutoModelForCausalLM and AutoTokenizer.from_pretrained. It replaces an earlier
@@ -262,7 +262,7 @@ def export_bytes(settings: flags.Settings, model: PreTrainedModel) -> int:
 
 
 def write_weights(
-    folder: pathlib.Path, settings: flags.Settings, state: TrainState, trained_on: list[data.SourceRecord]
+    folder: pathlib.Path, settings: flags.Settings, state: TrainState, trained_on: list[data.SourceSpec]
 ) -> None:
     """Write the weights, under their names on the hub. Every rank calls this.
 

@@ -152,7 +152,7 @@ def check_data(settings: flags.Settings, now: corpora.DataRecord, manifest: dict
     return corpora.describe_changes(before, now, manifest["samples"])
 
 
-def differences(before: dict[str, corpora.SourceRecord], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:
+def differences(before: dict[str, corpora.SourceSpec], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:
     """Yield (source, field of its record) for each field that changed. A field that one of the records lacks decides
     nothing there."""
     for name, spec in now.sources.items():

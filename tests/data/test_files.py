@@ -176,7 +176,7 @@ def hub(tmp_path, monkeypatch):
         "validation": [str(tmp_path / "validation.jsonl")],
     }
     builder = types.SimpleNamespace(config=types.SimpleNamespace(data_files=data_files))
-    monkeypatch.setattr(base, "answer_from_cache_without_network", lambda name: None)
+    monkeypatch.setattr(base, "set_hub_offline_without_network", lambda name: None)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, subset: builder)
     return texts

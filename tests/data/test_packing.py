@@ -231,5 +231,5 @@ def test_padding_is_an_id_that_the_model_has(tmp_path, name):
     (pad, end_of_text, vocab_size), padding = PADDING[name]
     tokenizer = types.SimpleNamespace(pad_token_id=pad, eos_token_id=end_of_text)
     reader = CorpusReader(tokenizer=tokenizer, seq_len=8, vocab_size=vocab_size, cache_dir=tmp_path, packing="best-fit")
-    tokens = Tokens([MappedTokens(np.array([1, 2, 1], np.uint16))], vocab_size, known_doc_ends=np.array([3]))
+    tokens = Tokens([MappedTokens(np.array([1, 2, 1], np.uint16))], vocab_size, given_doc_ends=np.array([3]))
     assert reader.pack(tokens, "data")[0].tokens.tolist() == [1, 2, 1] + [padding] * 6

@@ -87,6 +87,7 @@ def choose_columns(schema: "pyarrow.Schema", names: tuple[str, ...]) -> tuple[st
             columns += [*(name for name in ID_FIELDS if name in schema.names), *lists]
     else:
         columns = [*layout_of(field).needs, *optional_columns(layout_of(field), schema.names)]
+    columns = list(dict.fromkeys(columns))
     if doubled := [name for name in columns if schema.names.count(name) > 1]:
         raise ValueError(f"two of its columns are named {doubled[0]}")
     return field, columns
