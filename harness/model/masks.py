@@ -58,6 +58,8 @@ class SequenceMasks:
             in_document = masking_utils.packed_sequence_mask_function(self.documents)
             mask_function = masking_utils.and_masks(in_document, mask_function)
             options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # either gives no mask
+        if self.parts > 1:
+            options["attention_mask"] = None  # some families make one of ones, as long as a part
         lengths = {"q_length": q_length * self.parts, "kv_length": kv_length * self.parts}
         return make_mask(mask_function=mask_function, **lengths, **options)
 

@@ -1,6 +1,7 @@
 """Patches: changes of libraries for the whole process, each with its reason. Temporary ones stand at their use."""
 
 import math
+import types
 from typing import Any
 
 import torch
@@ -57,6 +58,36 @@ def can_use_aligned_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Te
 
 
 moe._can_use_grouped_mm = can_use_aligned_mm  # transformers loops over other experts
+
+
+def add_backward_operator() -> None:
+    """Make the backward of transformers' loop over experts an operator, as newer versions have it: neither the compiler
+    nor a plan can run the loop itself, which reads the number of each expert's tokens."""
+    # private: transformers has no public names for the loop
+    differentiate = moe._grouped_mm_fallback_backward
+
+    @torch.library.custom_op("transformers::grouped_mm_fallback_backward", mutates_args=())
+    def backward(
+        input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return differentiate(types.SimpleNamespace(saved_tensors=(input, weight), offs=offs), gradient)[:2]
+
+    @backward.register_fake
+    def shapes(
+        input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(input), torch.empty_like(weight)
+
+    def call_operator(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return *backward(*context.saved_tensors, context.offs, gradient), None
+
+    torch.library.register_autograd(
+        "transformers::grouped_mm_fallback", call_operator, setup_context=moe._grouped_mm_fallback_setup_context
+    )
+
+
+if not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):  # transformers 5.17
+    add_backward_operator()
 
 
 def skip_packing_detection() -> None:

@@ -29,9 +29,13 @@ class Routing:
             router.kept = None
             router.register_forward_hook(self._keep(index))
 
-    def _keep(self, index: int) -> Callable[[Any, tuple, tuple[torch.Tensor, ...]], None]:
-        def keep(router: Any, args: tuple, output: tuple[torch.Tensor, ...]) -> None:
-            if self.keeps:  # False while the backward pass recomputes a layer
+    def _keep(self, index: int) -> Callable[[Any, tuple, Any], None]:
+        def keep(router: Any, args: tuple, output: Any) -> None:
+            if not self.keeps:  # the backward pass recomputes a layer
+                return
+            if torch.is_tensor(output):  # the logits of a linear: Jamba in transformers 5.17
+                router.kept = output, output.topk(self.top_k).indices
+            else:
                 router.kept = output[index], output[2]  # logits, chosen experts
 
         return keep
