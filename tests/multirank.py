@@ -329,8 +329,7 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
         return wrapper
 
     train_fsdp.build_model = keep(train_fsdp.build_model)
-    count = keep(utils.get_flops_by_length)
-    train_fsdp.RECIPE = train_fsdp.RECIPE._replace(get_flops_by_length=count)
+    utils.get_flops_by_length = keep(utils.get_flops_by_length)
     models.build_optimizer = keep(models.build_optimizer)
 
     def arguments(name: str, flags: str, **options) -> list[str]:
