@@ -203,8 +203,8 @@ def train_step(
         objective.backward()
     job.enter_phase("optimizer")
     # The gradients are means over the ranks by now: FSDP2 divides where it reduces. Our optimizers clip as they update,
-    # by a factor that is set here; the gradients of others are clipped here. Nothing waits for the norm, but that an
-    # optimizer such as adamw8bit cannot skip by a tensor.
+    # by a factor that is set here; the gradients of others are clipped here. The host waits for the norm only if the
+    # optimizer cannot skip by a tensor, such as adamw8bit.
     norm = models.clip_grad_norm(optimizer, settings.max_grad_norm)
     skip = models.decide_skip(norm)
     models.step_or_skip(optimizer, skip)
