@@ -7,6 +7,7 @@ import pathlib
 import re
 from typing import Any, NamedTuple
 
+import transformers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig
@@ -177,15 +178,20 @@ def find_training_obstacle(config: PretrainedConfig) -> str:
     its source shows none (`loss.check_labels` and `materialize` refuse what shows only later)."""
     text = config.get_text_config()
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    source = inspect.getsource(inspect.getmodule(family))
     if "self.loss_function(" not in inspect.getsource(inspect.unwrap(family.forward)):
         return f"{family.__name__} computes a loss of its own, of labels that it may shift"
     try:
         inspect.signature(family.forward).bind(None, input_ids=None, labels=None, use_cache=False)
     except TypeError as error:
         return f"the forward of {family.__name__} cannot be called as model(input_ids=, labels=, use_cache=): {error}"
-    reads = re.search(r"if .*is_decoder", inspect.getsource(inspect.getmodule(family)))  # some configs have it unused
+    reads = re.search(r"if .*is_decoder", source)  # some configs have it unused
     if reads and not getattr(text, "is_decoder", True):
         return "its tokens attend to later ones; set is_decoder to true in its config.json"
+    only_bidirectional = "create_bidirectional_mask" in source and not re.search("create_.*causal_mask", source)
+    skips_causal_mask = hasattr(text, "keep_window_size") and "allow_is_causal_skip=False" not in source  # doge
+    if only_bidirectional or skips_causal_mask:
+        return f"its tokens attend to later ones in transformers {transformers.__version__}; install a newer one"
     if skipped := [name for name, value in vars(text).items() if name.endswith("layerdrop") and value]:
         return f"each rank would skip other layers; set {skipped[0]} to 0 in its config.json"
     return ""

@@ -122,7 +122,7 @@ def test_the_weights_of_every_family_are_drawn_loaded_and_named_as_by_transforme
                 wrong.append((name, "loaded", key))
         shutil.rmtree(folder)
     assert not wrong
-    assert compared > 140  # 144 and more with transformers 5.17
+    assert compared > 135  # 139 and more with transformers 5.17
 
 
 def names_of_export(config, mesh):
@@ -181,6 +181,28 @@ def test_rope_that_is_scaled_is_read_from_the_export_of_every_family_as_it_was_t
         compared += 1
     assert compared > 80
     assert refused == ["phi3", "phi4_multimodal", "phimoe"]  # their config classes know longrope only
+
+
+@pytest.mark.slow
+def test_the_tokens_of_every_family_attend_to_none_that_are_later():
+    """In transformers 5.17 those of five do, which are refused: of BigBird, Doge, MegatronBERT, RemBERT, RoFormer."""
+    tokens = torch.randint(5, 500, (2, 64), generator=torch.Generator().manual_seed(0))
+    tokens[1, :40] = tokens[0, :40]
+    differences = {}
+    for name, config in trainable_configs():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                torch.nn.init.normal_(weight, std=0.08)  # by default attention would hardly matter
+        try:
+            with torch.no_grad():
+                one, other = (model(input_ids=row[None], use_cache=False).logits[:, :40] for row in tokens)
+        except RuntimeError:  # it has no forward with so small sizes
+            continue
+        differences[name] = (one - other).abs().max().item()
+    assert {name: difference for name, difference in differences.items() if not difference < 1e-4} == {}
+    assert len(differences) > 135
 
 
 @pytest.mark.slow
@@ -256,7 +278,7 @@ def test_weight_decay_and_muon_take_matrices_of_every_family_and_no_norm_bias_or
             if id(parameter) in by_muon:
                 assert not is_vector and min(parameter.shape[-2:]) > 1, (name, key)
         compared += 1
-    assert compared > 140  # 144 and more with transformers 5.17
+    assert compared > 135  # 139 and more with transformers 5.17
 
 
 @pytest.mark.slow
