@@ -115,11 +115,13 @@ def discard_unreduced_gradients(model: nn.Module) -> None:
     among replicas. The next backward would add them."""
     for module in sharded_modules(model):
         group = fsdp_group(module)
-        # private: `reset_iter_state` of torch 2.13 leaves the gradients of parameters
+        # private, all of it: `reset_iter_state`, new in torch 2.13, leaves the gradients of parameters there
         group._partial_reduce_output = None
+        getattr(group, "_partial_reduce_output_layout", {}).clear()  # from 2.15 on
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):  # private: absent before the first forward
+            if "unsharded_accumulated_grad" in vars(parameter):  # before 2.15; since then it is the next one
+                parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # absent before the first forward
                 parameter._unsharded_param.grad = None
 
 
