@@ -165,6 +165,7 @@ def rank_without_a_template(*argv: str) -> None:
     multirank.program(*argv)
 
 
+@pytest.mark.slow
 def test_a_chat_template_that_one_node_lacks_is_read_by_rank_0_for_all(small, tmp_path):
     write_records(tmp_path / "a.jsonl", [chat("Who?", "A fox.")] * 99)
     (tmp_path / "a.jinja").write_text(CHAT_TEMPLATE)

@@ -189,6 +189,7 @@ def test_starts_on_other_ranks_keep_the_global_batch(batch, again, monkeypatch):
     assert len(global_batches) == 1
 
 
+@pytest.mark.slow
 def test_two_starts_on_other_ranks_are_one_run(small, token_cache, printed, tmp_path):
     """Its losses are those of a run without a stop, eval losses of --eval-steps included."""
     (tmp_path / "run.toml").write_text('dataset = "demo"\nbatch-size = 2\ngradient-accumulation-steps = 2')
