@@ -270,7 +270,7 @@ def ready_run(
     log = report.Log(
         settings=settings,
         state=train_state,
-        data=opened.dataset,
+        data=dataset,
         folder=folder,
         device=device,
         trackers=opened.trackers,
@@ -332,9 +332,8 @@ def evaluate_and_log(run: Run, due: job.Actions, metrics: dict, stop: job.StopRe
         run.log.write(metrics)
         raise
     metrics |= losses
-    run.checkpoints.record_eval_loss(
-        run.state, metrics["eval_loss"]
-    )  # for the next save, and a checkpoint of this step without it
+    # for the next save, and for a checkpoint of this step that a stop left without it
+    run.checkpoints.record_eval_loss(run.state, metrics["eval_loss"])
     run.log.write(metrics, samples)
     if problem := report.first_not_finite(metrics):
         raise_divergence(run, problem)

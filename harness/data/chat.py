@@ -85,9 +85,7 @@ class ChatEncoder(TextEncoder):
         trained on; `layout` is that of the records."""
         super().__init__(tokenizer, vocab_size)
         self.template, self.loss, self.skip_bad, self.layout = template, loss, skip_bad, layout
-        self.template_origin = (
-            "--chat-template" if template else f"--tokenizer {tokenizer.name_or_path}"
-        )  # of the template
+        self.template_origin = "--chat-template" if template else f"--tokenizer {tokenizer.name_or_path}"
         own_template = tokenizer.chat_template
         if isinstance(own_template, dict):  # several, by name
             own_template = own_template.get("default")
@@ -120,9 +118,8 @@ class ChatEncoder(TextEncoder):
         if not self.has_template and self.layout != COMPLETIONS:
             raise self.no_template(f"--dataset {dataset}: holds conversations")
         if not self.has_template and self.tokenizer.eos_token is None:
-            raise base.UserError(
-                f"{self.template_origin}: it has no end-of-text token (eos_token), which completions end with"
-            )
+            problem = "it has no end-of-text token (eos_token), which completions end with"
+            raise base.UserError(f"{self.template_origin}: {problem}")
         if self.loss == "assistant" and not self.tokenizer.is_fast:
             problem = f"{type(self.tokenizer).__name__} does not say which characters a token has"
             raise base.UserError(

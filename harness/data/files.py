@@ -129,7 +129,7 @@ def find_splits(dataset: str, names: list[str]) -> list[str]:
         return splits
     path_splits = [split or split_in(dataset, name, name.split("/")) for split, name in zip(splits, names, strict=True)]
     if any(splits):  # files of no split are trained on then, but not those whose own names have another split
-        # "train" too is "": beside a split train, the files without one would be left out
+        # "train" too is "": next to a split train, the files without one would be left out
         return ["" if split == "train" else split for split in path_splits]
     return path_splits
 

@@ -233,10 +233,10 @@ ROLES = {  # of chat templates, by ShareGPT's `from`
 TOOL_CALL_SPEAKERS = ("function_call", "tool_call")  # ShareGPT's `from` of calls by the assistant
 # By field, the values that mean trained on. `mask` has none: its 1 means trained on in some data, masked in others;
 # `train_detail` is for parts of a turn.
-TRAINED_VALUES: dict[str, tuple] = dict.fromkeys(
-    ("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)
-)
-TRAINED_VALUES |= {"mask": (), "train_detail": ()}
+TRAINED_VALUES: dict[str, tuple] = {
+    **dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)),
+    **dict.fromkeys(("mask", "train_detail"), ()),
+}
 SYSTEM = ("system", "system_prompt", "system_message")
 NOT_READ = {  # fields that would change a conversation, and what to do instead
     "functions": "name them tools",
@@ -370,7 +370,7 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
             raise ValueError(f"{field} is {excerpt(value)}, which is not read; {advice}")
     for field in KTO_LABELS:
         label = fields.get(field)
-        # beside messages, 0 may be the number of a class
+        # next to messages, 0 may be the number of a class
         if label is False or str(label).lower() == "false" or (label == 0 and "completion" in layout.needs):
             raise ValueError(f"{field} is {excerpt(label)}, so its answer is not to be trained on")
     if "chosen" in fields and messages[-1]["role"] == "user":  # else the messages have an answer

@@ -182,9 +182,8 @@ class Log(contextlib.AbstractContextManager):
 
     def metrics(self) -> tuple[dict, str]:
         """(metrics after the current step, a problem that ends the run, or ""); those of the last line if there was no
-        step since. Problems are NaN or infinity in a loss
-        since the last call or in this step's gradient norm or update, and too many skipped steps. A skipped step has
-        no loss and no gradient norm."""
+        step since. Problems are NaN or infinity in a loss since the last call or in this step's gradient norm or
+        update, and too many skipped steps. A skipped step has no loss and no gradient norm."""
         if not self.results:
             return self.last, ""
         state, steps = self.state, read_results(self.results)
