@@ -155,7 +155,9 @@ def load_eval_data(opened: Opened) -> None:
     """
     settings, manifest = opened.settings, opened.manifest
     load = functools.partial(data.load, settings, opened.corpora, opened.tokenizer, opened.config)
-    reads_own = manifest is not None and base.broadcast_from_rank_0(lambda: data.evaluates_own_data(settings, manifest))
+    reads_own = manifest is not None and base.broadcast_from_rank_0(
+        lambda: data.evaluates_own_data(settings, opened.corpora, manifest)
+    )
     if reads_own:  # the checkpoint says which of their documents are eval documents
         opened.dataset = load(manifest=manifest)
     else:

@@ -20,6 +20,7 @@ The files, in an order in which none needs a later one, but `opening`, where rea
     eval_split                  what is not trained on
     stream                      files -> sequences while training
     training_data               the samples of a run
+    eval_checks                 nothing that was trained on is evaluated
     reader                      corpus -> sequences
     loader                      samples -> batches of a rank
     header, prompts             what is printed about it; the texts that samples continue
@@ -30,7 +31,7 @@ tokens: after each document, and of its first token.
 """
 
 from harness.data.corpora import Corpus, find, masks_documents, needs_tokenizer
-from harness.data.eval_split import evaluates_own_data
+from harness.data.eval_checks import evaluates_own_data
 from harness.data.loader import Batches, eval_batches, mean_losses, training_batches
 from harness.data.mixture import DataRecord, SequenceOrder, SourceSpec, describe_changes, read_data_record
 from harness.data.opening import Opening, load, open_sequences, open_sources, show_samples

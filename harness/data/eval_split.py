@@ -6,23 +6,14 @@ start. In a stream it is chosen by a checksum of its content, as a part of a fil
 documents. A checkpoint records which rule it was.
 """
 
-import dataclasses
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from harness import base, flags
-from harness.data.corpora import (
-    DEFAULT_EVAL_SPLIT,
-    Corpus,
-    find_corpus,
-    find_eval_dataset,
-    parse_split,
-    refuse_trained_files,
-)
+from harness.data.corpora import DEFAULT_EVAL_SPLIT, Corpus
 from harness.data.mixture import SourceSpec
 from harness.data.packing import EvalSequences
 from harness.data.tokens import Tokens
@@ -114,88 +105,3 @@ def choose_eval_split(settings: flags.Flags, corpus: Corpus, recorded: SourceSpe
     if not settings.num_steps:
         return EvalChoice(corpus.split)
     return EvalChoice(rule=rule, evaluates_documents=True)
-
-
-def refuse_overlap(split: str, tokens: Tokens, other_split: str, eval_tokens: Tokens) -> None:
-    """Raise a UserError if a slice to train on and an eval slice of the same tokens overlap. `flags.splits_overlap`
-    finds this by their bounds, but few documents may be cut at the end of one by a bound, and within one by another:
-    of documents with 98, 1 and 1 tokens `train[:67%]` has 99, and `train[90%:]` the last 10."""
-    one, other = (parse_split(name)[0] for name in (split, other_split))
-    caches, eval_caches = ([file.cache_key for file in found.files] for found in (tokens, eval_tokens))
-    if one != other or caches != eval_caches:  # other files, or the rows of a slice
-        return
-    if tokens.starts[0] < eval_tokens.stops[-1] and eval_tokens.starts[0] < tokens.stops[-1]:
-        problem = f"it overlaps the training split {split!r} in these {len(tokens.file_doc_ends):,} documents"
-        raise base.UserError(f"--eval-split {other_split}: {problem}; begin it where that ends")
-
-
-def find_trained_spec(trained_on: Sequence[SourceSpec], beginning: str) -> SourceSpec | None:
-    """The spec of the source in `trained_on` whose tokens have this `beginning`, read from the token cache or streamed;
-    None if none has. If several runs trained on it with different rules, no document is known to be untrained."""
-    found = [spec for spec in trained_on if spec.get("beginning") == beginning]
-    if len({spec.get("eval_rule") for spec in found}) > 1:
-        return {**found[0], "eval_rule": None}
-    return found[0] if found else None
-
-
-def refuse_changed_source(name: str, before: SourceSpec | None, now: SourceSpec) -> None:
-    """Raise a UserError if a source is not as recorded `before`: then its eval documents are not known."""
-    for key, value in (before or {}).items():
-        if now.get(key) != value:
-            problem = f"{name} is not what it was at the checkpoint ({key}), so the run's eval split is not known"
-            raise base.UserError(f"--dataset: {problem}; give the same data, or data that it did not train on")
-
-
-def evaluates_own_data(settings: flags.Flags, manifest: dict) -> bool:
-    """True if an evaluation reads exactly the files and splits of some of the run's sources: their eval documents are
-    recorded. A UserError if it reads only some of a source's training data, or other files with them."""
-    run_flags = manifest["flags"]
-    data_flags = {name: run_flags[name] for name in ("dataset_split", "dataset_config", "text_field", "streaming")}
-    dataset = run_flags["dataset"] if isinstance(run_flags["dataset"], str) else tuple(run_flags["dataset"])
-    run = dataclasses.replace(settings, dataset=dataset, **data_flags)  # this command, but reading what the run read
-    trained, _ = files_of_sources(run)
-    if flags.is_eval_dataset(settings.eval_split):
-        refuse_trained_files(find_eval_dataset(settings), trained)
-        return False
-    read, evaluated = files_of_sources(settings)
-    for file in trained.keys() & evaluated.keys():
-        (_, trained_split), split = trained[file], evaluated[file]
-        # refused unless both are slices of one split that do not overlap: of another split it may be the same file
-        if split.partition("[")[0] != trained_split.partition("[")[0] or flags.splits_overlap(trained_split, split):
-            problem = f"it overlaps {trained_split!r} of {file}, which the run trained on"
-            raise base.UserError(f"--eval-split {split}: {problem}; give one that does not")
-    in_both = trained.keys() & read.keys()
-    names = {trained[file][0] for file in in_both}
-    files_of_names = {file: split for file, (name, split) in trained.items() if name in names}
-    if in_both and files_of_names == {file: split for file, (_, split) in read.items()}:
-        return True
-    for file in in_both:
-        _, trained_split = trained[file]
-        if flags.splits_overlap(trained_split, read[file][1]):
-            problem = f"the run trained on {trained_split!r} of {file}"
-            advice = "leave out --dataset and --dataset-split, or give what it did not train on"
-            raise base.UserError(f"--dataset {settings.describe_dataset()}: {problem}; {advice}")
-    return False
-
-
-def files_of_sources(settings: flags.Flags) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
-    """({file: (source, training split)} of a run's sources, {file: split} of the splits that are evaluated of them), by
-    the real paths of files; of a source that is gone, by what --dataset names."""
-    if settings.dataset == "synthetic":
-        return {"synthetic": ("synthetic", "train")}, {}
-    trained: dict[str, tuple[str, str]] = {}
-    evaluated: dict[str, str] = {}
-    for source in settings.sources():
-        try:
-            corpus = find_corpus(settings, source)
-        except base.UserError:  # deleted since: if it is to be evaluated, opening it raises the error
-            trained[source.dataset] = (source.name, settings.dataset_split or "train")
-            continue
-        trained |= {file.real_path: (source.name, corpus.split) for file in corpus.files}
-        eval_split = settings.eval_split
-        if not eval_split and not flags.splits_overlap(corpus.split, DEFAULT_EVAL_SPLIT):
-            eval_split = DEFAULT_EVAL_SPLIT
-        if eval_split and not flags.is_eval_dataset(eval_split):
-            eval_files = corpus.listing.splits.get(parse_split(eval_split)[0], [])
-            evaluated |= {file.real_path: eval_split for file in eval_files}
-    return trained, evaluated

@@ -3,7 +3,6 @@
 import bisect
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import Subset
 
 from harness import base, flags, job
-from harness.data import eval_split
+from harness.data import eval_checks, eval_split
 from harness.data.corpora import (
     Corpus,
     are_token_files,
@@ -25,7 +24,7 @@ from harness.data.corpora import (
     parse_split,
     refuse_unused,
 )
-from harness.data.eval_split import BY_CONTENT, BY_NUMBER, RULES, EvalData, choose_eval_split, find_trained_spec
+from harness.data.eval_split import BY_CONTENT, BY_NUMBER, RULES, EvalData, choose_eval_split
 from harness.data.header import describe, describe_eval_data, describe_packing, describe_step
 from harness.data.loader import ranks_evaluating
 from harness.data.mixture import DataRecord, SequenceOrder, SourceSpec, make_record, read_data_record
@@ -61,7 +60,7 @@ class Opening:
         specs = [*recorded.values()]
         if not self.trains:  # a run that trains further has an order and eval documents of its own
             specs += self.trained_on
-        return recorded.get(corpus.name) or find_trained_spec(specs, beginning)
+        return recorded.get(corpus.name) or eval_checks.find_trained_spec(specs, beginning)
 
 
 def load(
@@ -178,9 +177,9 @@ def open_sources(
         opening.opened[corpus.name] = open_source(settings, corpus, opening)
     if before:
         refuse_renamed_sources(opening.opened, before)
-    refuse_trained_eval_data(opening)
+    eval_checks.refuse_trained_eval_data(opening.opened, before, trained_on, trains)
     if (trains or before) and len(corpora) > 1:
-        base.broadcast_from_rank_0(lambda: refuse_shared_files(corpora, opening.opened))
+        base.broadcast_from_rank_0(lambda: eval_checks.refuse_shared_files(corpora, opening.opened))
     return opening
 
 
@@ -193,52 +192,6 @@ def refuse_renamed_sources(opened: dict[str, OpenedSource], before: DataRecord) 
             if is_same and name not in before.sources and old_name not in opened:
                 problem = f"it has the data of the run's source {old_name}, which continues under that name only"
                 raise base.UserError(f"--dataset {name}: {problem}; give --dataset {old_name}=FILE")
-
-
-def refuse_trained_eval_data(opening: Opening) -> None:
-    """Raise a UserError if eval data are training data by their first tokens: of the weights, or of the sources that
-    the run has or had."""
-    specs = list(opening.trained_on)
-    if opening.before:
-        specs += opening.before.sources.values()
-    if opening.trains or opening.before:  # else other data are evaluated
-        specs += [source.spec for source in opening.opened.values()]
-    for name, source in opening.opened.items():
-        eval_data = source.eval_data
-        if eval_data is None:
-            continue
-        if eval_data.split:
-            refuse_trained(eval_data.split, eval_data.beginning, specs)
-            continue
-        trained = find_trained_spec(opening.trained_on, source.spec.get("beginning", ""))
-        if opening.trains and trained and trained.get("eval_rule") != source.spec["eval_rule"]:
-            problem = f"the weights of --model were trained on the eval documents of {name}"
-            raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that they were not trained on")
-
-
-def refuse_shared_files(corpora: list[Corpus], opened: dict[str, OpenedSource]) -> None:
-    """Raise a UserError if a file has eval documents of one source and is training data of another. Two sources of the
-    same files are divided alike, and a choice by content is the same in every source."""
-    paths = {corpus.name: [file.real_path for file in corpus.files] for corpus in corpora}
-    for corpus, other in itertools.permutations(corpora, 2):
-        eval_data = opened[corpus.name].eval_data
-        rules = {opened[name].spec["eval_rule"] for name in (corpus.name, other.name)}
-        are_alike = corpus.split == other.split and paths[corpus.name] == paths[other.name]
-        both_by_content = rules == {BY_CONTENT} and eval_data is not None and not eval_data.split
-        if eval_data is None or are_alike or both_by_content:
-            continue
-        eval_files = corpus.listing.files_in_split(parse_split(eval_data.split or corpus.split)[0])
-        shared = {file.real_path for file in eval_files}.intersection(paths[other.name])
-        if shared:
-            problem = f"{min(shared)} has eval documents of {corpus.name} and is trained on as a part of {other.name}"
-            advice = "take it out of one of them, or give an --eval-split that is a file of its own"
-            raise base.UserError(f"--dataset: {problem}; {advice}")
-
-
-def refuse_trained(eval_split: str, beginning: str, trained_on: Sequence[SourceSpec]) -> None:
-    """Raise a UserError if an eval split has the `beginning` of tokens that were trained on."""
-    if find_trained_spec(trained_on, beginning):
-        raise base.UserError(f"--eval-split {eval_split}: its tokens were trained on; give what was not")
 
 
 def refuse_other_sources(settings: flags.Flags, corpora: list[Corpus], before: DataRecord) -> None:
@@ -267,7 +220,7 @@ def open_eval_dataset(
         raise base.UserError(f"--eval-split {name}: {problem}; give --document-mask or --no-document-mask")
     with blame_eval_split():
         tokens, origin = reader.open_tokens(corpus, corpus.split)
-        refuse_trained(name, tokens.beginning(), trained_on)
+        eval_checks.refuse_trained_tokens(name, tokens.beginning(), trained_on)
         sequences = reader.pack(tokens, f"{name}, split {corpus.split!r}")
     job.print0("data      ", f"{name}: {origin}")
     if corpus.is_chat:
@@ -332,7 +285,7 @@ def open_cached(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
     elif choice.split:
         eval_tokens, origin = reader.open_tokens(corpus, choice.split)
         if settings.num_steps or recorded:
-            eval_split.refuse_overlap(corpus.split, tokens, choice.split, eval_tokens)
+            eval_checks.refuse_overlap(corpus.split, tokens, choice.split, eval_tokens)
         job.print0("data      ", prefix + origin)
         evaluated = reader.pack(eval_tokens, f"{dataset}, split {choice.split!r}")
         eval_data = EvalData(evaluated, choice.split, choice.split, eval_tokens.beginning())
@@ -347,7 +300,7 @@ def open_cached(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
     if train.depends_on_end_of_text:
         spec["end_of_text"] = reader.end_of_text
     if choice.evaluates_documents and not settings.num_steps:
-        eval_split.refuse_changed_source(corpus.name, recorded, spec)
+        eval_checks.refuse_changed_source(corpus.name, recorded, spec)
     return OpenedSource(train, eval_data, spec)
 
 
@@ -379,7 +332,7 @@ def open_stream(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
             eval_data.description += f", the first {base.counted(count, 'sequence')}"
     spec: SourceSpec = {"eval_rule": choice.rule, **fingerprint}
     if choice.evaluates_documents and not settings.num_steps:
-        eval_split.refuse_changed_source(corpus.name, recorded, spec)
+        eval_checks.refuse_changed_source(corpus.name, recorded, spec)
     return OpenedSource(stream.reading("training") if choice.rule else stream, eval_data, spec)
 
 

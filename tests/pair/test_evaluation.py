@@ -14,7 +14,8 @@ from safetensors import safe_open
 
 from harness import data
 from harness.base import UserError
-from harness.data.eval_split import BY_NUMBER, find_trained_spec
+from harness.data.eval_checks import find_trained_spec
+from harness.data.eval_split import BY_NUMBER
 
 
 def write_documents(path, first: int = 0, count: int = 200) -> None:
