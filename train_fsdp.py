@@ -11,17 +11,17 @@ the clock. Everything else is in harness/:
     base     errors, text, GPUs                        models   weights, loss, optimizers (harness/model)
     flags    every flag, and the rules between them    state    checkpoints, resume, export
     job      processes, signals, the run's folder      report   log lines, trackers, the HTML page, acceptance gates
-    data     from files to batches                     plan     what a configuration will need and give
+    data     from files to batches                     plan     memory, speed and cost of a configuration, predicted
     loop     around the steps: opening a run, evaluating, logging, saving, stopping
 
-A file of --import registers more in harness/register.py: model classes, data sets, optimizers, loss terms, metrics.
-A plan (--plan) calls `build_mesh`, `build_model` and `train_step` too, with settings of its own, on fake tensors.
+--import FILE.py adds data sets, schedules, optimizers, metrics and loss terms (harness/register.py), and architectures.
+--plan runs `build_mesh`, `build_model` and `train_step` too: on fake tensors, once for each configuration it compares.
 """
 
 from harness import before_torch
 
 if __name__ == "__main__":
-    ARGS = before_torch.begin()  # flags and signals come before the imports below, which take seconds
+    ARGS = before_torch.begin()  # parses the flags and listens to signals: the imports below take seconds
 
 import functools
 from collections.abc import Callable, Iterator
@@ -48,26 +48,25 @@ from harness import model as models
 # Replicas reduce among each other once a step. With --defer-grad-sync all stages reduce once a step.
 
 
-def build_mesh(args: flags.Args | flags.Settings, device: torch.device) -> DeviceMesh:
+def build_mesh(args: flags.Flags, device: torch.device) -> DeviceMesh:
     """(shard,) or, for HSDP and stage 0, (replicate, shard). Context parallelism adds no dimension: the ranks that
     share a sequence are consecutive, and to FSDP they are ranks like any others."""
     world = dist.get_world_size()
     job.check_world(args, world)
-    replicas = world if args.zero_stage == 0 else args.dp_replicate_size
-    if replicas == 1:
+    shards = args.shards(world)
+    if shards == world:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    # These groups wait for 30 minutes. The default group, which a mesh of one dimension uses, waits for a day, as
-    # heartbeats find a stalled rank.
-    job.lift_group_timeouts(*mesh.get_all_groups())
+    mesh = init_device_mesh(device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard"))
+    job.lift_group_timeouts(*mesh.get_all_groups())  # from 30 minutes to a day: heartbeats find a stalled rank
     return mesh
 
 
-def reshards_in_each_pass(settings: flags.Settings) -> bool:
-    """True if parameters are resharded after each forward and backward pass: at stage 3. In a shard group of one rank
-    that would save nothing and cost a cast and a copy, unless the shard is on the host."""
-    shards = dist.get_world_size() // settings.dp_replicate_size
-    return settings.zero_stage == 3 and (shards > 1 or settings.cpu_offload)
+def reshards_layers(settings: flags.Settings) -> bool:
+    """True if a layer is resharded after each forward and each backward: at stage 3. A shard group of one rank has
+    nothing to gather: resharding would free its bf16 copy, which the backward would have to cast again. With
+    --cpu-offload it frees the layer on the GPU."""
+    is_sharded = settings.shards(dist.get_world_size()) > 1
+    return settings.zero_stage == 3 and (is_sharded or settings.cpu_offload)
 
 
 def build_model(
@@ -79,9 +78,9 @@ def build_model(
 ) -> transformers.PreTrainedModel:
     """Build the sharded model: on the meta device first, then each decoder layer in turn is materialized and sharded.
 
-    No rank ever holds more than its shards, one full layer, and embedding and head, which are sharded last. Every rank
-    draws the same random numbers in the same order, so the weights do not depend on world size or sharding (of one kind
-    of GPU).
+    No rank ever holds more than its shards, one full layer, and embedding and head, which are sharded last. All ranks
+    draw the same random numbers in the same order, so on GPUs of one kind the weights depend neither on the world size
+    nor on the sharding.
 
     Args:
         read_weights: False if a checkpoint is loaded next; frozen weights are read anyway, as no checkpoint has them.
@@ -90,10 +89,10 @@ def build_model(
     model = models.on_meta(config, settings.attention, dtype)
     models.adapt_forward(model, settings)  # the loss, document masks, the part of a sequence (--context-parallel)
     layers = models.decoder_layers(model)
-    adapters = models.Adapters(settings, model) if settings.lora_rank else None  # freezes all that the model has so far
-    models.check_trained_dtypes(model, settings.precision)
-    if not settings.cpu_offload:
-        models.check_gpu_memory(model, device, mesh["shard"].size())
+    # freezes the model; `add_to`, below, gives each layer trained adapters
+    adapters = models.Adapters(settings, model) if settings.lora_rank else None
+    models.check_uniform_dtype(model, settings.precision)
+    models.check_gpu_memory(settings, model, device, mesh["shard"].size())
     weights = None
     if settings.init == "pretrained" and (read_weights or models.has_frozen(model)):
         weights = models.open_weights(model, layers, settings.model, dtype)
@@ -105,9 +104,8 @@ def build_model(
     in_layers = {module for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if module not in in_layers]
     models.materialize(model, outside, device, weights)
-    title = "" if settings.plan else "building layers"  # of the progress bar; a plan has one of its own
-    for index, layer in job.progress(enumerate(layers), len(layers), title):
-        models.materialize(model, list(layer.modules()), device, weights, index)
+    for index, layer in job.layer_progress(layers, shown=not settings.plan):
+        models.materialize(model, list(layer.modules()), device, weights, layer=index)
         if adapters:
             adapters.add_to(layer)
         transform_layer(settings, layer, convert_to_fp8, offload, shard)
@@ -118,9 +116,10 @@ def build_model(
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
-    models.gather_frozen_in_own_dtype(model)  # they are stored as they compute, bf16 or fp32; FSDP2 would cast all
+    # A frozen weight is stored in the dtype that it computes in; FSDP2 would cast a whole group to one dtype.
+    models.gather_frozen_in_own_dtype(model)
     # A shard group of one rank (one GPU, or stage 0) needs no second buffer for a gather or a reduction.
-    models.avoid_copies_on_one_rank(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
+    models.avoid_copies_on_one_rank(settings, model, mesh)
     models.make_replicas_equal(model, mesh)  # different kinds of GPU draw different numbers from one seed
     base.trim_host_memory()  # host memory of the full layers, which glibc would keep
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
@@ -150,7 +149,7 @@ def transform_layer(
         layer.forward = torch.compile(layer.forward)
     if offload:
         offload.wrap(layer)
-    shard(layer, reshard_after_forward=reshards_in_each_pass(settings))
+    shard(layer, reshard_after_forward=reshards_layers(settings))
 
 
 def sharding_policies(settings: flags.Settings, device: torch.device) -> dict[str, Any]:
@@ -180,10 +179,11 @@ def train_step(
     same router loss on any number of ranks.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
-    # At stage 0 a reduce-scatter over the one rank of its shard group sends nothing; FSDP2 then adds up gradients in
-    # place, without an unreduced copy. Replicas are reduced once a step, below.
+    # Stage 0 too: its reduce-scatter, over a shard group of one rank, sends nothing and lets FSDP2 add gradients up in
+    # place. Its replicas are reduced once a step, below.
     reduce_scatters_each_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
-    step_loss = models.StepLoss(model, settings.gradient_accumulation_steps)  # sums over the microbatches, for the log
+    # makes the objective of each microbatch, and sums what is logged
+    step_loss = models.StepLoss(model, settings.gradient_accumulation_steps)
     for microbatch in range(settings.gradient_accumulation_steps):
         last = microbatch == settings.gradient_accumulation_steps - 1
         model.set_requires_gradient_sync(last or reduce_scatters_each_microbatch)
@@ -191,34 +191,26 @@ def train_step(
         model.set_requires_all_reduce(last)
         # Below stage 3 the parameters stay gathered from the first microbatch to the last: one all-gather a step. After
         # the last they are always resharded: the optimizer updates the shards, and a gathered copy would be stale.
-        model.set_reshard_after_backward(last or reshards_in_each_pass(settings))
+        model.set_reshard_after_backward(last or reshards_layers(settings))
         batch = next(batches)
         job.enter_phase("forward")
-        # Microbatches with few trained tokens count less: their mean losses, divided, sum up to the mean of all tokens.
+        # The model's loss is the mean over the labels of a microbatch. Divided by this, those of a step sum up to the
+        # mean over the global batch. It is absent if all tokens are labels: then all microbatches count alike.
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
-        # Its value is the cross entropy; its backward adds the gradients of registered terms (harness/model/loss.py).
-        cross_entropy = model(**batch, use_cache=False).loss
+        cross_entropy = model(**batch, use_cache=False).loss  # its backward adds the gradients of registered loss terms
         objective = step_loss.add_microbatch(cross_entropy, divisor)  # divided, plus the router loss
         job.enter_phase("backward")
         objective.backward()
     job.enter_phase("optimizer")
-    # The gradients are means over the ranks by now: FSDP2 divides where it reduces. Our optimizers clip as they update,
-    # by a factor that is set here; the gradients of others are clipped here. The host waits for the norm only if the
-    # optimizer cannot skip by a tensor, such as adamw8bit.
+    # FSDP2 has averaged the gradients over the ranks. Our optimizers clip in their update, by a factor set here; for
+    # others the gradients are clipped here.
     norm = models.clip_grad_norm(optimizer, settings.max_grad_norm)
-    skip = models.decide_skip(norm)
+    skip = models.is_non_finite(norm)  # 1 or 0, on the device
     models.step_or_skip(optimizer, skip)
     optimizer.zero_grad()
     if settings.fp8_recipe == "tensorwise":  # set with --precision fp8 only
         models.compute_float8_scales(model)  # one all-reduce for the scales of all layers
-    return report.StepResult(
-        loss=step_loss.loss,
-        grad_norm=norm,
-        skipped=skip,
-        terms=step_loss.terms,
-        router_loss=step_loss.router_loss,
-        expert_load=step_loss.expert_load,
-    )
+    return report.StepResult(grad_norm=norm, skipped=skip, **step_loss.totals())
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -227,8 +219,8 @@ def train_step(
 def evaluate(
     settings: flags.Settings, model: nn.Module, eval_data: dict[str, Any], device: torch.device
 ) -> tuple[dict[str, float], int]:
-    """Return (losses, number of trained eval tokens). `eval_data` has the sequences of each source. `eval_loss` is the
-    mean over all these tokens; with several sources each also has its own mean, `eval_loss/NAME`."""
+    """Return (losses, number of eval tokens with a label). `eval_data` has the sequences of each source. `eval_loss` is
+    the mean over all these tokens; with several sources each also has its own mean, `eval_loss/NAME`."""
     totals = torch.zeros(len(eval_data), 2, dtype=torch.float64, device=device)  # per source: summed loss, tokens
     with models.evaluating(model):
         for source_totals, sequences in zip(totals, eval_data.values(), strict=True):
@@ -239,83 +231,70 @@ def evaluate(
                 # a batch without a trained label has loss 0, not NaN
                 source_totals += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
-    # with context parallelism the N ranks that share a sequence count its tokens and its loss N times
+    # with --context-parallel N, each of the N ranks of a sequence has the labels and the loss of the full sequence
     return data.mean_losses(eval_data, totals / settings.context_parallel)
 
 
 # ---- A run -----------------------------------------------------------------------------------------------------------
 
 
-def prepare(args: flags.Args, device: torch.device) -> loop.Run:
+def prepare(args: flags.Args, device: torch.device, stop: job.StopRequest) -> loop.Run:
     """Build all that a run trains with, load the checkpoint, and print the header that describes the run."""
     mesh = build_mesh(args, device)
     peak_tflops = args.peak_tflops or utils.get_gpu_peak_tflops()
-    opened = loop.open_training(args, mesh, device, peak_tflops)  # the run's folder, data and checkpoint
+    # takes the run's folder, finds data and checkpoint, resolves the flags
+    opened = loop.open_training(args, mesh, device, peak_tflops, stop)
     settings = opened.settings
-    model = build_model(settings, opened.config, mesh, device, read_weights=not opened.resumed_checkpoint)
+    model = build_model(settings, opened.config, mesh, device, read_weights=not opened.checkpoint)
     optimizer = models.build_optimizer(settings, model)  # its states are those of the shards
     scheduler = models.build_scheduler(settings, optimizer)
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak_tflops)
     train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
-    # load the checkpoint, print the header, open the log
-    return loop.ready_run(opened, train_state, utils.get_flops_by_length)
+    return loop.finish_setup(opened, train_state, utils.get_flops_by_length)
 
 
-def train(run: loop.Run, stop: job.StopRequest) -> None:
-    """Run the training loop. `stop` is set by a signal to any rank, which asks to save and exit. All ranks check it
-    before the same forward pass, which then raises job.Stopped; the last complete step is what is saved."""
+def train(run: loop.Run) -> None:
+    """Run the training loop. A signal to any rank asks to save and exit: all ranks check for one before the same
+    forward pass, which then raises job.Stopped. The last complete step is what is saved."""
     settings, model = run.settings, run.state.model
-    loop.finish_interrupted_evaluation(run, stop, evaluate)
+    loop.finish_interrupted_evaluation(run, evaluate)
     run.state.tracker.start_interval()  # restart the clock: setting up is no part of a step
     while run.state.step < settings.num_steps:
-        with run.log.timed_step() as due:  # a log line, an evaluation, a checkpoint
-            with stop.before_each_forward(model), run.state.step_undone_if_stopped():
+        with run.log.timed_step() as due:  # what this step is due for: a log line, an evaluation, a checkpoint
+            with run.stop.checked_before_each_forward(model), run.state.step_undone_if_stopped():
                 result = train_step(settings, model, run.state.optimizer, run.batches)
-            tokens, document_lengths = run.batches.complete_step()  # tokens of all ranks, documents of this one
-            run.log.keep(result, document_lengths)
-            run.state.advance(run.dataset.record, tokens)  # steps, samples (by the record), tokens, the schedule
-        stop.can_save = True  # from here on a SIGTERM is answered by a checkpoint
-        if due.log or due.save:  # before a save the state is checked; an evaluation always has a log line
-            loop.log_and_evaluate(run, due, stop, evaluate)
+            run.complete_step(result)  # counts its samples and tokens, steps the schedule
+        if due.log or due.save:
+            loop.log_and_evaluate(run, due, evaluate)  # before a save it checks that the state is finite
         if due.save:
-            run.checkpoints.save(run.state, wait=due.last)
-            if not due.last:
-                stop.raise_if_stopping()  # a signal during the save: one more step would have to be saved too
+            loop.save(run, due)
     run.checkpoints.wait()
 
 
 def train_or_evaluate(args: flags.Args, device: torch.device, stop: job.StopRequest) -> int:
-    """Train, or with --show-samples or --num-steps 0 do what needs no training. Returns the exit code."""
+    """Train; or, with --show-samples or --num-steps 0, print samples or evaluate. Return the exit code."""
     if args.show_samples:
-        return loop.show_samples(args)
-    if args.num_steps == 0:
-        return loop.evaluate_only(args, device, RECIPE)
-    run = prepare(args, device)
-    stop.resumed_step = run.state.step  # the message after Ctrl-C counts lost steps since this one
-    # For a GPU another process plans this run meanwhile, and the run's last line has what it predicted.
-    planning = plan.planning_in_background(run.settings, device, run.settings.num_steps - run.state.step)
-    with run.log, run.checkpoints, planning as plan_process:
-        try:
-            train(run, stop)
-            return loop.finish(run, stop, plan_process)
-        except job.Stopped:
-            return loop.save_and_stop(run, stop)
+        loop.show_samples(args)
+    elif args.num_steps == 0:
+        loop.evaluate_only(args, device, build_mesh, build_model, evaluate)
+    else:
+        run = prepare(args, device, stop)
+        with loop.started(run):  # opens its log and its checkpoints; a run on a GPU is planned in another process
+            try:
+                train(run)
+                loop.finish(run)
+            except job.Stopped:
+                return loop.save_and_stop(run)
+    return 0
 
 
-# The functions that plans and harness/loop.py call; harness/ imports neither this file nor utils.py.
-RECIPE = plan.Recipe(
-    build_mesh=build_mesh,
-    build_model=build_model,
-    train_step=train_step,
-    evaluate=evaluate,
-    estimate_mfu=utils.estimate_mfu,
-    get_flops_by_length=utils.get_flops_by_length,
-)
+# What a plan runs: harness/ imports neither this file nor utils.py.
+RECIPE = plan.Recipe(build_mesh, build_model, train_step, utils.estimate_mfu, utils.get_flops_by_length)
 
 
 def main(args: flags.Args) -> None:
     """Do what the flags request. `World` ends the process with `exit_code`, or prints a user's error as one line."""
-    with job.World(args, memory_advice=lambda: plan.memory_advice(args)) as world:
+    with job.World(args, out_of_memory_advice=lambda: plan.memory_advice(args)) as world:
         if args.plan:
             plan.print_plan(args, RECIPE)
         elif args.compare:

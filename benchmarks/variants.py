@@ -23,7 +23,7 @@ from harness.model.optimizers import adamw
 if variant == "torchs-adamw":
     adamw.compiles_updates = lambda groups, settings: False
 elif variant == "fsdp2-copies":
-    models.avoid_copies_on_one_rank = lambda model, mesh, accumulates: None
+    models.avoid_copies_on_one_rank = lambda settings, model, mesh: None
 else:
     sys.exit(f"no such variant: {variant}")
 train_fsdp.main(args)

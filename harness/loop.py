@@ -1,12 +1,13 @@
 """Loop: the parts of a run around its training steps: open files, resolve settings, evaluate, sample, log, save, stop
 and finish. Every rank calls each function."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -33,25 +34,26 @@ class Opened:
     config: transformers.PretrainedConfig
     tokenizer: Any
     prompts: list[str | data.Conversation]  # to generate samples from
-    resumed_checkpoint: state.Checkpoint | None  # of --resume; without training the one that is read
-    replaced_run: str = ""  # id of the run whose earlier export in --export DIR may be replaced
+    checkpoint: state.Checkpoint | None  # of --resume: to continue or, without training, to evaluate, sample or export
+    replaced_run: str = ""  # --export DIR holds an export of the run with this id, which is replaced; "" if it does not
     dataset: Any = None  # a data.TrainingData, with the eval data; None if no data are read, or before they are
 
     @property
     def manifest(self) -> dict | None:
         """The checkpoint's."""
-        return self.resumed_checkpoint.manifest if self.resumed_checkpoint else None
+        return self.checkpoint.manifest if self.checkpoint else None
 
     @property
     def record(self) -> data.DataRecord | None:
-        """The record of this run's data; without training, of the checkpoint's run, or None without a checkpoint."""
+        """The data record of the run that trains, or trained, the weights: this run's, else the checkpoint's; None if
+        there is neither."""
         if self.dataset is not None and self.settings.num_steps:
             return self.dataset.record
         return data.read_data_record(self.manifest) if self.manifest else None
 
     def is_chat_model(self) -> bool:
-        """True if this run trains on conversations; without training, if the weights were trained on some, or if that
-        is not known, if conversations are read. Every rank calls this."""
+        """True for weights of conversations: by the data of a run that trains. Without training the sources that the
+        weights were trained on decide, or, if these are not known, the data that is read. Every rank calls this."""
         trained_on = [] if self.settings.num_steps else state.trained_on(self.settings, self.record)
         if trained_on:
             return any(source.get("chat") for source in trained_on)
@@ -72,8 +74,8 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     config, tokenizer = models.load_files(args, data.needs_tokenizer(args, corpora))
     prompts = base.broadcast_from_rank_0(lambda: data.read_prompts(args.sample_prompt or ()))
     checkpoint = state.find_checkpoint(args.resume, folder)
-    trained_length = checkpoint.manifest["flags"]["sequence_length"] if checkpoint else args.sequence_length
-    models.scale_rope(args, config, trained_length)  # --rope-scaling: to the length of the training, also to evaluate
+    length = checkpoint.manifest["flags"]["sequence_length"] if checkpoint else args.sequence_length
+    models.scale_rope(args, config, length)  # --rope-scaling: by the length that is trained, also to evaluate
     draws_weights = args.trains() and args.init == "random" and not checkpoint
     warning = base.broadcast_from_rank_0(lambda: models.describe_ignored_weights(args.model)) if draws_weights else ""
     if warning:
@@ -84,14 +86,14 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     settings = resolving.resolve(args, config, corpora, resumed_manifest)
     if settings.compile:
         base.count_compiling_as_work()  # in the heartbeats: a rank that compiles has not stalled
-    if args.batch_size == "auto":
+    if args.batch_size == "auto":  # `resolve` has put in the smallest one
         size = base.broadcast_from_rank_0(lambda: plan.choose_batch_size(settings))
         settings = dataclasses.replace(settings, batch_size=size)
     if resumed_manifest:
         settings = state.keep_global_batch(settings, resumed_manifest)
     opening, samples_per_epoch = None, 0
     if settings.num_epochs:
-        trained_on = state.trained_on(settings, None)  # the weights of --init pretrained, if we exported them
+        trained_on = state.trained_on(settings, None)  # sources in the header of an export, if --init reads one
         opening = data.open_sources(settings, corpora, tokenizer, config, resumed_manifest, trained_on)
         samples_per_epoch = sum(len(source.train) for source in opening.opened.values())
     settings = resolving.resolve_steps(settings, resumed_manifest, samples_per_epoch)
@@ -103,7 +105,7 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
         config=config,
         tokenizer=tokenizer,
         prompts=prompts,
-        resumed_checkpoint=checkpoint,
+        checkpoint=checkpoint,
         replaced_run=replaced_run,
     )
     check_prompts(opened)
@@ -147,8 +149,8 @@ def render_prompts(opened: Opened, prompts: list[str | data.Conversation]) -> li
 
 
 def load_eval_data(opened: Opened) -> None:
-    """Set `opened.dataset` for an evaluation without training: the eval split of the data that the weights were trained
-    on; for other data their eval split, or all documents if they have none.
+    """Set `opened.dataset` for an evaluation without training: of the run's own data the checkpoint's eval split, of
+    other data the eval split, or all documents without one.
 
     Raises:
         UserError: the run trained on the data to evaluate, or its own data have changed since.
@@ -176,7 +178,8 @@ class OpenedTraining(Opened):
     folder: pathlib.Path
     trackers: list
     peak_tflops: float | None  # of one device; None if it is not known
-    identity: dict  # of config, tokenizer, frozen weights and data: a resume must have the same; in the manifest
+    stop: job.StopRequest
+    identity: dict  # facts of config, tokenizer, frozen weights and data that a resume must share, for the manifest
     changed: str  # changes since the checkpoint that it resumes from, in words
 
 
@@ -188,10 +191,18 @@ class Run(OpenedTraining):
     log: report.Log
     checkpoints: state.Checkpoints
     state: state.TrainState  # everything that must survive a restart
+    plan_process: subprocess.Popen | None = None  # of rank 0, which plans the run meanwhile
+
+    def complete_step(self, result: report.StepResult) -> None:
+        """Count the samples and tokens of a step, advance the schedule, and keep its `result` for the log."""
+        tokens, document_lengths = self.batches.complete_step()  # tokens of all ranks, documents of this one
+        self.log.keep(result, document_lengths)
+        self.state.advance(self.dataset.record, tokens)
+        self.stop.can_save = True
 
 
 def open_training(
-    args: flags.Args, mesh: DeviceMesh, device: torch.device, peak_tflops: float | None
+    args: flags.Args, mesh: DeviceMesh, device: torch.device, peak_tflops: float | None, stop: job.StopRequest
 ) -> OpenedTraining:
     """Open the inputs of a run that trains. Cheap checks that may fail come first.
 
@@ -214,23 +225,24 @@ def open_training(
         tokenizer,
         config,
         manifest=opened.manifest,
-        trained_on=state.trained_on(settings, None),  # the weights of --init pretrained, if we exported them
+        trained_on=state.trained_on(settings, None),  # sources in the header of an export, if --init reads one
         opening=opened.opening,
     )
     identity = state.describe_identity(settings, config, tokenizer, opened.dataset)
     return OpenedTraining(
-        **vars(opened),
+        **vars(opened),  # all its fields
         device=device,
         mesh=mesh,
         folder=folder,
         trackers=trackers,
         peak_tflops=peak_tflops,
+        stop=stop,
         identity=identity,
-        changed=state.check_resume(settings, config, identity, opened.dataset, opened.resumed_checkpoint),
+        changed=state.check_resume(settings, config, identity, opened.dataset, opened.checkpoint),
     )
 
 
-def ready_run(
+def finish_setup(
     opened: OpenedTraining, train_state: state.TrainState, get_flops_by_length: Callable[[Any, np.ndarray], np.ndarray]
 ) -> Run:
     """Load the checkpoint into `train_state`, check what can be checked before the first step, print the header and
@@ -239,9 +251,9 @@ def ready_run(
     Raises:
         UserError: the weights are not finite, --min-mfu needs FLOPs that are unknown, or the disk has too little room.
     """
-    settings, checkpoint, folder, device = opened.settings, opened.resumed_checkpoint, opened.folder, opened.device
-    possible_lengths = np.arange(settings.sequence_length + 1)  # tokens of a document, whose attention depends on them
-    flops_by_length, flops_text = models.flops_or_zeros(train_state.model, possible_lengths, get_flops_by_length)
+    settings, checkpoint, folder, device = opened.settings, opened.checkpoint, opened.folder, opened.device
+    lengths = np.arange(settings.sequence_length + 1)  # of documents: what a token costs depends on its document's
+    flops_by_length, flops_text = models.flops_or_zeros(train_state.model, lengths, get_flops_by_length)
     if settings.min_mfu and not flops_by_length.any():
         raise base.UserError(f"--min-mfu: {flops_text}")
     sharding_text = models.verify_sharding(settings, train_state.model, train_state.optimizer, opened.mesh)
@@ -249,8 +261,9 @@ def ready_run(
     if checkpoint:
         train_state.load(checkpoint, from_other_run=not state.resumes_same_run(checkpoint, folder))
         changed = ", ".join(filter(None, [changed, train_state.describe_lr_change()]))
+    opened.stop.resumed_step = train_state.step  # the message after Ctrl-C counts lost steps from here
     state.check_finite(settings, train_state, checkpoint)
-    has_room = True  # for the final checkpoint, which is left out otherwise
+    has_room = True  # on the disk; without room no final checkpoint is written
     if train_state.step < settings.num_steps:
         export_bytes = state.export_bytes(settings, train_state.model)
         has_room = job.check_disk(settings, train_state.saved_bytes(), export_bytes, folder)
@@ -281,7 +294,7 @@ def ready_run(
         has_room=has_room,
     )
     return Run(
-        **vars(opened),
+        **vars(opened),  # all its fields
         batches=timed_batches,
         log=log,
         checkpoints=state.Checkpoints(settings, folder, opened.identity, device, sync_log=log.sync),
@@ -289,15 +302,24 @@ def ready_run(
     )
 
 
-def finish_interrupted_evaluation(run: Run, stop: job.StopRequest, evaluate: Evaluate) -> None:
+@contextlib.contextmanager
+def started(run: Run) -> Iterator[None]:
+    """A context in which a run trains: its log and its checkpoints are open. On a GPU another process plans the run
+    meanwhile, and the run's last line has what it predicted."""
+    planning = plan.planning_in_background(run.settings, run.device, run.settings.num_steps - run.state.step)
+    with run.log, run.checkpoints, planning as run.plan_process:
+        yield
+
+
+def finish_interrupted_evaluation(run: Run, evaluate: Evaluate) -> None:
     """Evaluate the step that the run resumes from, if it was stopped before that evaluation was done."""
     due = run.log.due_at(run.state.step)
     if due.evaluate and base.broadcast_from_rank_0(run.log.needs_evaluation):
         metrics = {"step": run.state.step, "tokens_seen": run.state.tokens}
-        evaluate_and_log(run, due, metrics, stop, evaluate)
+        evaluate_and_log(run, due, metrics, evaluate)
 
 
-def log_and_evaluate(run: Run, due: job.Actions, stop: job.StopRequest, evaluate: Evaluate) -> None:
+def log_and_evaluate(run: Run, due: job.Actions, evaluate: Evaluate) -> None:
     """Read the metrics of the steps since the last call, check the state that is to be saved, evaluate and log what is
     due.
 
@@ -312,12 +334,12 @@ def log_and_evaluate(run: Run, due: job.Actions, stop: job.StopRequest, evaluate
         run.log.write(metrics)
         raise_divergence(run, problem)
     if due.evaluate:
-        evaluate_and_log(run, due, metrics, stop, evaluate)
+        evaluate_and_log(run, due, metrics, evaluate)
     elif due.log:
         run.log.write(metrics)
 
 
-def evaluate_and_log(run: Run, due: job.Actions, metrics: dict, stop: job.StopRequest, evaluate: Evaluate) -> None:
+def evaluate_and_log(run: Run, due: job.Actions, metrics: dict, evaluate: Evaluate) -> None:
     """Evaluate, generate samples, and write the log line with `metrics`. If a stop interrupts the evaluation, its
     losses and samples are discarded, and the next start repeats it.
 
@@ -326,7 +348,7 @@ def evaluate_and_log(run: Run, due: job.Actions, metrics: dict, stop: job.StopRe
     """
     samples = []
     try:
-        with run.state.tracker.paused(), stop.before_each_forward(run.state.model):
+        with run.state.tracker.paused(), run.stop.checked_before_each_forward(run.state.model):
             losses, _ = evaluate(run.settings, run.state.model, run.dataset.eval_data, run.device)
             if not due.last:  # after the last step `finish` generates them
                 samples = generate_samples(run, run.state.model, run.device)
@@ -334,7 +356,7 @@ def evaluate_and_log(run: Run, due: job.Actions, metrics: dict, stop: job.StopRe
         run.log.write(metrics)
         raise
     metrics |= losses
-    # for the next save, and for a checkpoint of this step that a stop left without it
+    # for the next save; added to the checkpoint of this step if a stop saved that before the evaluation
     run.checkpoints.record_eval_loss(run.state, metrics["eval_loss"])
     run.log.write(metrics, samples)
     if problem := report.first_not_finite(metrics):
@@ -344,7 +366,7 @@ def evaluate_and_log(run: Run, due: job.Actions, metrics: dict, stop: job.StopRe
 def raise_divergence(run: Run, problem: str) -> NoReturn:
     """Wait for the save in progress and raise the UserError of a diverged run."""
     run.checkpoints.wait()
-    raise report.divergence_error(problem, run.folder, run.resumed_checkpoint)
+    raise report.divergence_error(problem, run.folder, run.checkpoint)
 
 
 def find_non_finite(run: Run) -> str:
@@ -364,41 +386,44 @@ def find_non_finite(run: Run) -> str:
     return ""
 
 
-def finish(run: Run, stop: job.StopRequest, plan_process: subprocess.Popen | None) -> int:
+def save(run: Run, due: job.Actions) -> None:
+    """Save the state. A signal during a save before the last step stops the run here, not one step later, which would
+    have to be saved too.
+
+    Raises:
+        job.Stopped: a stop was requested.
+    """
+    run.checkpoints.save(run.state, wait=due.last)
+    if not due.last:
+        run.stop.raise_if_stopping()
+
+
+def finish(run: Run) -> None:
     """End a run that has no step left: metrics, samples, an export, gates, and what to do next.
-
-    Args:
-        plan_process: the process that plans this run, if there is one.
-
-    Returns:
-        The exit code, 0.
 
     Raises:
         UserError: a gate is missed, or a checkpoint or lines of the log could not be written.
         job.Stopped: a stop was requested before the export.
     """
-    settings = run.settings
-    with stop.before_each_forward(run.state.model):
+    settings, stop = run.settings, run.stop
+    with stop.checked_before_each_forward(run.state.model):
         samples = generate_samples(run, run.state.model, run.device)
-    # An export and the wait for the plan take long; without them the run is done anyway. All ranks must agree, so this
-    # does not ask for `plan_process`, which rank 0 alone has.
-    may_be_planned = settings.own_plan and (settings.plan_gpu or run.device.type == "cuda")
-    if settings.export or may_be_planned:
+    # An export and the wait for the plan take long; without them the run is done anyway.
+    if settings.export or plan.plans_itself(settings, run.device):
         stop.raise_if_stopping()
     stop.can_save = False  # nothing is left to save: from here on a signal ends the process at once
-    metrics = run.log.finish(samples, plan.predicted_metrics(plan_process) | run.checkpoints.best_metrics())
+    metrics = run.log.finish(samples, plan.predicted_metrics(run.plan_process) | run.checkpoints.best_metrics())
     if settings.export:
         export(run, run.state)
     job.print0(report.next_commands(settings, run.folder, run.state.step, metrics))
     run.checkpoints.check_saved()
     run.log.check_written()
     base.broadcast_from_rank_0(lambda: report.check_gates(settings, metrics))
-    return 0
 
 
-def save_and_stop(run: Run, stop: job.StopRequest) -> int:
+def save_and_stop(run: Run) -> int:
     """Save the last complete step after a stop, unless it is saved already, and print so. Return the exit code."""
-    log, checkpoints = run.log, run.checkpoints
+    log, checkpoints, stop = run.log, run.checkpoints, run.stop
 
     def is_saved() -> bool:
         newest = base.broadcast_from_rank_0(lambda: base.newest_checkpoint(run.folder))
@@ -411,7 +436,7 @@ def save_and_stop(run: Run, stop: job.StopRequest) -> int:
         metrics, problem = log.metrics()
         problem = problem or find_non_finite(run)
         if has_new_steps and (problem or log.skipped):
-            log.write(metrics)  # says what is wrong or why steps were skipped, which no checkpoint does
+            log.write(metrics)  # the problem, or the reasons of skipped steps, are in no checkpoint
         if problem:
             raise_divergence(run, problem)
         checkpoints.save(run.state, wait=True)
@@ -424,41 +449,45 @@ def save_and_stop(run: Run, stop: job.StopRequest) -> int:
 # ---- Without training ------------------------------------------------------------------------------------------------
 
 
-def evaluate_only(args: flags.Args, device: torch.device, recipe: plan.Recipe) -> int:
-    """--num-steps 0: evaluate a checkpoint or pretrained weights, generate samples, export. Return the exit code."""
+def evaluate_only(
+    args: flags.Args,
+    device: torch.device,
+    build_mesh: Callable[[flags.Flags, torch.device], DeviceMesh],
+    build_model: Callable[..., transformers.PreTrainedModel],
+    evaluate: Evaluate,
+) -> None:
+    """--num-steps 0: evaluate a checkpoint or pretrained weights, generate samples, export. The functions are the
+    script's."""
     with report.keep_stdout_for_json(args) as stdout:
-        mesh = recipe.build_mesh(args, device)
+        mesh = build_mesh(args, device)
         opened = open_run(args)
-        settings, checkpoint = opened.settings, opened.resumed_checkpoint
+        settings, checkpoint = opened.settings, opened.checkpoint
         if settings.eval_interval:
             load_eval_data(opened)
         state.check_same_weights(settings, opened.config, opened.manifest)
-        model = recipe.build_model(settings, opened.config, mesh, device, read_weights=not checkpoint)
+        model = build_model(settings, opened.config, mesh, device, read_weights=not checkpoint)
         loaded = state.TrainState(model)
         if checkpoint:
             # returns a newer one, if a running run has removed this one meanwhile
-            opened.resumed_checkpoint = state.load_for_inference(settings, loaded, opened.config, checkpoint)
-        state.check_finite(settings, loaded, opened.resumed_checkpoint)
+            opened.checkpoint = state.load_for_inference(settings, loaded, opened.config, checkpoint)
+        state.check_finite(settings, loaded, opened.checkpoint)
         if settings.eval_interval:
-            losses, tokens = recipe.evaluate(settings, model, opened.dataset.eval_data, device)
+            losses, tokens = evaluate(settings, model, opened.dataset.eval_data, device)
             report.print_evaluation(settings, opened.dataset, loaded if checkpoint else None, losses, tokens, stdout)
         report.print_samples(generate_samples(opened, model, device))
         if settings.export:
             export(opened, loaded)
-    return 0
 
 
-def show_samples(args: flags.Args) -> int:
-    """--show-samples: print what a step of this run trains on, in the order that the run recorded if it has one. Return
-    the exit code."""
+def show_samples(args: flags.Args) -> None:
+    """--show-samples: print what a step of this run trains on, in the order that the run recorded if it has one."""
     opened = open_run(args)
-    recorded = state.find_recorded_data(args, opened.resumed_checkpoint)
+    recorded = state.find_recorded_data(args, opened.checkpoint)
     inputs = (opened.corpora, opened.tokenizer, opened.config)
     dataset = data.load(opened.settings, *inputs, manifest=recorded, opening=opened.opening)
     if recorded:
         state.check_data(opened.settings, dataset.record, recorded)
     data.show_samples(opened.settings, dataset, opened.tokenizer, recorded)
-    return 0
 
 
 def generate_samples(opened: Opened, model: transformers.PreTrainedModel, device: torch.device) -> list[dict[str, Any]]:
@@ -467,15 +496,17 @@ def generate_samples(opened: Opened, model: transformers.PreTrainedModel, device
     settings, prompts, dataset = opened.settings, opened.prompts, opened.dataset
     if settings.demo and settings.dataset != "demo" and not prompts and dataset is not None and dataset.demo_prompt:
         prompts = [dataset.demo_prompt]  # --demo has no prompt for other data: continue their first words
-    is_chat = opened.is_chat_model()
-    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, is_chat, opened.tokenizer))
-    texts = render_prompts(opened, prompts)
+    stop_ids, texts = find_stop_ids(opened), render_prompts(opened, prompts)
     return [models.sample(settings, text, stop_ids, model, opened.tokenizer, device) for text in texts]
 
 
 def export(opened: Opened, loaded: state.TrainState) -> None:
     """Write the folder of --export."""
     settings, trained_on = opened.settings, state.trained_on(opened.settings, opened.record)
+    state.export(settings, loaded, opened.tokenizer, find_stop_ids(opened), trained_on, opened.replaced_run)
+
+
+def find_stop_ids(opened: Opened) -> list[int]:
+    """The token ids that end a sample."""
     is_chat = opened.is_chat_model()
-    stop_ids = base.broadcast_from_rank_0(lambda: data.end_tokens(settings, is_chat, opened.tokenizer))
-    state.export(settings, loaded, opened.tokenizer, stop_ids, trained_on, opened.replaced_run)
+    return base.broadcast_from_rank_0(lambda: data.end_tokens(opened.settings, is_chat, opened.tokenizer))

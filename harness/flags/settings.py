@@ -532,6 +532,10 @@ class Flags:
         --show-samples takes no more ranks."""
         return max(1, world // self.context_parallel)
 
+    def shards(self, world: int) -> int:
+        """Ranks of a shard group."""
+        return 1 if self.zero_stage == 0 else world // self.dp_replicate_size
+
     def tokens_per_step(self, world: int) -> int:
         """Tokens of one optimizer step: every group of ranks, every microbatch."""
         return self.groups(world) * self.gradient_accumulation_steps * int(self.batch_size) * self.sequence_length

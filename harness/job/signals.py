@@ -38,7 +38,7 @@ class StopRequest:
         self.name = ""  # name of the signal
         self.exit_code = self.EXIT_CODE
         self.can_save = False  # set by the loop once a step is done
-        self.resumed_step = 0  # set by the loop: the step of the checkpoint that this start resumed
+        self.resumed_step = 0  # set by the loop: the step of the checkpoint that this start resumes
         self.has_finished = False  # set once all ranks have finished their work
         self.began = time.monotonic()
         self.first_request = math.inf  # monotonic time, seconds
@@ -150,7 +150,7 @@ class StopRequest:
         return answer
 
     @contextlib.contextmanager
-    def before_each_forward(self, model: Any) -> Iterator[None]:
+    def checked_before_each_forward(self, model: Any) -> Iterator[None]:
         """Raise Stopped in the forward passes of `model` if a rank has a request. Every rank makes the same passes."""
 
         def check(*_: object) -> None:

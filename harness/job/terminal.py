@@ -6,11 +6,14 @@ import pathlib
 import shlex
 import sys
 from collections.abc import Iterable
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
 
 from harness import base, flags
+
+if TYPE_CHECKING:
+    from torch import nn
 
 BAR_FORMAT = "{n_fmt}/{total_fmt}{postfix}, eta {remaining} {bar}"  # a narrow terminal cuts off its end
 IN_A_STEP = ("data", "labels", "forward", "backward", "optimizer")  # phases of an unfinished step
@@ -58,11 +61,12 @@ def is_terminal(stream: TextIO) -> bool:
 # ---- Bars ------------------------------------------------------------------------------------------------------------
 
 
-def progress(items: Iterable, total: int, what: str) -> Iterable:
-    """Return the items, with a bar on rank 0's terminal if they take longer than a second. `what` is the bar's title;
-    without it there is no bar."""
-    shown = what and is_first_rank() and is_terminal(sys.stderr)
-    return tqdm(items, what, total, leave=False, delay=1, unit="layer", dynamic_ncols=True, disable=not shown)
+def layer_progress(layers: "nn.ModuleList", shown: bool) -> Iterable[tuple[int, Any]]:
+    """Return (index, layer) of each layer, with a bar on rank 0's terminal if building them takes longer than a second
+    and `shown`."""
+    shown = shown and is_first_rank() and is_terminal(sys.stderr)
+    bar: dict[str, Any] = {"leave": False, "delay": 1, "unit": "layer", "dynamic_ncols": True, "disable": not shown}
+    return tqdm(enumerate(layers), "building layers", len(layers), **bar)
 
 
 def step_bar(num_steps: int, step: int, shown: bool) -> tqdm:

@@ -25,7 +25,7 @@ A_DAY = timedelta(days=1)  # the timeout of collectives; heartbeats find ranks t
 class World:
     """The job of this rank.
 
-        with job.World(settings, memory_advice) as world:
+        with job.World(settings, out_of_memory_advice) as world:
             device = world.meet()
             world.exit_code = run(settings, device, world.stop)
 
@@ -34,9 +34,9 @@ class World:
     keeps its traceback. Signals end it through `stop`.
     """
 
-    def __init__(self, settings: flags.Args, memory_advice: Callable[[], str]):
-        """`memory_advice` returns advice for a device without memory; it is called only then."""
-        self.settings, self.memory_advice = settings, memory_advice
+    def __init__(self, settings: flags.Args, out_of_memory_advice: Callable[[], str]):
+        """`out_of_memory_advice` is called if the device is out of memory."""
+        self.settings, self.out_of_memory_advice = settings, out_of_memory_advice
         self.exit_code = 0
         self.stop = signals.listen(settings)
         self.watch: heartbeats.Heartbeats | None = None  # None before the job's store is reached
@@ -84,7 +84,7 @@ class World:
         if isinstance(error, base.UserError):
             message, exit_code = f"train_fsdp.py: error: {base.one_line(str(error))}", error.exit_code
         elif isinstance(error, torch.OutOfMemoryError):
-            message = f"train_fsdp.py: error: {base.first_line(error)} {self.memory_advice()}".rstrip()
+            message = f"train_fsdp.py: error: {base.first_line(error)} {self.out_of_memory_advice()}".rstrip()
         elif lost_rank := self.watch.explain(error) if self.watch else "":
             message, timeout = f"train_fsdp.py: error: {lost_rank}", 0
         else:

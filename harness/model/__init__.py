@@ -51,14 +51,14 @@ from harness.model.precision import choose_precision
 from harness.model.pretrained import describe_ignored_weights, open_weights, weights_digest
 from harness.model.routing import describe_routing
 from harness.model.sampling import check_generates, evaluating, reshard, sample
-from harness.model.skipping import decide_skip, skips_on_device, step_or_skip
+from harness.model.skipping import is_non_finite, skips_on_device, step_or_skip
 from harness.model.stand_ins import without_data
 from harness.model.tokenizer import load_files
 from harness.model.verify import verify_sharding
 from harness.model.weights import (
     as_in_checkpoint,
     check_gpu_memory,
-    check_trained_dtypes,
+    check_uniform_dtype,
     decoder_layers,
     layer_period,
     materialize,
@@ -83,7 +83,7 @@ __all__ = [
     "check_float8",
     "check_generates",
     "check_gpu_memory",
-    "check_trained_dtypes",
+    "check_uniform_dtype",
     "checkpoint_activations",
     "choose_attention",
     "choose_loss",
@@ -93,7 +93,6 @@ __all__ = [
     "compute_float8_scales",
     "computes_every_score",
     "count_flops",
-    "decide_skip",
     "decoder_layers",
     "describe_adapters",
     "describe_attention",
@@ -112,6 +111,7 @@ __all__ = [
     "gather_frozen_in_own_dtype",
     "has_aligned_rows",
     "has_frozen",
+    "is_non_finite",
     "layer_period",
     "load_config",
     "load_files",

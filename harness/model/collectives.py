@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # private: no protocol covers it
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup  # private: the type has no public name
 
+from harness import flags
 from harness.model.optimization import local
 
 
@@ -95,12 +96,12 @@ class SingleRankParameter(FSDPParam):
             super().free_unsharded_param()
 
 
-def avoid_copies_on_one_rank(model: nn.Module, mesh: DeviceMesh, accumulates: bool) -> None:
+def avoid_copies_on_one_rank(settings: flags.Settings, model: nn.Module, mesh: DeviceMesh) -> None:
     """Keep FSDP2 from copying parameters and reduced gradients in shard groups of one rank, but for parameters on the
-    host and float8 weights. Do nothing in larger groups. `accumulates`: a step has several microbatches, whose
-    gradients FSDP2 adds up on a stream of its own."""
+    host and float8 weights. Do nothing in larger groups."""
     if mesh["shard"].size() > 1:
         return
+    accumulates = settings.gradient_accumulation_steps > 1  # FSDP2 adds gradients up on a stream of its own
     for module in sharded_modules(model):
         module.set_custom_reduce_scatter(OneBuffer(accumulates))
         for parameter in fsdp_group(module).fsdp_params:

@@ -196,6 +196,11 @@ class StepLoss:
         self.router_loss: torch.Tensor | None = None
         self.expert_load: torch.Tensor | None = None
 
+    def totals(self) -> dict[str, Any]:
+        """The sums so far, by name."""
+        names = ("loss", "terms", "router_loss", "expert_load")
+        return {name: getattr(self, name) for name in names}
+
     def add_microbatch(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
         """Add the `loss` of the last forward pass, and its terms, divided by `divisor`; return the scalar to
         differentiate. The router losses of all microbatches have equal weight, however many tokens they train on."""

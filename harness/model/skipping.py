@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 
-def decide_skip(norm: torch.Tensor) -> torch.Tensor:
+def is_non_finite(norm: torch.Tensor) -> torch.Tensor:
     """1 if the norm is NaN or infinite, so that its step is skipped, else 0: a scalar in fp32 on the norm's device. The
     host does not wait for it."""
     return norm.float().isfinite().logical_not().float()

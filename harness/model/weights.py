@@ -7,7 +7,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, conversion_mapping
 
-from harness import base
+from harness import base, flags
 from harness.model.attention import ONE_KERNEL
 from harness.model.configs import text_config
 from harness.model.pretrained import PretrainedWeights
@@ -84,7 +84,7 @@ def layer_period(model: nn.Module) -> int:
     return len(layers)
 
 
-def check_trained_dtypes(model: Any, precision: str) -> None:
+def check_uniform_dtype(model: Any, precision: str) -> None:
     """Check that trained weights have one dtype, as FSDP2 requires; `model` has no storage yet.
 
     Raises:
@@ -97,19 +97,21 @@ def check_trained_dtypes(model: Any, precision: str) -> None:
         raise base.UserError(f"--precision {precision}: {problem}; use --precision bf16, or --lora-rank 16")
 
 
-def check_gpu_memory(model: nn.Module, device: torch.device, shards: int) -> None:
-    """Check that a GPU has room for a rank's shard of the weights and of the gradients of trained ones; `model` has no
-    storage yet.
+def check_gpu_memory(settings: flags.Settings, model: nn.Module, device: torch.device, shards: int) -> None:
+    """Check that a GPU has room for a rank's shard of the weights and, if the run trains, of the gradients of trained
+    ones; `model` has no storage yet.
 
     Raises:
         UserError: it has not.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or settings.cpu_offload:
         return
-    needed = sum(p.numel() * p.itemsize * (2 if p.requires_grad else 1) for p in model.parameters()) / shards
+    copies = {parameter: 2 if settings.num_steps and parameter.requires_grad else 1 for parameter in model.parameters()}
+    needed = sum(parameter.nbytes * count for parameter, count in copies.items()) / shards
     capacity = torch.cuda.get_device_properties(device).total_memory
     if needed > capacity:
-        sizes = f"{needed / base.GIB:,.0f} GiB of weights and gradients for each rank, and its GPU has"
+        kinds = "weights and gradients" if settings.num_steps else "weights"
+        sizes = f"{needed / base.GIB:,.0f} GiB of {kinds} for each rank, and its GPU has"
         advice = "more GPUs, --zero-stage 3, --cpu-offload or --lora-rank 16; --plan says what fits"
         raise base.UserError(f"--model: {sizes} {capacity / base.GIB:,.0f} GiB; {advice}")
 

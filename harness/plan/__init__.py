@@ -2,7 +2,7 @@
 rates, and find what fits or is faster. `print_plan` is --plan; `choose_batch_size` and `planning_in_background` plan a
 run that trains."""
 
-from harness.plan.own_plan import choose_batch_size, planning_in_background, predicted_metrics
+from harness.plan.own_plan import choose_batch_size, planning_in_background, plans_itself, predicted_metrics
 from harness.plan.planning import make_plan, print_plan
 from harness.plan.recipe import Recipe
 from harness.plan.search import memory_advice
@@ -13,6 +13,7 @@ __all__ = [
     "make_plan",
     "memory_advice",
     "planning_in_background",
+    "plans_itself",
     "predicted_metrics",
     "print_plan",
 ]

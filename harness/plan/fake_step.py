@@ -74,7 +74,7 @@ def record_update(
                 parameter.grad = torch.zeros_like(parameter)
         recorder.kind = "activations"
         norm = models.clip_grad_norm(optimizer, settings.max_grad_norm)
-        models.step_or_skip(optimizer, models.decide_skip(norm))
+        models.step_or_skip(optimizer, models.is_non_finite(norm))
     return recorder
 
 

@@ -92,14 +92,18 @@ def choose_batch_size(settings: flags.Settings) -> int:
     return result["largest_batch_size"]
 
 
+def plans_itself(settings: flags.Settings, device: torch.device) -> bool:
+    """True if a run is planned while it trains: by default if there is a GPU to plan for."""
+    return settings.own_plan and (settings.plan_gpu is not None or device.type == "cuda")
+
+
 @contextlib.contextmanager
 def planning_in_background(
     settings: flags.Settings, device: torch.device, steps_left: int
 ) -> Iterator[subprocess.Popen | None]:
-    """Plan this run in another process on rank 0, if there is a GPU to plan for and a step left; else yield None. The
+    """Plan this run in another process, on rank 0, if it is to be planned and has a step left; else yield None. The
     process ends with the run."""
-    has_gpu = settings.plan_gpu or device.type == "cuda"
-    if dist.get_rank() or not settings.own_plan or not has_gpu or steps_left <= 0:
+    if dist.get_rank() or not plans_itself(settings, device) or steps_left <= 0:
         yield None
         return
     try:

@@ -1,4 +1,4 @@
-"""The recipe: functions of train_fsdp.py and utils.py for plans and harness/loop.py, which do not import the pair."""
+"""The recipe: functions of train_fsdp.py and utils.py for plans, which do not import the pair."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,9 +13,8 @@ from harness import flags
 
 
 class Recipe(NamedTuple):
-    build_mesh: Callable[[flags.Args | flags.Settings, torch.device], DeviceMesh]
+    build_mesh: Callable[[flags.Flags, torch.device], DeviceMesh]
     build_model: Callable[..., transformers.PreTrainedModel]
     train_step: Callable[[flags.Settings, nn.Module, torch.optim.Optimizer, Iterator[dict[str, Any]]], object]
-    evaluate: Callable[..., tuple[dict[str, float], int]]
     estimate_mfu: Callable[[float, float, float, int, float | None], dict[str, float]]
     get_flops_by_length: Callable[[transformers.PreTrainedModel, np.ndarray], np.ndarray]

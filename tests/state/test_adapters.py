@@ -317,16 +317,18 @@ def test_other_optimizers_train_adapters_and_resume(flags, device, tmp_path, opt
 
 
 def test_a_model_that_no_gpu_has_room_for_is_refused_before_it_is_read(monkeypatch):
-    """A frozen weight takes its own bytes, a trained one its gradient's too."""
+    """A frozen weight takes its own bytes, a trained one its gradient's too if the run trains."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=2**32))
     with torch.device("meta"):
         model = torch.nn.Linear(2**14, 2**15, bias=False, dtype=torch.float32)  # 2 GiB
     gpu = torch.device("cuda", 0)
-    models.check_gpu_memory(model, gpu, 2)
+    trains, evaluates = (types.SimpleNamespace(cpu_offload=False, num_steps=steps) for steps in (1, 0))
+    models.check_gpu_memory(trains, model, gpu, 2)
     model.weight.data = model.weight.data.double()
     with pytest.raises(
         base.UserError, match=r"8 GiB of weights and gradients for each rank, and its GPU has 4 GiB; .*--lora"
     ):
-        models.check_gpu_memory(model, gpu, 1)
+        models.check_gpu_memory(trains, model, gpu, 1)
+    models.check_gpu_memory(evaluates, model, gpu, 1)
     model.requires_grad_(False)
-    models.check_gpu_memory(model, gpu, 1)
+    models.check_gpu_memory(trains, model, gpu, 1)
