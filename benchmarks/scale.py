@@ -136,7 +136,10 @@ def costs_of_tokens(count: int, work: pathlib.Path) -> Iterator[tuple[str, Call]
         "best-fit packing, a later start of a node",
         lambda: open_packed(data.tokens.Tokens(tokens.files, 2**16, 0), work),
     )
-    yield "eval split of a corpus", lambda: data.eval_split.divide(data.tokens.Tokens(tokens.files, 2**16, 0))
+    yield (
+        "eval split of a corpus",
+        lambda: data.eval_split.take_out_eval_documents(data.tokens.Tokens(tokens.files, 2**16, 0)),
+    )
     yield "identity of a corpus", tokens.fingerprint
     order = data.mixture.SequenceOrder(len(packed), 0)
     yield "order of 1,000 samples", lambda: [order.sequence_at(LATE + sample) for sample in range(1000)]

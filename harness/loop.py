@@ -29,8 +29,8 @@ class Opened:
     """The inputs of a run, found and resolved before anything is built."""
 
     settings: flags.Settings
-    corpora: list[data.Corpus]
-    opening: data.Opening | None  # the sources, opened early if --num-epochs had to count their sequences
+    corpora: data.Corpora
+    opened_sources: data.OpenedSources | None  # opened early if --num-epochs had to count their sequences
     config: transformers.PretrainedConfig
     tokenizer: Any
     prompts: list[str | data.Conversation]  # to generate samples from
@@ -70,7 +70,8 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
         UserError: something is missing, damaged, or does not go together.
     """
     print_imports()
-    corpora = data.find(args) if args.num_steps or args.eval_interval or args.show_samples else []
+    reads_data = args.num_steps or args.eval_interval or args.show_samples
+    corpora = data.find(args) if reads_data else data.Corpora([])
     config, tokenizer = models.load_files(args, data.needs_tokenizer(args, corpora))
     prompts = base.broadcast_from_rank_0(lambda: data.read_prompts(args.sample_prompt or ()))
     checkpoint = state.find_checkpoint(args.resume, folder)
@@ -91,17 +92,17 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
         settings = dataclasses.replace(settings, batch_size=size)
     if resumed_manifest:
         settings = state.keep_global_batch(settings, resumed_manifest)
-    opening, samples_per_epoch = None, 0
+    opened_sources, samples_per_epoch = None, 0
     if settings.num_epochs:
         trained_on = state.trained_on(settings, None)  # sources in the header of an export, if --init reads one
-        opening = data.open_sources(settings, corpora, tokenizer, config, resumed_manifest, trained_on)
-        samples_per_epoch = sum(len(source.train) for source in opening.opened.values())
+        opened_sources = data.open_sources(settings, corpora, tokenizer, config, resumed_manifest, trained_on)
+        samples_per_epoch = sum(len(source.train) for source in opened_sources.by_name.values())
     settings = resolving.resolve_steps(settings, resumed_manifest, samples_per_epoch)
     resolving.refuse_contradictions(settings, args)  # once more, as defaults are decided now
     opened = Opened(
         settings=settings,
         corpora=corpora,
-        opening=opening,
+        opened_sources=opened_sources,
         config=config,
         tokenizer=tokenizer,
         prompts=prompts,
@@ -226,7 +227,7 @@ def open_training(
         config,
         manifest=opened.manifest,
         trained_on=state.trained_on(settings, None),  # sources in the header of an export, if --init reads one
-        opening=opened.opening,
+        opened=opened.opened_sources,
     )
     identity = state.describe_identity(settings, config, tokenizer, opened.dataset)
     return OpenedTraining(
@@ -484,7 +485,7 @@ def show_samples(args: flags.Args) -> None:
     opened = open_run(args)
     recorded = state.find_recorded_data(args, opened.checkpoint)
     inputs = (opened.corpora, opened.tokenizer, opened.config)
-    dataset = data.load(opened.settings, *inputs, manifest=recorded, opening=opened.opening)
+    dataset = data.load(opened.settings, *inputs, manifest=recorded)
     if recorded:
         state.check_data(opened.settings, dataset.record, recorded)
     data.show_samples(opened.settings, dataset, opened.tokenizer, recorded)

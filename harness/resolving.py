@@ -2,7 +2,6 @@
 built, in a run and in a plan."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 from transformers import PretrainedConfig
@@ -12,14 +11,14 @@ from harness import model as models
 
 
 def resolve(
-    args: flags.Args, config: PretrainedConfig, corpora: Sequence[data.Corpus] = (), manifest: dict | None = None
+    args: flags.Args, config: PretrainedConfig, corpora: data.Corpora | None = None, manifest: dict | None = None
 ) -> flags.Settings:
     """Resolve every default of `args` except those of `resolve_steps`. --batch-size auto becomes the smallest possible
     size, which `loop.open_run` replaces.
 
     Args:
         config: the model's.
-        corpora: those that are read.
+        corpora: those that are read; None in a plan, which reads none.
         manifest: that of the checkpoint from which a run resumes; None for a new run.
 
     Raises:
@@ -27,7 +26,7 @@ def resolve(
     """
     precision = models.choose_precision(args, manifest)
     sequence_length = models.choose_sequence_length(args, config)
-    document_mask = data.masks_documents(args.document_mask, args.packing, corpora)
+    document_mask = data.masks_documents(args.document_mask, args.packing, corpora or data.Corpora([]))
     batch_size = args.batch_size
     if batch_size == "auto":
         part_length = sequence_length // args.context_parallel

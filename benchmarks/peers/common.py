@@ -95,7 +95,7 @@ class RandomTokens(torch.utils.data.Dataset):
     def __init__(self, args: argparse.Namespace, vocab_size: int):
         world = int(os.environ.get("WORLD_SIZE", 1))
         windows = args.num_steps * args.batch_size * world
-        self.windows = data.SyntheticDataset(vocab_size, args.sequence_length, seed=42, sequences=windows)
+        self.windows = data.SyntheticDataset(vocab_size, args.sequence_length, seed=42, num_sequences=windows)
 
     def __len__(self) -> int:
         return len(self.windows)

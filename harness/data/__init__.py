@@ -30,11 +30,11 @@ samples, `num_samples` where the samples themselves are in scope too. `doc_ends`
 tokens: after each document, and of its first token.
 """
 
-from harness.data.corpora import Corpus, find, masks_documents, needs_tokenizer
+from harness.data.corpora import Corpora, Corpus, find, masks_documents, needs_tokenizer
 from harness.data.eval_checks import evaluates_own_data
 from harness.data.loader import Batches, eval_batches, mean_losses, training_batches
 from harness.data.mixture import DataRecord, SequenceOrder, SourceSpec, describe_changes, read_data_record
-from harness.data.opening import Opening, load, open_sequences, open_sources, show_samples
+from harness.data.opening import OpenedSources, load, open_sequences, open_sources, show_samples
 from harness.data.packing import PackedDataset, SyntheticDataset, create_collate_fn
 from harness.data.prompts import are_chats, end_tokens, read_prompts, render_prompt
 from harness.data.reader import CorpusReader
@@ -46,10 +46,11 @@ from harness.data.training_data import Positions, TrainingData, mix
 __all__ = [
     "Batches",
     "Conversation",
+    "Corpora",
     "Corpus",
     "CorpusReader",
     "DataRecord",
-    "Opening",
+    "OpenedSources",
     "PackedDataset",
     "Position",
     "Positions",

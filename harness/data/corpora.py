@@ -1,12 +1,11 @@
 """Corpora: sources of --dataset and --eval-split as found: their files, and the kind of their first valid record."""
 
 import contextlib
-import dataclasses
 import itertools
 import math
 import os
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -31,9 +30,8 @@ class Corpus:
     split: str  # with its slice: to train on, or to evaluate if it is an eval dataset
     # The first field or layout of these that a record has is read; of a chat corpus its layout alone.
     fields_to_read: tuple[str, ...]
-    from_token_files: bool  # True if its files are token files
+    from_token_files: bool  # True if the files of its split are token files; those of another split may have text
     kind: str  # of its records, one of `schema.KINDS`; "ids" for token files
-    is_eval_dataset: bool = False  # an eval dataset of its own: evaluated in full, never trained on
 
     @property
     def name(self) -> str:
@@ -59,42 +57,58 @@ class Corpus:
         return self.kind in MASKED_KINDS
 
 
-def find(args: flags.Args) -> list[Corpus]:
-    """Find the corpora of a run: its sources (none for synthetic data), then the eval dataset if --eval-split is a
-    dataset of its own; the eval dataset alone if nothing is trained. Rank 0 lists the files. Every rank calls this."""
+@dataclass(frozen=True)
+class Corpora:
+    """The corpora that a run reads."""
+
+    sources: list[Corpus]  # of --dataset; none for synthetic data, and if nothing is trained but an eval dataset read
+    eval_dataset: Corpus | None = None  # --eval-split, if it is a dataset of its own: evaluated in full, never trained
+
+    @property
+    def all(self) -> list[Corpus]:
+        return [*self.sources, self.eval_dataset] if self.eval_dataset else self.sources
+
+    @property
+    def leading(self) -> list[Corpus]:
+        """Those whose records decide defaults: the sources, or the eval dataset if it is read alone."""
+        return self.sources or self.all
+
+
+def find(args: flags.Args) -> Corpora:
+    """Find the corpora of a run. Rank 0 lists the files. Every rank calls this."""
     registered.write_all(args)
     corpora = base.broadcast_from_rank_0(lambda: list_corpora(args))
-    # without training, the template of a sample's prompt may be given too
+    # only if something is trained: else --chat-template may be for --sample-prompt
     chat_flags = {"chat_template": "--chat-template", "chat_loss": "--chat-loss"}
-    refuse_unused([flag for name, flag in chat_flags.items() if name in args.explicit and args.trains()], corpora)
+    refuse_chat_flags([flag for name, flag in chat_flags.items() if name in args.explicit and args.trains()], corpora)
     return corpora
 
 
-def list_corpora(args: flags.Args) -> list[Corpus]:
+def list_corpora(args: flags.Args) -> Corpora:
     """The corpora of `find`, listed by this process."""
-    has_eval_dataset = args.eval_interval and flags.is_eval_dataset(args.eval_split) and not args.show_samples
-    corpora = []
-    if args.dataset != "synthetic" and not (has_eval_dataset and args.num_steps == 0):
-        corpora = [find_corpus(args, source) for source in args.sources()]
-    names_split = args.eval_interval and args.eval_split and not flags.is_eval_dataset(args.eval_split)
-    if names_split:  # before anything is tokenized
+    evaluates_dataset = args.eval_interval and flags.is_eval_dataset(args.eval_split) and not args.show_samples
+    sources = []
+    if args.dataset != "synthetic" and not (evaluates_dataset and args.num_steps == 0):
+        sources = [find_corpus(args, source) for source in args.sources()]
+    if args.eval_interval and args.eval_split and not flags.is_eval_dataset(args.eval_split):
         with blame_eval_split():
             name, _ = parse_split(args.eval_split)
-        for corpus in corpora:
+        for corpus in sources:  # before anything is tokenized
             if name not in corpus.listing.splits:
                 problem = f"{corpus.source.dataset} has no such split, only {', '.join(corpus.listing.splits)}"
                 raise base.UserError(f"--eval-split {args.eval_split}: {problem}; give one of these")
-    if has_eval_dataset:
-        eval_corpus = find_eval_dataset(args)
-        refuse_trained_files(eval_corpus, {file.real_path for corpus in corpora for file in corpus.files})
-        corpora.append(eval_corpus)
-    return corpora
+    if not evaluates_dataset:
+        return Corpora(sources)
+    eval_dataset = find_eval_dataset(args)
+    refuse_trained_files(eval_dataset, {file.real_path for corpus in sources for file in corpus.files})
+    return Corpora(sources, eval_dataset)
 
 
 def find_corpus(settings: flags.Flags, source: flags.Source) -> Corpus:
     """Find the corpus of a source of --dataset."""
     split = settings.dataset_split or flags.default_split(source.dataset, settings.streaming)
-    return inspect_source(source, [split], *fields_of(settings), settings.dataset_config, settings.cache_dir)
+    fields, fields_first = fields_to_read(settings)
+    return inspect_source(source, [split], fields, fields_first, settings.dataset_config, settings.cache_dir)
 
 
 def find_eval_dataset(settings: flags.Flags) -> Corpus:
@@ -102,28 +116,27 @@ def find_eval_dataset(settings: flags.Flags) -> Corpus:
     none, or `train`, which is everything if no file is named as a split."""
     name = str(settings.eval_split)
     source = flags.Source(flags.source_name(name), name, weight=None)
+    splits = [DEFAULT_EVAL_SPLIT, "test", "train"]
+    fields, fields_first = fields_to_read(settings)
     with blame_eval_split():
-        splits = [DEFAULT_EVAL_SPLIT, "test", "train"]
-        corpus = inspect_source(source, splits, *fields_of(settings), cache_dir=settings.cache_dir)
-    return dataclasses.replace(corpus, is_eval_dataset=True)
+        return inspect_source(source, splits, fields, fields_first, cache_dir=settings.cache_dir)
 
 
-def fields_of(settings: flags.Flags) -> tuple[tuple[str, ...], bool]:
-    """(the fields to read, the best first; True if a field wins over a conversation in the same record, as a typed one
+def fields_to_read(settings: flags.Flags) -> tuple[tuple[str, ...], bool]:
+    """(the fields to look for, in order; True if they come before conversations, as a --text-field that was typed
     does)."""
     if "text_field" in settings.explicit:
         return (settings.text_field,), True
     return ("input_ids", settings.text_field), False
 
 
-def refuse_trained_files(eval_corpus: Corpus, trained: Container[str]) -> None:
+def refuse_trained_files(eval_dataset: Corpus, trained: Container[str]) -> None:
     """Raise a UserError if a file of an eval dataset is one of the `trained`, which are real paths."""
-    for file in eval_corpus.files:
+    for file in eval_dataset.files:
         if file.real_path in trained:
+            problem = f"{file} is in the training data too"
             advice = "take it out of one of them, or name a pattern without it"
-            raise base.UserError(
-                f"--eval-split {eval_corpus.source.dataset}: {file} is in the training data too; {advice}"
-            )
+            raise base.UserError(f"--eval-split {eval_dataset.source.dataset}: {problem}; {advice}")
 
 
 @contextlib.contextmanager
@@ -138,10 +151,10 @@ def blame_eval_split() -> Iterator[None]:
         raise base.UserError(message, error.exit_code) from error
 
 
-def refuse_unused(chat_flags: list[str], corpora: list[Corpus]) -> None:
+def refuse_chat_flags(chat_flags: list[str], corpora: Corpora) -> None:
     """Raise a UserError if flags of conversations were given and none of the corpora has any."""
-    if chat_flags and not any(corpus.is_chat for corpus in corpora):
-        found = ", ".join(f"{corpus.source.dataset} has {KINDS[corpus.kind]}" for corpus in corpora)
+    if chat_flags and not any(corpus.is_chat for corpus in corpora.all):
+        found = ", ".join(f"{corpus.source.dataset} has {KINDS[corpus.kind]}" for corpus in corpora.all)
         found = found or "synthetic data have none"
         problem = f"only with conversations, which are records with {describe_layouts()}; {found}"
         raise base.UserError(f"{', '.join(chat_flags)}: {problem}; leave it out")
@@ -212,28 +225,41 @@ def are_token_files(split_files: list[DataFile]) -> bool:
     return True
 
 
-def needs_tokenizer(settings: flags.Flags, corpora: list[Corpus]) -> bool:
-    """True if a run takes a tokenizer: unless all its tokens are random or come from token files, and no flag needs
-    text or document boundaries."""
+def needs_tokenizer(settings: flags.Flags, corpora: Corpora) -> bool:
+    """False if all tokens are random or from token files and no flag needs text or document boundaries."""
     if settings.tokenizer or settings.sample_prompt:
         return True
-    if settings.dataset == "synthetic" and not corpora:
+    if settings.dataset == "synthetic" and not corpora.all:
         return False
-    needs_doc_ends = settings.document_mask or settings.eval_interval or any("[" in corpus.split for corpus in corpora)
-    if needs_doc_ends or settings.packing in ("best-fit", "none") or settings.export:
+    splits = [corpus.split for corpus in corpora.all]
+    if settings.eval_interval:
+        splits.append(settings.eval_split or "")
+    needs_doc_ends = settings.document_mask or settings.packing in ("best-fit", "none")
+    if needs_doc_ends or any("[" in split for split in splits) or takes_eval_documents(settings, corpora):
         return True
-    return not all(corpus.from_token_files for corpus in corpora)
+    return bool(settings.export) or not all(corpus.from_token_files for corpus in corpora.all)
 
 
-def masks_documents(document_mask: bool | None, packing: str | None, corpora: Sequence[Corpus]) -> bool:
-    """True if documents do not see each other: by --document-mask, by default if some of the data that are trained on
-    are conversations or labels, or, if nothing is trained, of those that are evaluated. Never with --packing none, as a
-    sequence has one document then."""
+def takes_eval_documents(settings: flags.Flags, corpora: Corpora) -> bool:
+    """True if eval documents are taken out of the training data, as there is no split to evaluate; also if a checkpoint
+    may say so."""
+    if not settings.eval_interval or settings.resume != "none":
+        return bool(settings.eval_interval)
+    if settings.eval_split:
+        return False
+    return any(
+        DEFAULT_EVAL_SPLIT not in corpus.listing.splits or flags.splits_overlap(corpus.split, DEFAULT_EVAL_SPLIT)
+        for corpus in corpora.sources
+    )
+
+
+def masks_documents(document_mask: bool | None, packing: str | None, corpora: Corpora) -> bool:
+    """Resolve --document-mask, by default on if the training data, or without training the eval data, have
+    conversations or labels. With --packing none it is off, as a sequence has one document."""
     if packing == "none":
         return False
     if document_mask is None:
-        sources = [corpus for corpus in corpora if not corpus.is_eval_dataset] or corpora
-        return any(corpus.has_loss_mask for corpus in sources)
+        return any(corpus.has_loss_mask for corpus in corpora.leading)
     return document_mask
 
 
@@ -268,7 +294,8 @@ def parse_bounds(bounds: list[str], num_documents: int) -> list[Fraction]:
 
 
 def documents_before(share: Fraction, num_documents: int) -> int | None:
-    """The number of documents in a share of them; None if they are too few to divide at it: 5 % of 3 documents."""
+    """The number of documents in a share of them; None if a share between 0 and 1 rounds to none or all of them, as 5 %
+    of 3 do."""
     number = round(num_documents * share)
     return None if 0 < share < 1 and number in (0, num_documents) else number
 

@@ -20,8 +20,8 @@ from harness.data.tokens import Tokens
 
 EVERY = 20  # one of so many documents is an eval document
 BY_NUMBER, BY_CONTENT = "by_number", "by_content"  # how eval documents are chosen, as checkpoints record it
-RULES = {BY_NUMBER: f"one of every {EVERY} documents of it"}  # in words
-RULES[BY_CONTENT] = f"{RULES[BY_NUMBER]}, by content"
+RULE_TEXTS = {BY_NUMBER: f"one of every {EVERY} documents of it"}
+RULE_TEXTS[BY_CONTENT] = f"{RULE_TEXTS[BY_NUMBER]}, by content"
 
 
 @dataclass
@@ -30,20 +30,20 @@ class EvalData:
 
     sequences: EvalSequences
     description: str
-    split: str | None = None  # of its source; None for documents that a rule chooses, and for an eval dataset
-    beginning: str = ""  # a checksum of the first tokens of that split
+    other_split: str | None = None  # the split of its source, if it is not the training split
+    beginning: str = ""  # a checksum of the first tokens of that other split
 
 
 class EvalChoice(NamedTuple):
-    """What is evaluated of a source, and what is not trained on: eval documents may be kept out of training although a
-    split is evaluated."""
+    """What of a source is evaluated, and which documents are not trained on. A resumed run keeps out of training the
+    eval documents that it began with, although it may evaluate a split now."""
 
-    split: str | None = None  # the split that is evaluated, the training split itself if nothing is trained; else None
-    rule: str | None = None  # by which eval documents are taken out of the training split; None if none are
-    evaluates_documents: bool = False  # True if these eval documents are evaluated
+    split: str | None = None  # that is evaluated; the training split itself if nothing is trained; None: no split
+    removed_by: str | None = None  # the rule by which eval documents are taken out of the training split; None: none
+    evaluates_removed: bool = False  # True if these eval documents are evaluated
 
 
-def divide(tokens: Tokens) -> tuple[Tokens, Tokens]:
+def take_out_eval_documents(tokens: Tokens) -> tuple[Tokens, Tokens]:
     """(the tokens to train on, the eval tokens): of every 20 consecutive documents one is an eval document, chosen by
     a checksum, as a corpus may be periodic. With fewer than 20 documents the eval tokens are the last 5 %."""
     ends = tokens.doc_ends
@@ -54,6 +54,13 @@ def divide(tokens: Tokens) -> tuple[Tokens, Tokens]:
     eval_starts, eval_stops = np.where(numbers > 0, ends[numbers - 1], 0), ends[numbers]
     kept_starts, kept_stops = np.concatenate([[0], eval_stops]), np.concatenate([eval_starts, [len(tokens)]])
     return tokens.cut(kept_starts, kept_stops), tokens.cut(eval_starts, eval_stops)
+
+
+def describe_taken_out(num_taken: int, num_documents: int) -> str:
+    """What `take_out_eval_documents` has taken out, in words."""
+    if num_documents < EVERY:
+        return f"the last {100 // EVERY} % of it"
+    return f"{RULE_TEXTS[BY_NUMBER]}, {num_taken:,} of {num_documents:,}"
 
 
 def eval_document_numbers(num_documents: int) -> np.ndarray:
@@ -79,7 +86,7 @@ def choose_eval_split(settings: flags.Flags, corpus: Corpus, recorded: SourceSpe
     Args:
         recorded: the spec of the source when it was trained on; None if it was not.
     """
-    if not settings.eval_interval:  # a resume of a run that evaluated is refused without it
+    if not settings.eval_interval:  # `state.check_data` refuses a resume without it if eval documents were taken out
         return EvalChoice()
     was_divided = bool(recorded and recorded.get("eval_rule"))
     if was_divided and recorded["eval_rule"] != rule:
@@ -88,13 +95,13 @@ def choose_eval_split(settings: flags.Flags, corpus: Corpus, recorded: SourceSpe
         raise base.UserError(f"--dataset {corpus.source.dataset}: {problem}; {advice} --streaming")
     split = settings.eval_split
     if flags.is_eval_dataset(split):
-        return EvalChoice(rule=rule if was_divided else None)
+        return EvalChoice(removed_by=rule if was_divided else None)
     if split and recorded and not settings.num_steps and flags.splits_overlap(corpus.split, split):
         raise base.UserError(f"--eval-split {split}: it overlaps {corpus.split!r}, which was trained on; give another")
     if split:
         return EvalChoice(split, rule if was_divided else None)
     if was_divided:
-        return EvalChoice(rule=rule, evaluates_documents=True)
+        return EvalChoice(removed_by=rule, evaluates_removed=True)
     is_trained = bool(settings.num_steps or recorded)
     trains_on_validation = is_trained and flags.splits_overlap(corpus.split, DEFAULT_EVAL_SPLIT)
     if DEFAULT_EVAL_SPLIT in corpus.listing.splits and not trains_on_validation:
@@ -104,4 +111,4 @@ def choose_eval_split(settings: flags.Flags, corpus: Corpus, recorded: SourceSpe
         raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
     if not settings.num_steps:
         return EvalChoice(corpus.split)
-    return EvalChoice(rule=rule, evaluates_documents=True)
+    return EvalChoice(removed_by=rule, evaluates_removed=True)

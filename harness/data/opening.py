@@ -14,17 +14,26 @@ import torch.distributed as dist
 from torch.utils.data import Subset
 
 from harness import base, flags, job
-from harness.data import eval_checks, eval_split
+from harness.data import eval_checks
 from harness.data.corpora import (
+    Corpora,
     Corpus,
     are_token_files,
     blame_eval_split,
     inspect_source,
     masks_documents,
     parse_split,
-    refuse_unused,
+    refuse_chat_flags,
 )
-from harness.data.eval_split import BY_CONTENT, BY_NUMBER, RULES, EvalData, choose_eval_split
+from harness.data.eval_split import (
+    BY_CONTENT,
+    BY_NUMBER,
+    RULE_TEXTS,
+    EvalData,
+    choose_eval_split,
+    describe_taken_out,
+    take_out_eval_documents,
+)
 from harness.data.header import describe, describe_eval_data, describe_packing, describe_step
 from harness.data.loader import ranks_evaluating
 from harness.data.mixture import DataRecord, SequenceOrder, SourceSpec, make_record, read_data_record
@@ -38,92 +47,89 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 SYNTHETIC_EVAL_SEQUENCES = 1024
-STREAM_EVAL_SEQUENCES = 256  # without an eval split: all eval documents of a stream would take a read of every file
+STREAM_EVAL_SEQUENCES = 256  # default for eval documents of a stream: to find them all, every file would be read
 
 
 @dataclass
-class Opening:
-    """The sources of a run, opened one after another into `opened`, and what they are opened with; see `load`."""
+class OpenedSources:
+    """The sources of a run, opened one after another, and what they are opened with; see `load`."""
 
     reader: CorpusReader
-    before: DataRecord | None  # the checkpoint's record of the data; None for a new run
+    recorded: DataRecord | None  # the checkpoint's; None for a new run, and to evaluate other data than the run's
     trained_on: Sequence[SourceSpec]
-    trains: bool
     samples_per_step: int
     num_shards: int
-    opened: dict[str, OpenedSource] = field(default_factory=dict)  # by name
+    by_name: dict[str, OpenedSource] = field(default_factory=dict)
 
-    def recorded_spec(self, corpus: Corpus, beginning: str) -> SourceSpec | None:
+    def recorded_spec(self, settings: flags.Settings, corpus: Corpus, beginning: str) -> SourceSpec | None:
         """The spec of a source when it was trained on: by its name in the checkpoint, else by its `beginning`, a
         checksum of its first tokens, as it may have had another name."""
-        recorded = self.before.sources if self.before else {}
+        recorded = self.recorded.sources if self.recorded else {}
         specs = [*recorded.values()]
-        if not self.trains:  # a run that trains further has an order and eval documents of its own
+        if not settings.num_steps:  # a new run on exported weights divides its data itself, see `check_eval_data`
             specs += self.trained_on
         return recorded.get(corpus.name) or eval_checks.find_trained_spec(specs, beginning)
 
 
 def load(
     settings: flags.Settings,
-    corpora: list[Corpus],
+    corpora: Corpora,
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
     manifest: dict | None = None,
     trained_on: Sequence[SourceSpec] = (),
-    opening: Opening | None = None,
+    opened: OpenedSources | None = None,
 ) -> TrainingData:
     """Open the training and eval data of a run, with the header's lines about them; the eval data alone if nothing is
     trained and --eval-split is a dataset of its own. Lines about a source are printed when it is opened, as that may
     take long; the others are in the `header` of the result. Every rank calls this.
 
     Args:
-        manifest: that of the checkpoint whose data are read: a resume, or an evaluation of the run's own data. Its
-            specs decide how sources are read, and its mixture continues.
-        trained_on: the specs of the sources that the weights were trained on, if the weights came from an export, or if
-            the data that are evaluated are not the run's. Without training a source that is not among them and has no
-            eval split is evaluated in full.
-        opening: what `open_sources` returned, if it was called before: --num-epochs needs the sizes of the sources.
+        manifest: that of the checkpoint that a run resumes, or whose own data are evaluated; for --show-samples what
+            `state.find_recorded_data` found. Its specs say how each source was read, and its mixture continues.
+        trained_on: other specs of sources that the weights were trained on. In an evaluation, data that are not among
+            them and have no eval split are evaluated in full.
+        opened: what `open_sources` returned, if it was called before: --num-epochs needs the sizes of the sources.
     """
-    eval_corpus = next((corpus for corpus in corpora if corpus.is_eval_dataset), None)
-    if eval_corpus and not settings.num_steps:
-        name, reader = eval_corpus.name, make_reader(settings, tokenizer, config)
-        evaluated = open_eval_dataset(settings, eval_corpus, reader, trained_on)
+    if corpora.eval_dataset and not settings.num_steps:
+        name, reader = corpora.eval_dataset.name, make_reader(settings, tokenizer, config)
+        evaluated = open_eval_dataset(settings, corpora.eval_dataset, reader, trained_on)
         # the eval sequences stand in for the training data, which nothing reads
-        data = mix({name: evaluated.sequences}, {name: None}, settings.sequence_length, settings.seed)
+        data = mix({name: evaluated.sequences}, {name: Fraction(1)}, settings.sequence_length, settings.seed)
         data.eval_data, data.header = {name: evaluated.sequences}, {"eval data": describe_eval_data(evaluated)}
         return data
-    corpora = [corpus for corpus in corpora if not corpus.is_eval_dataset]
-    opening = opening or open_sources(settings, corpora, tokenizer, config, manifest, trained_on)
-    opened = opening.opened
-    length = settings.sequence_length
+    opened = opened or open_sources(settings, corpora, tokenizer, config, manifest, trained_on)
+    sources, length = opened.by_name, settings.sequence_length
     record = make_record(
         settings=settings,
-        sources={name: source.spec for name, source in opened.items()},
-        weights=source_weights(settings, opened),
-        tokens_per_sample={name: mean_sample_tokens(source.train, length) for name, source in opened.items()},
-        samples_per_step=opening.samples_per_step,
-        num_shards=opening.num_shards,
-        before=opening.before,
+        sources={name: source.spec for name, source in sources.items()},
+        weights=source_weights(settings, sources),
+        tokens_per_sample={name: mean_sample_tokens(source.train, length) for name, source in sources.items()},
+        samples_per_step=opened.samples_per_step,
+        num_shards=opened.num_shards,
+        before=opened.recorded,
         step=manifest["step"] if manifest else 0,
         samples=manifest["samples"] if manifest else 0,
     )
-    data = TrainingData({name: source.train for name, source in opened.items()}, record, length, settings.seed)
-    eval_sets = {name: source.eval_data for name, source in opened.items() if source.eval_data}
-    if eval_corpus:
+    data = TrainingData({name: source.train for name, source in sources.items()}, record, length, settings.seed)
+    evaluated_sources = {name: source.eval_data for name, source in sources.items() if source.eval_data}
+    if corpora.eval_dataset:
         specs = [*trained_on, *record.sources.values()]
-        eval_sets = {eval_corpus.name: open_eval_dataset(settings, eval_corpus, opening.reader, specs)}
+        evaluated = open_eval_dataset(settings, corpora.eval_dataset, opened.reader, specs)
+        evaluated_sources = {corpora.eval_dataset.name: evaluated}
     if settings.eval_interval:
-        data.eval_data = {name: eval_set.sequences for name, eval_set in eval_sets.items()}
+        data.eval_data = {name: eval_data.sequences for name, eval_data in evaluated_sources.items()}
         data.eval_identity = {name: sequences.fingerprint() for name, sequences in data.eval_data.items()}
     if settings.num_steps:
-        check_size(settings, data, corpora, opening.samples_per_step)
-    data.header = describe(settings, data, opened, corpora, opening.samples_per_step, tokenizer)
-    if eval_corpus:
-        data.header["eval data"] = describe_eval_data(eval_sets[eval_corpus.name])
-    # eval data first: those of a stream are at hand, its training data are not
-    data.demo_prompt = base.broadcast_from_rank_0(
-        lambda: demo_prompt(corpora, data.eval_data or data.sources, tokenizer)
-    )
+        check_size(settings, data, corpora.sources, opened.samples_per_step)
+    data.header = describe(settings, data, sources, corpora.sources, opened.samples_per_step, tokenizer)
+    if corpora.eval_dataset:
+        data.header["eval data"] = describe_eval_data(evaluated)
+    if settings.demo:
+        # of the eval data if there are any: of a stream only these are read already
+        data.demo_prompt = base.broadcast_from_rank_0(
+            lambda: demo_prompt(corpora.sources, data.eval_data or data.sources, tokenizer)
+        )
     return data
 
 
@@ -131,7 +137,7 @@ def make_reader(
     settings: flags.Settings, tokenizer: "PreTrainedTokenizerBase | None", config: "PretrainedConfig"
 ) -> CorpusReader:
     """The reader of a run's corpora."""
-    from accelerate import PartialState  # not with this file: it loads much that nothing here needs
+    from accelerate import PartialState  # here, as it takes long to import
 
     return CorpusReader(
         tokenizer=tokenizer,
@@ -150,56 +156,69 @@ def make_reader(
 
 def open_sources(
     settings: flags.Settings,
-    corpora: list[Corpus],
+    corpora: Corpora,
     tokenizer: "PreTrainedTokenizerBase | None",
     config: "PretrainedConfig",
     manifest: dict | None = None,
     trained_on: Sequence[SourceSpec] = (),
-) -> Opening:
+) -> OpenedSources:
     """Open the sources of a run; arguments as `load` has them. Every rank calls this."""
-    corpora = [corpus for corpus in corpora if not corpus.is_eval_dataset]
-    before = recorded_data(settings, manifest)
-    if before and (settings.num_epochs or settings.eval_interval == "epoch"):
-        refuse_other_sources(settings, corpora, before)
+    recorded = recorded_data(settings, manifest)
+    counts_epochs = settings.num_epochs or settings.eval_interval == "epoch"
+    if recorded and counts_epochs and settings.num_steps:
+        refuse_changed_epochs(settings, corpora.sources, recorded)
     samples_per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
-    num_shards = choose_num_shards(settings, corpora, before, samples_per_step)
-    reader, trains = make_reader(settings, tokenizer, config), bool(settings.num_steps)
-    opening = Opening(reader, before, trained_on, trains, samples_per_step, num_shards)
+    num_shards = choose_num_shards(settings, corpora.sources, recorded, samples_per_step)
+    reader = make_reader(settings, tokenizer, config)
+    opened = OpenedSources(reader, recorded, trained_on, samples_per_step, num_shards)
     if settings.dataset == "synthetic":
-        opening.opened["synthetic"] = open_synthetic(settings, opening.reader.vocab_size)
-    for corpus in corpora:
-        if before and corpus.name not in before.sources and not settings.num_steps:
-            known = ", ".join(before.sources)
+        opened.by_name["synthetic"] = open_synthetic(settings, reader.vocab_size)
+    for corpus in corpora.sources:
+        if recorded and corpus.name not in recorded.sources and not settings.num_steps:
+            known = ", ".join(recorded.sources)
             raise base.UserError(
                 f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}"
             )
-        open_source = open_stream if settings.streaming and not corpus.from_token_files else open_cached
-        opening.opened[corpus.name] = open_source(settings, corpus, opening)
-    if before:
-        refuse_renamed_sources(opening.opened, before)
-    eval_checks.refuse_trained_eval_data(opening.opened, before, trained_on, trains)
-    if (trains or before) and len(corpora) > 1:
-        base.broadcast_from_rank_0(lambda: eval_checks.refuse_shared_files(corpora, opening.opened))
-    return opening
+        open_source = open_stream if settings.streaming and not corpus.from_token_files else open_mapped
+        opened.by_name[corpus.name] = open_source(settings, corpus, opened)
+    if recorded:
+        refuse_renamed_sources(opened.by_name, recorded)
+    check_eval_data(settings, corpora.sources, opened)
+    return opened
 
 
-def refuse_renamed_sources(opened: dict[str, OpenedSource], before: DataRecord) -> None:
+def check_eval_data(settings: flags.Settings, sources: list[Corpus], opened: OpenedSources) -> None:
+    """Raise a UserError if eval data of the sources were trained on by the weights, or are trained on by the run."""
+    reads_own = settings.num_steps > 0 or opened.recorded is not None  # else other data than the run's are evaluated
+    specs = list(opened.trained_on)
+    if opened.recorded:
+        specs += opened.recorded.sources.values()
+    if reads_own:
+        specs += [source.spec for source in opened.by_name.values()]
+    eval_checks.refuse_trained_splits(opened.by_name, specs)
+    if settings.num_steps:
+        eval_checks.refuse_other_eval_documents(opened.by_name, opened.trained_on)
+    if reads_own and len(sources) > 1:
+        base.broadcast_from_rank_0(lambda: eval_checks.refuse_shared_files(sources, opened.by_name))
+
+
+def refuse_renamed_sources(opened: dict[str, OpenedSource], recorded: DataRecord) -> None:
     """Raise a UserError if a source of the checkpoint has another name now: it would be read from its beginning again.
     A default name changes if another source with a file of the same name is added or removed."""
     for name, source in opened.items():
-        for old_name, spec in before.sources.items():
+        for old_name, spec in recorded.sources.items():
             is_same = all(spec.get(key) == source.spec.get(key) for key in ("dataset", "beginning"))
-            if is_same and name not in before.sources and old_name not in opened:
+            if is_same and name not in recorded.sources and old_name not in opened:
                 problem = f"it has the data of the run's source {old_name}, which continues under that name only"
                 raise base.UserError(f"--dataset {name}: {problem}; give --dataset {old_name}=FILE")
 
 
-def refuse_other_sources(settings: flags.Flags, corpora: list[Corpus], before: DataRecord) -> None:
-    """Raise a UserError if a run that counts epochs has other sources than its checkpoint, or if its mixture had
-    weights or stages: then no step ends an epoch of every source."""
-    had_weights = len(before.names) > 1 and any(before.typed_weights.values())
-    has_changed = any(segment.weights != before.segments[0].weights for segment in before.segments)
-    if had_weights or has_changed or {corpus.name for corpus in corpora} != set(before.names):
+def refuse_changed_epochs(settings: flags.Flags, sources: list[Corpus], recorded: DataRecord) -> None:
+    """Raise a UserError if no step of a run that counts epochs ends one of every source: it has other sources than its
+    checkpoint, or had weights or stages."""
+    had_weights = len(recorded.names) > 1 and any(recorded.typed_weights.values())
+    has_changed = any(segment.weights != recorded.segments[0].weights for segment in recorded.segments)
+    if had_weights or has_changed or {corpus.name for corpus in sources} != set(recorded.names):
         flag, advice = "--eval-interval epoch", "a number of steps"
         if settings.num_epochs:
             flag, advice = "--num-epochs", "--num-steps or --num-tokens"
@@ -213,9 +232,8 @@ def open_eval_dataset(
     """Open an --eval-split that is a dataset of its own, from the token cache or token files, also with --streaming. It
     is an error if one of the sources in `trained_on` has the same first tokens."""
     name = settings.eval_split
-    is_typed = "document_mask" in settings.explicit
-    # alone it would have a document mask, the training data have none, and the loss depends on it: the user decides
-    if corpus.has_loss_mask and not settings.document_mask and settings.packing != "none" and not is_typed:
+    masks_by_default = masks_documents(None, settings.packing, Corpora([], corpus))
+    if masks_by_default and not settings.document_mask and "document_mask" not in settings.explicit:
         problem = "it would have a document mask by default, the training data have none"
         raise base.UserError(f"--eval-split {name}: {problem}; give --document-mask or --no-document-mask")
     with blame_eval_split():
@@ -236,12 +254,12 @@ def recorded_data(settings: flags.Flags, manifest: dict | None) -> DataRecord | 
     the order of samples are recorded by name."""
     if not manifest:
         return None
-    record, sources = read_data_record(manifest), settings.sources()
-    if len(record.names) == len(sources) == 1 and sources[0].name not in record.sources:
-        before, now = base.one_or_more(manifest["flags"]["dataset"]), settings.describe_dataset()
-        advice = f"if it is a copy, give --dataset {record.names[0]}={sources[0].dataset}"
-        raise base.UserError(f"--dataset was {before} in the checkpoint and is {now} now; {advice}")
-    return record
+    recorded, sources = read_data_record(manifest), settings.sources()
+    if len(recorded.names) == len(sources) == 1 and sources[0].name not in recorded.sources:
+        old, new = base.one_or_more(manifest["flags"]["dataset"]), settings.describe_dataset()
+        advice = f"if it is a copy, give --dataset {recorded.names[0]}={sources[0].dataset}"
+        raise base.UserError(f"--dataset was {old} in the checkpoint and is {new} now; {advice}")
+    return recorded
 
 
 def open_synthetic(settings: flags.Settings, vocab_size: int) -> OpenedSource:
@@ -254,57 +272,55 @@ def open_synthetic(settings: flags.Settings, vocab_size: int) -> OpenedSource:
     return OpenedSource(train, eval_data, {"dataset": f"synthetic, {vocab_size:,} ids"})
 
 
-def open_cached(settings: flags.Settings, corpus: Corpus, opening: Opening) -> OpenedSource:
-    """Open a source from the token cache or from token files."""
-    reader, dataset = opening.reader, corpus.source.dataset
-    data_name = f"{dataset}, split {corpus.split!r}"
+def open_mapped(settings: flags.Settings, corpus: Corpus, opened: OpenedSources) -> OpenedSource:
+    """Open a source whose tokens are mapped, from the token cache or from token files."""
+    reader, data_name = opened.reader, f"{corpus.source.dataset}, split {corpus.split!r}"
     prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
-    # opened also if nothing is trained and another split is evaluated: it tells if the weights were trained on it
+    # needed even if only another split is evaluated: its first tokens tell if the weights were trained on this source
     tokens, origin = reader.open_tokens(corpus, corpus.split)
     beginning = tokens.beginning()
-    recorded = opening.recorded_spec(corpus, beginning)
+    recorded = opened.recorded_spec(settings, corpus, beginning)
     choice = choose_eval_split(settings, corpus, recorded, BY_NUMBER)
     job.print0("data      ", prefix + origin)
-    eval_data = None
+    eval_data: EvalData | None = None
     evaluated: PackedDataset | None = None
-    if choice.rule:
+    if choice.removed_by:
         tokens = reader.with_doc_ends(tokens)
         num_documents = len(tokens.doc_ends)
-        tokens, eval_tokens = eval_split.divide(tokens)
-        if choice.evaluates_documents:
-            name = f"{RULES[choice.rule]}, {len(eval_tokens.doc_ends):,} of {num_documents:,}"
-            if num_documents < eval_split.EVERY:
-                name = f"the last {100 // eval_split.EVERY} % of it"
-            evaluated = reader.pack(eval_tokens, f"{data_name}, {RULES[choice.rule]}")
-            eval_data = EvalData(evaluated, name)
+        tokens, eval_documents = take_out_eval_documents(tokens)
+        if choice.evaluates_removed:
+            evaluated = reader.pack(eval_documents, f"{data_name}, {RULE_TEXTS[choice.removed_by]}")
+            eval_data = EvalData(evaluated, describe_taken_out(len(eval_documents.doc_ends), num_documents))
     if choice.split == corpus.split:  # nothing is trained: all of it is evaluated
-        evaluated = reader.pack(tokens, data_name)
-        eval_data = EvalData(evaluated, corpus.split)
+        description = corpus.split
         if tokens.knows_doc_ends:  # else all tokens would be read to count them
-            eval_data.description = f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
+            description = f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
+        evaluated = reader.pack(tokens, data_name)
+        eval_data = EvalData(evaluated, description)
     elif choice.split:
-        eval_tokens, origin = reader.open_tokens(corpus, choice.split)
+        with blame_eval_split():
+            eval_tokens, origin = reader.open_tokens(corpus, choice.split)
         if settings.num_steps or recorded:
             eval_checks.refuse_overlap(corpus.split, tokens, choice.split, eval_tokens)
         job.print0("data      ", prefix + origin)
-        evaluated = reader.pack(eval_tokens, f"{dataset}, split {choice.split!r}")
-        eval_data = EvalData(evaluated, choice.split, choice.split, eval_tokens.beginning())
-    # without training, what is evaluated stands in for the training data, of which there may be too few
+        evaluated = reader.pack(eval_tokens, f"{corpus.source.dataset}, split {choice.split!r}")
+        eval_data = EvalData(evaluated, choice.split, other_split=choice.split, beginning=eval_tokens.beginning())
+    # without training nothing reads `train`, and a training split that is too short to pack is no error
     train = reader.pack(tokens, data_name) if settings.num_steps or evaluated is None else evaluated
     with_example = settings.num_steps > 0 and not settings.show_samples
-    for word, line in describe_packing(corpus, train, reader, with_example).items():
-        job.print0(f"{word:10}", prefix + line)
-    spec: SourceSpec = {"eval_rule": choice.rule, "dataset": tokens.fingerprint(), "beginning": beginning}
+    for title, line in describe_packing(corpus, train, reader, with_example).items():
+        job.print0(f"{title:10}", prefix + line)
+    spec: SourceSpec = {"eval_rule": choice.removed_by, "dataset": tokens.fingerprint(), "beginning": beginning}
     if corpus.is_chat:
         spec["chat"] = True
     if train.depends_on_end_of_text:
         spec["end_of_text"] = reader.end_of_text
-    if choice.evaluates_documents and not settings.num_steps:
+    if choice.evaluates_removed and not settings.num_steps:
         eval_checks.refuse_changed_source(corpus.name, recorded, spec)
     return OpenedSource(train, eval_data, spec)
 
 
-def open_stream(settings: flags.Settings, corpus: Corpus, opening: Opening) -> OpenedSource:
+def open_stream(settings: flags.Settings, corpus: Corpus, opened: OpenedSources) -> OpenedSource:
     """Open a source that is read while training."""
     dataset = corpus.source.dataset
     if corpus.has_loss_mask:
@@ -312,31 +328,32 @@ def open_stream(settings: flags.Settings, corpus: Corpus, opening: Opening) -> O
         raise base.UserError(
             f"--dataset {dataset}: holds {holds}, whose masks are in the token cache; leave out --streaming"
         )
-    stream = open_split(settings, corpus, opening, corpus.split, opening.num_shards)
-    fingerprint = base.broadcast_from_rank_0(stream.identify)
-    recorded = opening.recorded_spec(corpus, fingerprint["beginning"])
+    stream = open_split(settings, corpus, opened.reader, corpus.split, opened.num_shards)
+    spec = base.broadcast_from_rank_0(stream.identify)
+    recorded = opened.recorded_spec(settings, corpus, spec["beginning"])
     choice = choose_eval_split(settings, corpus, recorded, BY_CONTENT)
+    spec = {"eval_rule": choice.removed_by, **spec}
     eval_data = None
-    if choice.split or choice.evaluates_documents:
+    if choice.split or choice.evaluates_removed:
         count = settings.eval_sequences  # 0: all
         if choice.split:
-            name, eval_stream = choice.split, open_split(settings, corpus, opening, choice.split, num_shards=1)
+            with blame_eval_split():
+                eval_stream = open_split(settings, corpus, opened.reader, choice.split, num_shards=1)
         else:
-            name, eval_stream = RULES[BY_CONTENT], stream.reading("eval")
-            count = count or STREAM_EVAL_SEQUENCES
-        eval_data = EvalData(eval_stream.eval_sequences(count, functools.partial(ranks_evaluating, settings)), name)
+            eval_stream, count = stream.reading("eval"), count or STREAM_EVAL_SEQUENCES
+        sequences = eval_stream.eval_sequences(count, functools.partial(ranks_evaluating, settings))
+        eval_data = EvalData(sequences, choice.split or RULE_TEXTS[BY_CONTENT])
         if choice.split and choice.split != corpus.split:
-            eval_data.split = choice.split
+            eval_data.other_split = choice.split
             eval_data.beginning = base.broadcast_from_rank_0(eval_stream.identify)["beginning"]
-        if len(eval_data.sequences) == count:
+        if len(sequences) == count:
             eval_data.description += f", the first {base.counted(count, 'sequence')}"
-    spec: SourceSpec = {"eval_rule": choice.rule, **fingerprint}
-    if choice.evaluates_documents and not settings.num_steps:
+    if choice.evaluates_removed and not settings.num_steps:
         eval_checks.refuse_changed_source(corpus.name, recorded, spec)
-    return OpenedSource(stream.reading("training") if choice.rule else stream, eval_data, spec)
+    return OpenedSource(stream.reading("training") if choice.removed_by else stream, eval_data, spec)
 
 
-def open_split(settings: flags.Settings, corpus: Corpus, opening: Opening, split: str, num_shards: int) -> Stream:
+def open_split(settings: flags.Settings, corpus: Corpus, reader: CorpusReader, split: str, num_shards: int) -> Stream:
     """Open a split of a source as a stream; a UserError for a slice or token files."""
     name, bounds = parse_split(split)
     subject = f"--dataset {corpus.source.dataset}"
@@ -347,7 +364,7 @@ def open_split(settings: flags.Settings, corpus: Corpus, opening: Opening, split
         raise base.UserError(f"{subject}: has token files, which are read in place; leave out --streaming")
     return Stream(
         files=split_files,
-        encoder=opening.reader.encoder(corpus),
+        encoder=reader.encoder(corpus),
         fields=corpus.fields_to_read,
         seq_len=settings.sequence_length,
         seed=settings.seed,
@@ -358,28 +375,27 @@ def open_split(settings: flags.Settings, corpus: Corpus, opening: Opening, split
 
 
 def choose_num_shards(
-    settings: flags.Settings, corpora: list[Corpus], before: DataRecord | None, samples_per_step: int
+    settings: flags.Settings, sources: list[Corpus], recorded: DataRecord | None, samples_per_step: int
 ) -> int:
-    """The number N of stream shards of a run (--streams), the checkpoint's on a resume, and no more than the chunks of
-    any source, which are parts of its files (see `stream`). Sample i is read from shard i % N. By default N is the
-    smallest multiple of a step's samples that is not below the number of files: each step then takes one sequence or
-    none of each shard, and a shard reads about a file or less.
+    """The number N of stream shards: --streams, or on a resume the checkpoint's. Sample i is read from shard i % N. By
+    default it is the number of files, rounded up to a multiple of a step's samples, so a step takes at most one
+    sequence of each shard. It is at most the number of chunks of the source with the fewest.
 
     Raises:
         UserError: --streams differs from the checkpoint's number, or an added source has fewer chunks than that.
     """
-    streamed = [corpus for corpus in corpora if settings.streaming and not corpus.from_token_files]
+    streamed = [corpus for corpus in sources if settings.streaming and not corpus.from_token_files]
     most_shards = {corpus.name: max_shards(corpus.files) for corpus in streamed}
-    if before:
-        shards = base.counted(before.num_shards, "stream shard")
+    if recorded:
+        shards = base.counted(recorded.num_shards, "stream shard")
         for name, count in most_shards.items():
-            if count < before.num_shards and name not in before.sources:
+            if count < recorded.num_shards and name not in recorded.sources:
                 problem = f"the new source {name} has {base.counted(count, 'chunk')} for the run's {shards}"
                 raise base.UserError(f"--dataset: {problem}; give it more text, files or row groups")
-        if settings.streams and most_shards and min(settings.streams, *most_shards.values()) != before.num_shards:
+        if settings.streams and most_shards and min(settings.streams, *most_shards.values()) != recorded.num_shards:
             problem = f"the run has {shards}, which a resumed run keeps"
             raise base.UserError(f"--streams {settings.streams}: {problem}; leave it out")
-        return before.num_shards
+        return recorded.num_shards
     if not streamed:
         return 1
     most_files = max(len(corpus.files) for corpus in streamed)
@@ -397,16 +413,15 @@ def source_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) ->
         elif len(opened) == 1 or not settings.num_steps:
             weights[source.name] = Fraction(1)
         elif isinstance(train, Stream):
-            raise base.UserError(
-                f"--dataset {source.dataset}: how large a stream is, is not known; give each source a weight, as in "
-                f"{source.name}={source.dataset}:0.5"
-            )
+            problem = "the size of a stream is unknown"
+            advice = f"give each source a weight, such as {source.name}={source.dataset}:0.5"
+            raise base.UserError(f"--dataset {source.dataset}: {problem}; {advice}")
         else:
             weights[source.name] = Fraction(train.total_tokens())
     return weights
 
 
-def check_size(settings: flags.Settings, data: TrainingData, corpora: list[Corpus], samples_per_step: int) -> None:
+def check_size(settings: flags.Settings, data: TrainingData, sources: list[Corpus], samples_per_step: int) -> None:
     """Raise a UserError if a single source has fewer sequences than one step takes, or if a source would be repeated
     more often than --max-epochs."""
     if len(data.sources) == 1 and not data.has_streams:
@@ -415,14 +430,15 @@ def check_size(settings: flags.Settings, data: TrainingData, corpora: list[Corpu
             sequences = f"{base.counted(order.num_sequences, 'sequence')} of {settings.sequence_length} tokens"
             problem = f"{sequences}, too few for one global batch"
             advice = "use a smaller batch, a shorter sequence or more text"
-            split = f", split {corpora[0].split!r}" if corpora else ""
+            split = f", split {sources[0].split!r}" if sources else ""
             raise base.UserError(
                 f"--dataset {settings.describe_dataset()}{split}: {problem} of {samples_per_step}; {advice}"
             )
-    last = data.record.samples_of_step(settings.num_steps)
     if settings.max_epochs:
+        last = data.record.samples_of_step(settings.num_steps)
+        before_last = data.epochs(last.start)  # the last step may begin the next epoch
         for name, epochs in data.epochs(last.stop).items():
-            if data.epochs(last.start)[name] >= settings.max_epochs:  # the last step may begin the next epoch
+            if before_last[name] >= settings.max_epochs:
                 problem = f"{name} would be read {epochs:.4g} times in {settings.num_steps:,} steps"
                 steps = step_that_reads(data, name, settings.max_epochs, settings.num_steps)
                 advice = f"--max-epochs {settings.max_epochs:g} of it is --num-steps {steps}"
@@ -445,9 +461,9 @@ def show_samples(
 ) -> None:
     """Print the samples of the step --show-samples, in the order that the run recorded in its `manifest` or
     config.json, if it has one."""
-    record = recorded_data(settings, manifest)
-    if record:
-        data = dataclasses.replace(data, record=record)
+    # from the checkpoint on, `data.record` has the weights and the batch of this command
+    if recorded := recorded_data(settings, manifest):
+        data = dataclasses.replace(data, record=recorded)
     job.print0(describe_step(data, tokenizer, settings.show_samples))
 
 
@@ -462,23 +478,25 @@ def open_sequences(
     """The sequences of one corpus, or of several mixed, for `utils.get_dataset`."""
     if not (shuffle or isinstance(dataset, str)):
         raise base.UserError("shuffle=False: a mixture has the order that its shares and its seed give; leave it out")
+    if not dataset:
+        raise base.UserError("dataset: it names nothing; give a file, folder or hub id, or several")
     dataset = dataset if isinstance(dataset, str) else tuple(dataset)
     if problem := flags.mixture_problem(dataset, None):
         raise base.UserError(problem)
     fields = (text_field,) if isinstance(text_field, str) else text_field
+    field_is_typed = isinstance(text_field, str)  # by the caller; the default is a tuple
 
-    def look(source: flags.Source) -> Corpus:
-        wanted = split or flags.default_split(source.dataset, streaming=False)
-        field_wins = isinstance(text_field, str)  # as a caller names one; the default is a tuple
-        return inspect_source(source, [wanted], fields, field_wins, subset, reader.cache_dir)
+    def inspect(source: flags.Source) -> Corpus:
+        split_name = split or flags.default_split(source.dataset, streaming=False)
+        return inspect_source(source, [split_name], fields, field_is_typed, subset, reader.cache_dir)
 
     sources = flags.parse_sources(dataset)
-    corpora = base.broadcast_from_node_main(lambda: [look(source) for source in sources], reader.is_main)
-    refuse_unused(["--chat-template"] if reader.chat_template else [], corpora)
+    corpora = Corpora(base.broadcast_from_node_main(lambda: [inspect(source) for source in sources], reader.is_main))
+    refuse_chat_flags(["--chat-template"] if reader.chat_template else [], corpora)
     document_mask = masks_documents(reader.document_mask, reader.packing, corpora)
     reader = dataclasses.replace(reader, document_mask=document_mask)
     sequences = {}
-    for corpus in corpora:
+    for corpus in corpora.sources:
         tokens, _ = reader.open_tokens(corpus, corpus.split)
         sequences[corpus.name] = reader.pack(tokens, f"{corpus.source.dataset}, split {corpus.split!r}")
     if not isinstance(dataset, str):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness import base, flags
 from harness.data.chat import ChatEncoder
-from harness.data.corpora import Corpus
+from harness.data.corpora import Corpora, Corpus
 from harness.data.packing import SyntheticDataset, sequence_tokens
 from harness.data.schema import LAYOUTS, BadRecord, Conversation, describe_layouts, find_document, is_objects
 from harness.data.stream import Stream
@@ -104,17 +104,16 @@ def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None) 
     return []
 
 
-def are_chats(corpora: list[Corpus]) -> bool:
+def are_chats(corpora: Corpora) -> bool:
     """True if some of the corpora that a run trains on, or else evaluates, are conversations."""
-    sources = [corpus for corpus in corpora if not corpus.is_eval_dataset] or corpora
-    return any(corpus.is_chat for corpus in sources)
+    return any(corpus.is_chat for corpus in corpora.leading)
 
 
-def demo_prompt(corpora: list[Corpus], sequences: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:
+def demo_prompt(sources: list[Corpus], sequences: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """The first words of the first source of `sequences`, which --demo with another --dataset continues as its sample;
     empty if it has no text."""
     dataset = next(iter(sequences.values()))
-    is_chat = any(corpus.is_chat for corpus in corpora[:1])
+    is_chat = bool(sources) and sources[0].is_chat
     if tokenizer is None or is_chat or isinstance(dataset, Stream | SyntheticDataset):
         return ""
     text = tokenizer.decode(sequence_tokens(dataset[0])[:12], skip_special_tokens=True)

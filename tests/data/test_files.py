@@ -211,5 +211,5 @@ def test_an_evaluation_of_another_subset_is_not_one_of_the_runs_own_data(tmp_pat
         parse(["--dataset", "someone/stories", "--dataset-split", "train", "--dataset-config", name])
         for name in ("a", subset)
     )
-    found = [corpora.find_corpus(evaluation, source) for source in evaluation.sources()]
+    found = corpora.Corpora([corpora.find_corpus(evaluation, source) for source in evaluation.sources()])
     assert data.evaluates_own_data(evaluation, found, {"flags": dataclasses.asdict(run)}) == is_own

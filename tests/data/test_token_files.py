@@ -21,7 +21,7 @@ from corpora import DEMO, END, demo_tokenizer
 
 from harness import data
 from harness.base.errors import UserError
-from harness.data.eval_split import divide, eval_document_numbers
+from harness.data.eval_split import eval_document_numbers, take_out_eval_documents
 from harness.data.files import find_files
 from harness.data.formats import open_token_file
 from harness.data.tokens import MappedTokens, Tokens
@@ -90,12 +90,12 @@ def test_eval_documents_are_the_same_by_an_index_and_by_end_of_text_tokens(tmp_p
     numbers = eval_document_numbers(len(DOCUMENTS))
     expected = np.concatenate([DOCUMENTS[number] for number in numbers]).tolist()
     for file in (datatrove(tmp_path), flat(tmp_path / "a.bin")):
-        kept, split = divide(open_tokens(file))
+        kept, split = take_out_eval_documents(open_tokens(file))
         assert split[:].tolist() == expected
         assert sorted([*kept[:].tolist(), *expected]) == sorted(FLAT.tolist())
         assert split.doc_ends.tolist() == np.cumsum([len(DOCUMENTS[number]) for number in numbers]).tolist()
     few = Tokens([MappedTokens(FLAT[: ENDS[5]], read_doc_ends=lambda: ENDS[:6])])
-    assert [len(part) for part in divide(few)] == [ENDS[5] * 95 // 100, ENDS[5] - ENDS[5] * 95 // 100]
+    assert [len(part) for part in take_out_eval_documents(few)] == [ENDS[5] * 95 // 100, ENDS[5] - ENDS[5] * 95 // 100]
 
 
 def test_boundaries_are_the_same_before_and_after_they_are_searched_for_in_all_files():
@@ -387,3 +387,13 @@ def test_a_run_on_token_files_needs_no_tokenizer(tmp_path, arguments, device):
 def test_a_tokenizer_is_taken_if_a_flag_asks_for_text_or_ends_of_documents(device, tmp_path, flags):
     settings = parse(["--dataset", flat(tmp_path / "a.bin"), *words(flags)])
     assert data.needs_tokenizer(settings, data.find(settings))
+
+
+@pytest.mark.parametrize("flags", ["", "--eval-split {}/held.bin", "--eval-split validation"])
+def test_an_evaluation_of_a_split_of_token_files_needs_no_tokenizer(device, tmp_path, flags):
+    folder = tmp_path / "nanogpt"
+    folder.mkdir()
+    for file in (folder / "train.bin", folder / "val.bin", tmp_path / "held.bin"):
+        flat(file)
+    settings = parse(["--dataset", folder, "--eval-interval", 1, *words(flags.replace("{}", str(tmp_path)))])
+    assert not data.needs_tokenizer(settings, data.find(settings))

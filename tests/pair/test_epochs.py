@@ -64,6 +64,7 @@ def test_a_resume_with_another_global_batch_counts_what_was_read(flags, device, 
     train(flags(f"{more} --num-steps 2 --batch-size 4"), device)  # 8 sequences
     train(flags(f"{more} --num-epochs 2 --batch-size 8"), device)
     assert evaluated(tmp_path / "r") == [2, 4, 6]  # 24 of 20 sequences, then 40
+    assert train(flags("--resume auto --num-epochs 3 --batch-size 8 --show-samples 7"), device) == 0
 
 
 def test_a_source_that_would_be_read_too_often_is_refused_by_the_steps_of_its_epochs(flags, device):

@@ -140,6 +140,7 @@ REFUSED = {  # --eval-split and the flags beside it: the line
     "{}/bad.txt": "--eval-split {}/bad.txt, ",
     "{}/held.jsonl --sequence-length 128 --eval-split {}/template.txt": "--eval-split {}/template.txt, split 'train'",
     "{}/chats.jsonl --chat-template {}/template.jinja": "--eval-split {}/chats.jsonl: it would have a document mask",
+    "train[90%:150%] --dataset-split train[:90%]": "--eval-split [90%:150%]: 150% is beyond the",
     "splits": "--eval-split splits: {}/a.jsonl has no such split, only train; give one of these",
 }
 

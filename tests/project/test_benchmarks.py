@@ -14,6 +14,7 @@ import bench
 import contact
 import plan_published
 import psutil
+from peers import common
 
 
 @pytest.mark.parametrize("suite", ["cpu", "gpu", "compare", "compare-cpu"])
@@ -28,6 +29,11 @@ def test_every_command_of_a_suite_is_accepted(suite):
             args = vars(parse(config.words()[1:]))
             assert {key: str(args[key]) for key in config.flags} == {k: str(v) for k, v in config.flags.items()}
             assert args["num_steps"] > args["perf_warmup_steps"] or args["eval_interval"] or args["num_steps"] == 1
+
+
+def test_peers_read_the_tokens_of_a_synthetic_run():
+    size = {"num_steps": 2, "batch_size": 1, "sequence_length": 8}
+    assert common.RandomTokens(argparse.Namespace(**size), 50)[0]["input_ids"].shape == (8,)
 
 
 def test_the_flags_of_every_published_run_are_accepted():
