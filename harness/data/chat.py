@@ -1,12 +1,12 @@
 """Chat: conversations as tokens, by a chat template, with a mask of what is trained on. A template runs in
 transformers' sandbox of jinja; no other code of a tokenizer's folder runs.
 
-What the assistant writes are the characters that a template marks with {% generation %}. Here these tags write BEGIN
-and END, which are then taken out of the rendered text: transformers counts the characters that were rendered before a
-tag, which is wrong in a macro, whose text comes into the conversation later. Without this tag, a turn of the assistant
-is what lies between two renderings: that of the messages before it, with the generation prompt, and that of the
-messages up to it. Both must be prefixes of the rendered conversation. So the token that ends the turn, which a model
-must learn to write, is trained on, and the generation prompt is not.
+What the assistant writes are the characters between {% generation %} and {% endgeneration %}. transformers finds them
+by counting the characters rendered so far, which is wrong in a macro, as its text is inserted later. Here the tags
+write BEGIN and END into the text, which `take_spans` takes out again. Without these tags, a turn of the assistant is
+what lies between two renderings: that of the messages before it, with the generation prompt, and that of the messages
+up to it. Both must be prefixes of the rendered conversation. So the token that ends the turn, which a model must learn
+to write, is trained on, and the generation prompt is not.
 
 A template may leave out parts of a conversation. Two detectors find this. `find_omissions` renders one conversation of
 each shape once more, with a word that no text has, a mark, in each of its texts: a missing mark is a turn, a call, a
@@ -30,16 +30,27 @@ import numpy as np
 import tokenizers
 
 from harness import base
-from harness.data.schema import ROLES, TRAINED_VALUES, Conversation, calls_of, layout_of, parts_of, refuse_or_count
+from harness.data.schema import (
+    ROLE_BY_SPEAKER,
+    TURN_LOSS_FIELDS,
+    Conversation,
+    calls_of,
+    layout_of,
+    parts_of,
+    refuse_or_count,
+)
 from harness.data.tokenize import Encoded, TextEncoder, added_special_tokens, backend_of, encode_texts
 
-TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: Llama's default without a clock
+# The date that templates get, so that the token cache does not depend on the day: the one in Llama 3.2's template
+TODAY = datetime.datetime(2024, 7, 26)
+# strftime's codes, also without leading zeros: %d, %-d
 DATE_CODES = [f"%{dash}{letter}" for dash in ("", "-") for letter in "aAbBcCdDeFGgHIjkmMpPrRSTuUVwWxXyYzZ"]
 COMPLETIONS = "prompt+completion"  # the layout that needs no template if both are text
 GENERATION = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
 BEGIN, END = "\ufdd0[", "\ufdd0]"  # around generated text; U+FDD0 is no character
 # Fields of a message that a template need not write; contents and calls are checked one by one.
-FIELDS_WITHOUT_MARK = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id", *TRAINED_VALUES}
+FIELDS_WITHOUT_MARK = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id"}
+FIELDS_WITHOUT_MARK |= TURN_LOSS_FIELDS.keys()
 CONTEXT_CHARACTERS = 30  # shown on each side of a position
 
 
@@ -50,11 +61,11 @@ class Rendered(NamedTuple):
     spans: list[tuple[int, int]]  # (first, after the last) character of each part that is trained on
 
 
-class Omission(NamedTuple):
-    """Something that a template leaves out or changes."""
+class TemplateProblem(NamedTuple):
+    """What is wrong with a conversation as a template renders it."""
 
     text: str
-    is_fault: bool = True  # False: a warning
+    is_error: bool = True  # False: a warning
 
 
 class Mark(NamedTuple):
@@ -62,7 +73,7 @@ class Mark(NamedTuple):
 
     word: str
     must_appear: bool  # True: in the rendered text; False: not there
-    omission: Omission  # to report if that is not so
+    problem: TemplateProblem  # to report if that is not so
 
 
 class BadConversationError(Exception):
@@ -90,7 +101,7 @@ class ChatEncoder(TextEncoder):
         if isinstance(own_template, dict):  # several, by name
             own_template = own_template.get("default")
         self.has_template = bool(template or own_template)
-        self.omissions: dict[Hashable, list[Omission]] = {}  # by shape of a conversation
+        self.problems_by_shape: dict[Hashable, list[TemplateProblem]] = {}  # see `shape_of`
         self.first_positions: dict[str, str] = {}  # by warning: the position of its first conversation
         self.warned: Counter = Counter()  # by warning: the number of its conversations
 
@@ -114,14 +125,15 @@ class ChatEncoder(TextEncoder):
         return {"format": layout, "trained on": trained}
 
     def check(self, dataset: str) -> None:
-        """Raise a UserError if nothing renders conversations or says which characters a token has."""
+        """Raise a UserError if there is no chat template or end-of-text token, or no offsets for the loss mask."""
         if not self.has_template and self.layout != COMPLETIONS:
             raise self.no_template(f"--dataset {dataset}: holds conversations")
         if not self.has_template and self.tokenizer.eos_token is None:
             problem = "it has no end-of-text token (eos_token), which completions end with"
             raise base.UserError(f"{self.template_origin}: {problem}")
         if self.loss == "assistant" and not self.tokenizer.is_fast:
-            problem = f"{type(self.tokenizer).__name__} does not say which characters a token has"
+            tokenizer = type(self.tokenizer).__name__
+            problem = f"{tokenizer} does not say which characters a token has (a slow tokenizer, without offsets)"
             raise base.UserError(
                 f"--tokenizer {self.tokenizer.name_or_path}: {problem}, so which tokens are the assistant's is not "
                 "known; give a tokenizer that has a tokenizer.json, or train on all tokens with --chat-loss all"
@@ -168,18 +180,13 @@ class ChatEncoder(TextEncoder):
         if has_spans and any(mark in text for mark in (BEGIN, END) for text in texts_in(conversation.messages)):
             raise BadConversationError("its text has U+FDD0, which is no character")
         text, spans = self.render_messages(conversation, template, count, with_spans=has_spans)
-        self.check_text(conversation, template, text)
+        self.check_text(conversation, template, text, has_spans)
         if self.loss == "all":
             return Rendered(text, [(0, len(text))])
         if not has_spans:
             return Rendered(text, self.spans_by_prefixes(conversation, template, text))
-        if conversation.first_trained:
-            try:
-                start = self.prefix_length(conversation, template, text, conversation.first_trained)
-            except base.UserError:  # some templates end a conversation unless a generation prompt follows
-                start = self.prefix_length(
-                    conversation, template, text, conversation.first_trained, add_generation_prompt=True
-                )
+        if conversation.first_trained:  # answers in the prompt are marked too, and not trained on
+            start = self.prompt_length(conversation, template, text)
             spans = [(max(first, start), last) for first, last in spans if last > start]
         return Rendered(text, spans)
 
@@ -195,7 +202,7 @@ class ChatEncoder(TextEncoder):
         add_generation_prompt: bool = False,
         with_spans: bool = False,
     ) -> Rendered:
-        """Render the first `count` messages; `with_spans` with those that the template marks."""
+        """Render the first `count` messages, with the spans that the template marks if `with_spans`."""
         from transformers.utils.chat_template_utils import render_jinja_template  # takes long to import
 
         tools: Any = conversation.tools  # transformers types them as objects or functions
@@ -228,6 +235,14 @@ class ChatEncoder(TextEncoder):
             spans.append((first, last))
         return spans
 
+    def prompt_length(self, conversation: Conversation, template: str, text: str) -> int:
+        """Return the number of characters of the messages before the first trained one, rendered."""
+        count = conversation.first_trained
+        try:
+            return self.prefix_length(conversation, template, text, count)
+        except base.UserError:  # some templates end a conversation unless a generation prompt follows
+            return self.prefix_length(conversation, template, text, count, add_generation_prompt=True)
+
     def prefix_length(
         self, conversation: Conversation, template: str, text: str, count: int, add_generation_prompt: bool = False
     ) -> int:
@@ -246,80 +261,82 @@ class ChatEncoder(TextEncoder):
 
     def render_without_template(self, conversation: Conversation) -> Rendered:
         """Render a prompt and its completion without a template, followed by the end-of-text token."""
-        if not conversation.is_text or len(conversation.messages) != 2 or conversation.tools:
+        if not conversation.is_text_completion or len(conversation.messages) != 2 or conversation.tools:
             raise self.no_template(f"--dataset {conversation.position}: holds messages, a system prompt or tools")
         prompt, completion = (message["content"] for message in conversation.messages)
         text = prompt + completion.removesuffix(self.tokenizer.eos_token) + self.tokenizer.eos_token
         return Rendered(text, [(0 if self.loss == "all" else len(prompt), len(text))])
 
     @functools.cached_property
-    def ids_before(self) -> np.ndarray:
-        """The special tokens before each text: those that a template does not write and the tokenizer adds, as <s>, for
-        completions without a template, as TRL has them."""
+    def bos_ids(self) -> np.ndarray:
+        """The special tokens that the tokenizer puts before a text, such as <s>; none with a template, which writes its
+        own. As in TRL."""
         return np.array([] if self.has_template else added_special_tokens(self.tokenizer)[0], np.uint32)
 
-    def check_text(self, conversation: Conversation, template: str, text: str) -> None:
-        """Raise a BadConversationError for what the rendered `text` lacks of a conversation, or has twice; a warning if
-        that changes neither a turn nor what is trained on."""
+    def check_text(self, conversation: Conversation, template: str, text: str, has_spans: bool) -> None:
+        """Raise a BadConversationError if the rendered `text` lacks a part of the conversation, or if the conversation
+        was rendered before. Problems that change neither a turn nor what is trained on are counted as warnings."""
         shape = shape_of(conversation)
-        if shape not in self.omissions:
-            plain, _ = self.render_messages(conversation, template, len(conversation.messages))
-            if plain != text:  # which was rendered with BEGIN and END
-                problem = "its chat template changes what it has marked with {% generation %}"
-                raise no_assistant_mask(f"--dataset {conversation.position}: {problem}")
-            self.omissions[shape] = [
+        if shape not in self.problems_by_shape:
+            count = len(conversation.messages)
+            if has_spans and self.render_messages(conversation, template, count).text != text:
+                change = "its chat template changes what it has marked with {% generation %}"
+                raise no_assistant_mask(f"--dataset {conversation.position}: {change}")
+            self.problems_by_shape[shape] = [
                 *self.find_unknown_roles(conversation, template),
                 *self.find_omissions(conversation, template),
             ]
         special = self.special_tokens_in(conversation, text)
-        found = (*self.omissions[shape], *changed_contents(conversation, text), *special)
-        for omission in dict.fromkeys(found):  # once, though several messages may have it
-            if omission.is_fault:
-                raise BadConversationError(omission.text)
-            self.first_positions.setdefault(omission.text, conversation.position)
-            self.warned[omission.text] += 1
+        found = (*self.problems_by_shape[shape], *changed_contents(conversation, text), *special)
+        for problem in dict.fromkeys(found):  # once, though several messages may have it
+            if problem.is_error:
+                raise BadConversationError(problem.text)
+            self.first_positions.setdefault(problem.text, conversation.position)
+            self.warned[problem.text] += 1
 
-    def find_omissions(self, conversation: Conversation, template: str) -> list[Omission]:
+    def find_omissions(self, conversation: Conversation, template: str) -> list[TemplateProblem]:
         """Find what a template leaves out of conversations of this shape."""
         marked, marks = with_marks(conversation)
         try:
             text, _ = self.render_messages(marked, template, len(marked.messages))
-        except Exception:  # a template that raises on a mark reads the field that has it
+        except Exception:  # a template that checks a marked field reads it; the other marks are not looked for
             return []
-        return list(dict.fromkeys(mark.omission for mark in marks if (mark.word in text) != mark.must_appear))
+        return list(dict.fromkeys(mark.problem for mark in marks if (mark.word in text) != mark.must_appear))
 
-    def find_unknown_roles(self, conversation: Conversation, template: str) -> Iterator[Omission]:
+    def find_unknown_roles(self, conversation: Conversation, template: str) -> Iterator[TemplateProblem]:
         """Find roles by other names than templates have, such as human: an error if the assistant's turns are not
         trained on for it, a warning if the template does not mention the name."""
         for role in dict.fromkeys(message["role"] for message in conversation.messages):
-            name = ROLES.get(role.lower(), role)
+            name = ROLE_BY_SPEAKER.get(role.lower(), role)
             if name == role:
                 continue
             is_known = re.search(rf"""['"]{re.escape(role)}['"]""", template) is not None
             if name == "assistant" and self.loss != "all" and not (is_known and has_generation(template)):
-                yield Omission(f"its role {role} is not trained on; name it assistant")
+                yield TemplateProblem(f"its role {role} is not trained on; name it assistant")
             elif not is_known:
-                yield Omission(f"the chat template does not know its role {role}; name it {name}", is_fault=False)
+                problem = f"the chat template does not know its role {role}; name it {name}"
+                yield TemplateProblem(problem, is_error=False)
 
-    def special_tokens_in(self, conversation: Conversation, text: str) -> Iterator[Omission]:
+    def special_tokens_in(self, conversation: Conversation, text: str) -> Iterator[TemplateProblem]:
         """Find special tokens in the texts of messages: an error if the text was rendered before, as in
-        `<|im_start|>user\nHi<|im_end|>` (see `is_rendered`), else a warning."""
-        content = "\n".join(texts_in(conversation.messages))
-        if not self.special_token_pattern.search(content):
+        `<|im_start|>user\nHi<|im_end|>` (see `was_rendered_before`), else a warning."""
+        texts = "\n".join(texts_in(conversation.messages))
+        if not self.special_token_pattern.search(texts):
             return
-        tokens = [token for token in self.special_tokens if token in content]
-        if all(text.count(token) == content.count(token) for token in self.special_tokens):
+        tokens = [token for token in self.special_tokens if token in texts]
+        if all(text.count(token) == texts.count(token) for token in self.special_tokens):
             return  # the template adds none: it is for texts that are rendered already
         for token in tokens:
             for message in conversation.messages:
                 parts = [part.strip() for part in texts_in(message) if token in part]
-                if text.count(token) > content.count(token) and any(is_rendered(part, token, text) for part in parts):
+                is_added = text.count(token) > texts.count(token)
+                if is_added and any(was_rendered_before(part, token, text) for part in parts):
                     problem = f"its text has {token}, so it is rendered already, and would be rendered twice"
                     advice = "remove it, or give the template in docs/DATA.md that adds nothing (Conversations)"
-                    yield Omission(f"{problem}; {advice}")
+                    yield TemplateProblem(f"{problem}; {advice}")
                 elif parts:
                     problem = f"the text of its {message['role']} has {token}, which becomes the special token"
-                    yield Omission(f"{problem}, as by transformers", is_fault=False)
+                    yield TemplateProblem(f"{problem}, as by transformers", is_error=False)
 
     @functools.cached_property
     def special_tokens(self) -> list[str]:
@@ -327,8 +344,8 @@ class ChatEncoder(TextEncoder):
 
     @functools.cached_property
     def special_token_pattern(self) -> re.Pattern:
-        """A pattern of all special tokens, faster than to look for each of 1,000."""
-        return re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
+        """One pattern for all special tokens, of which a tokenizer may have 1,000."""
+        return re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")  # (?!) matches nothing
 
     def encode_rendered(self, rendered: list[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield (tokens, mask) of each text; a token is trained on if one of its characters is. `apply_chat_template`
@@ -337,7 +354,7 @@ class ChatEncoder(TextEncoder):
         texts = [conversation.text for conversation in rendered]
         if self.loss == "all":
             for ids in encode_texts(self.tokenizer, texts):
-                tokens = np.append(self.ids_before, np.array(ids, np.uint32))
+                tokens = np.append(self.bos_ids, np.array(ids, np.uint32))
                 yield tokens, np.ones(len(tokens), np.uint8)
             return
         encodings = self.offset_tokenizer.encode_batch(texts, add_special_tokens=False)
@@ -347,8 +364,8 @@ class ChatEncoder(TextEncoder):
             for first, last in spans:
                 if first < last:  # an empty span may lie inside a token
                     trained[(starts < last) & (ends > first)] = 1
-            tokens = np.append(self.ids_before, np.array(encoding.ids, np.uint32))
-            yield tokens, np.append(np.zeros_like(self.ids_before, np.uint8), trained)
+            tokens = np.append(self.bos_ids, np.array(encoding.ids, np.uint32))
+            yield tokens, np.append(np.zeros_like(self.bos_ids, np.uint8), trained)
 
     @functools.cached_property
     def offset_tokenizer(self) -> tokenizers.Tokenizer:
@@ -359,11 +376,11 @@ class ChatEncoder(TextEncoder):
         return backend
 
 
-def is_rendered(part: str, token: str, text: str) -> bool:
-    """True if a part of a rendered `text` begins a turn with a special token, or repeats at an end the one that the
-    template writes there."""
+def was_rendered_before(part: str, token: str, text: str) -> bool:
+    """True if `part`, a text of a message, is the output of a template: `token` begins a turn in it, or is at an end of
+    it where the template writes the same token in the rendered `text`."""
     before, _, after = text.partition(part)
-    roles = "|".join({*ROLES, "developer"})
+    roles = "|".join({*ROLE_BY_SPEAKER, "developer"})
     return (
         re.search(rf"{re.escape(token)}({roles})(\n|<)", part) is not None
         or (part.startswith(token) and before.rstrip().endswith(token))
@@ -372,8 +389,8 @@ def is_rendered(part: str, token: str, text: str) -> bool:
 
 
 def with_fixed_date(template: str) -> str:
-    """Return a template for which today is TODAY, by a macro `strftime_now`: that of transformers is a clock, and it
-    passes data but no functions to a template."""
+    """Return a template for which today is TODAY, by a macro `strftime_now`. It hides transformers' function of that
+    name, which reads the clock; transformers passes a template data but no other functions."""
     if "strftime_now" not in template:
         return template
     replaced = "".join(f".replace('{code}', '{TODAY.strftime(code)}')" for code in DATE_CODES)
@@ -386,14 +403,14 @@ def has_generation(template: str) -> bool:
 
 
 def with_marked_spans(template: str) -> str:
-    """Return a template that writes BEGIN and END around what it marks with {% generation %}. A `with` on each side of
-    them keeps the scope of these tags, and what a dash in them does to white space."""
+    """Return a template that writes BEGIN and END around what it marks with {% generation %}. A tag becomes a `with`
+    before the mark, which has the tag's scope and its left dash, and one behind it, which has its right dash."""
     opening, closing = rf"{{%\1 with %}}{BEGIN}{{% with \3%}}", rf"{{%\1 endwith %}}{END}{{% endwith \3%}}"
     return GENERATION.sub(lambda tag: tag.expand(closing if tag[2] else opening), template)
 
 
 def take_spans(text: str) -> Rendered:
-    """Take BEGIN and END out of a rendered text. A ValueError if one lacks the other."""
+    """Take BEGIN and END out of a rendered text, as spans. A ValueError if one lacks the other."""
     parts: list[str] = []
     starts: list[int] = []
     spans: list[tuple[int, int]] = []
@@ -417,10 +434,10 @@ def take_spans(text: str) -> Rendered:
 
 def shape_of(conversation: Conversation) -> Hashable:
     """Return what decides which texts of a conversation a template writes: the kinds of its messages."""
-    messages, after = conversation.messages, after_last_question(conversation)
+    messages, first_after_question = conversation.messages, index_after_last_question(conversation)
     kinds = set()
     for number, message in enumerate(messages):
-        is_first, is_last, is_earlier = number == 0, number == len(messages) - 1, number < after
+        is_first, is_last, is_earlier = number == 0, number == len(messages) - 1, number < first_after_question
         fields = frozenset(name for name, value in message.items() if value and not is_blank(value))
         parts, calls = shape_of_items(parts_of(message)), shape_of_items(calls_of(message))
         kinds.add((message["role"], is_first, is_last, is_earlier, fields, parts, calls))
@@ -432,12 +449,12 @@ def is_blank(value: Any) -> bool:
 
 
 def shape_of_items(items: list[dict]) -> tuple[int, frozenset]:
-    """Return (none, one or several, the fields and types) of parts or calls."""
+    """Return (the number of parts or calls, 2 for more; their fields with types)."""
     fields = frozenset((name, type(value), bool(value)) for item in items for name, value in item.items())
     return min(len(items), 2), fields
 
 
-def after_last_question(conversation: Conversation) -> int:
+def index_after_last_question(conversation: Conversation) -> int:
     """Return the index of the message after the user's last one; templates cut the thoughts of answers before it."""
     roles = [message["role"] for message in conversation.messages]
     return len(roles) - roles[::-1].index("user") if "user" in roles else 0
@@ -446,86 +463,91 @@ def after_last_question(conversation: Conversation) -> int:
 def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
     """Copy a conversation with a mark in each text of its messages, in the name and each argument of the functions
     that they call, in a field of each part that no template knows, and in the name of each tool."""
-    messages, tools = list(map(copy.deepcopy, conversation.messages)), copy.deepcopy(conversation.tools)
+    messages, tools = copy.deepcopy(conversation.messages), copy.deepcopy(conversation.tools)
     marks: list[Mark] = []
 
-    def mark(problem: str, is_fault: bool = True, must_appear: bool = True) -> str:
-        """Make a mark. If it is missing, or appears although it must not, the text has the `problem`."""
-        marks.append(Mark(f"zqx{len(marks)}xqz", must_appear, Omission(problem, is_fault)))
+    def new_mark(problem: str, is_error: bool = True, must_appear: bool = True) -> str:
+        """Return a new word to put into a text. The `problem` is reported if the rendered text lacks it, or has it
+        although it must not."""
+        marks.append(Mark(f"zqx{len(marks)}xqz", must_appear, TemplateProblem(problem, is_error)))
         return marks[-1].word
 
-    template = "the chat template"
-    after, advice = after_last_question(conversation), "to train on it, give one that writes it"
+    first_after_question = index_after_last_question(conversation)
+    advice = "to train on it, give one that writes it"
     for number, message in enumerate(messages):
-        role, turns = message["role"], f"the {message['role']}"
-        if role == "assistant" and number < after:
-            turns = "earlier turns of the assistant"
+        role, speaker = message["role"], f"the {message['role']}"
+        if role == "assistant" and number < first_after_question:
+            speaker = "earlier turns of the assistant"
         for name, value in message.items():
             if name == "content" and isinstance(value, str) and value.strip():
                 with_call = " beside a call" if calls_of(message) else ""
-                content = f"the content of the {role}{with_call}"
-                message[name] += mark(f"{template} leaves out {content}; give one that writes it")
+                omitted = f"the chat template leaves out the content of the {role}{with_call}"
+                message[name] += new_mark(f"{omitted}; give one that writes it")
             elif isinstance(value, str) and value.strip() and name not in FIELDS_WITHOUT_MARK:
-                message[name] += mark(f"{template} leaves out {name} of {turns}; {advice}", is_fault=False)
+                omitted = f"the chat template leaves out {name} of {speaker}"
+                message[name] += new_mark(f"{omitted}; {advice}", is_error=False)
         for call in calls_of(message):
             called = f"its call of {call['name']}"
-            call["name"] += mark(f"{template} leaves out {called}; give one that writes tool_calls")
+            call["name"] += new_mark(f"the chat template leaves out {called}; give one that writes tool_calls")
             arguments = call.get("arguments")
-            omitted = f"{template} leaves out arguments of {called}; give one that writes them"
+            omitted = f"the chat template leaves out arguments of {called}; give one that writes them"
             if isinstance(arguments, dict):
-                call["arguments"] = {name: mark(omitted) for name in arguments}
+                call["arguments"] = {name: new_mark(omitted) for name in arguments}
             elif arguments:
-                word = mark(omitted)
+                word = new_mark(omitted)
                 call["arguments"] = f'{{"{word}": 0}}'
-                quoted = f"{template} writes arguments of {called}, which are JSON text, as a quoted text"
+                quoted = f"the chat template writes arguments of {called}, which are JSON text, as a quoted text"
                 quoted += "; give them as an object"
-                marks.append(Mark(f'\\"{word}', False, Omission(quoted, is_fault=False)))
+                # a quoted text has \" in it
+                marks.append(Mark(f'\\"{word}', False, TemplateProblem(quoted, is_error=False)))
         for part in parts_of(message):
-            has_parts = f"the content of its {role} is a list of parts, which {template}"
+            has_parts = f"the content of its {role} is a list of parts, which the chat template"
             parts_advice = "give the text alone, or a template that reads parts"
             if isinstance(part.get("text"), str):
-                part["text"] += mark(f"{has_parts} leaves out; {parts_advice}")
+                part["text"] += new_mark(f"{has_parts} leaves out; {parts_advice}")
             if isinstance(part.get("thinking"), str):
-                part["thinking"] += mark(f"{template} leaves out thinking of {turns}; {advice}", is_fault=False)
-            part["unknown field"] = mark(f"{has_parts} writes as it is; {parts_advice}", must_appear=False)
+                omitted = f"the chat template leaves out thinking of {speaker}"
+                part["thinking"] += new_mark(f"{omitted}; {advice}", is_error=False)
+            # appears only if the template writes the part as an object
+            part["unknown field"] = new_mark(f"{has_parts} writes as it is; {parts_advice}", must_appear=False)
     for tool in tools or []:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if isinstance(function, dict) and isinstance(function.get("name"), str):
-            function["name"] += mark(
-                f"{template} does not write tools, so it is trained on as if there were none", is_fault=False
-            )
+            problem = "the chat template does not write tools, so it is trained on as if there were none"
+            function["name"] += new_mark(problem, is_error=False)
     return replace(conversation, messages=messages, tools=tools), marks
 
 
-def changed_contents(conversation: Conversation, text: str) -> Iterator[Omission]:
-    """Find the contents of messages that the rendered `text` lacks, except for white space and the JSON of tools."""
-    written, position, after = without_space(text), 0, after_last_question(conversation)
+def changed_contents(conversation: Conversation, text: str) -> Iterator[TemplateProblem]:
+    """Find messages whose content the rendered `text` lacks. White space is ignored; a content may be there as a JSON
+    string, as results of tools are."""
+    written, position, first_after_question = without_space(text), 0, index_after_last_question(conversation)
     for number, message in enumerate(conversation.messages):
         role, content = message["role"], message.get("content")
         if not isinstance(content, str):
             continue
-        forms = [without_space(content), without_space(json.dumps(content, ensure_ascii=False)[1:-1])]
-        end = end_of(forms, written, position)
+        spellings = [without_space(content), without_space(json.dumps(content, ensure_ascii=False)[1:-1])]
+        end = find_end(spellings, written, position)
         if end is not None:
             position = end
             continue
         what = "cuts <think> out of" if "</think>" in content else "changes"
         if role != "assistant" or number < conversation.first_trained:
-            yield Omission(f"the chat template {what} the content of the {role}", is_fault=False)
-        elif number < after:
-            yield Omission(f"the chat template {what} earlier turns of the assistant", is_fault=False)
+            yield TemplateProblem(f"the chat template {what} the content of the {role}", is_error=False)
+        elif number < first_after_question:
+            yield TemplateProblem(f"the chat template {what} earlier turns of the assistant", is_error=False)
         else:
             problem = f"the chat template {what} the answer of the assistant that is trained on"
-            yield Omission(f"{problem}; give one that writes all of its content")
+            yield TemplateProblem(f"{problem}; give one that writes all of its content")
 
 
-def end_of(forms: list[str], text: str, start: int) -> int | None:
-    """Return the end of the first of these forms that is in a text; None if none is."""
-    for form in forms:
+def find_end(spellings: list[str], text: str, start: int) -> int | None:
+    """Return the end of the first of `spellings` that is in a text; None if none is."""
+    for spelling in spellings:
         for begin in (start, 0):  # a template may move a system prompt
-            found = text.find(form, begin)
+            found = text.find(spelling, begin)
             if found >= 0:
-                return found + len(form)
+                return found + len(spelling)
     return None
 
 

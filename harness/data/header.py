@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_CUT_SHARE = 0.1  # maximum share of documents longer than a sequence without a warning
-MAX_UNEVEN = 1.5  # maximum ratio of the sizes of stream shards without a word in the header
+MAX_SHARD_RATIO = 1.5  # largest to smallest stream shard; above it the header says so
 EXAMPLE_RECORDS = 1000  # records searched for examples
 MAX_EXAMPLES, EXAMPLE_TOKENS = 4, 200
-SEARCHED_TOKENS = 2**20  # for one that ends an answer
+SEARCHED_TOKENS = 2**20  # first tokens of the data, among which a trained special token is searched
 THOUGHTS = {"reasoning_content", "reasoning", "thinking"}  # fields of messages
 MAX_PRINTED = 200  # characters of a document in a sample
+MAX_PRINTED_IDS = 25  # without a tokenizer
 
 
 def describe(
@@ -45,24 +46,22 @@ def describe(
         return {"data": "synthetic, random tokens"}
     is_single = len(corpora) == 1
     epochs = data.epochs(data.record.samples_of_step(settings.num_steps).stop)
-    found: dict[str, list[str]] = {"data": [], "files": [], "eval data": []}
+    texts: dict[str, list[str]] = {"data": [], "files": [], "eval data": []}  # of each source, by name of the line
     for corpus in corpora:
         source = opened[corpus.name]
         train, size = source.train, "streamed"
         if corpus.name in epochs:
-            read = (
-                f"{len(train) / samples_per_step:,.1f} steps an epoch"
-                if is_single
-                else f"{epochs[corpus.name]:.1f} epochs"
-            )
-            size = f"{train.total_tokens():,} tokens, {read}{describe_left_out(train)}"
+            amount = f"{epochs[corpus.name]:.1f} epochs"
+            if is_single:
+                amount = f"{len(train) / samples_per_step:,.1f} steps an epoch"
+            size = f"{train.total_tokens():,} tokens, {amount}{describe_left_out(train)}"
         name = ", ".join(filter(None, [corpus.source.dataset, settings.dataset_config, corpus.split]))
         files = corpus.listing.describe(parse_split(corpus.split)[0])
-        texts_by_line = {"data": f"{name}: {size}", "files": files, "eval data": describe_eval_data(source.eval_data)}
-        for word, text in texts_by_line.items():
+        found = {"data": f"{name}: {size}", "files": files, "eval data": describe_eval_data(source.eval_data)}
+        for line_name, text in found.items():
             if text:
-                found[word].append(text if is_single else f"{corpus.name}: {text}")
-    lines = {word: "; ".join(texts) for word, texts in found.items() if texts}
+                texts[line_name].append(text if is_single else f"{corpus.name}: {text}")
+    lines = {line_name: "; ".join(parts) for line_name, parts in texts.items() if parts}
     if any(corpus.kind == "text" for corpus in corpora):
         lines["documents"] = describe_eos(tokenizer)
     if not is_single:
@@ -76,7 +75,7 @@ def describe(
             f"{base.counted(data.record.num_shards, 'shard')} of each source, divided among ranks and workers"
         )
         if data.record.num_shards < settings.groups(dist.get_world_size()):
-            lines["streams"] += "; ranks outnumber them, so several read the same"
+            lines["streams"] += "; there are fewer shards than ranks, so some ranks read the same shard"
         for name, streamed in data.sources.items():
             if isinstance(streamed, Stream):
                 lines["streams"] += describe_uneven(name, streamed.shard_sizes())
@@ -84,9 +83,9 @@ def describe(
 
 
 def describe_uneven(name: str, shard_sizes: np.ndarray) -> str:
-    """A text to append if the shards of a source differ by more than MAX_UNEVEN; else ""."""
+    """A text to append if the shards of a source differ by more than MAX_SHARD_RATIO; else ""."""
     smallest, largest = int(shard_sizes.min()), int(shard_sizes.max())
-    if largest <= MAX_UNEVEN * smallest:
+    if largest <= MAX_SHARD_RATIO * smallest:
         return ""
     sizes = f"those of {name} have {smallest:,} to {largest:,} bytes"
     return f"; {sizes}, and documents of small ones repeat more often: begin a run with fewer --streams"
@@ -130,11 +129,11 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader,
         lines["packing"] = packing
     if train.has_loss_mask:
         share = train.total_trained() / len(train.tokens)
-        word, document = ("chat", "conversation") if corpus.is_chat else ("labels", "row")
-        if isinstance(train, WholeDocumentDataset) and (warning := warn_of_cuts(train, document)):
+        line_name, document = ("chat", "conversation") if corpus.is_chat else ("labels", "row")
+        if isinstance(train, WholeDocumentDataset) and (warning := cut_warning(train, document)):
             job.warn(warning)
         documents = base.counted(train.num_documents(), document)
-        lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
+        lines[line_name] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
     if train.has_loss_mask and with_example:
         if corpus.is_chat and not base.broadcast_from_rank_0(lambda: trains_special_token(train, reader.tokenizer)):
             problem = "no special token is trained on, so the model does not learn to end an answer"
@@ -146,14 +145,15 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader,
 
 
 def trains_special_token(train: PackedDataset, tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """False if no trained token among the first SEARCHED_TOKENS is special, as one that ends an answer is."""
+    """True if a special token, such as one that ends an answer, is trained on in the first SEARCHED_TOKENS, or if
+    nothing is trained on there."""
     tokens = train.tokens[:SEARCHED_TOKENS]
     trained = tokens[train.tokens.trained(0, len(tokens)).astype(bool)]
     special = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
     return not len(trained) or bool(np.isin(trained, [*special, *tokenizer.all_special_ids]).any())
 
 
-def warn_of_cuts(train: WholeDocumentDataset, document: str) -> str:
+def cut_warning(train: WholeDocumentDataset, document: str) -> str:
     """A warning if more documents than MAX_CUT_SHARE are longer than a sequence; else ""."""
     cut, documents, longest = train.counts["cut"], train.num_documents(), train.counts["longest"]
     if cut <= MAX_CUT_SHARE * documents:
@@ -163,7 +163,7 @@ def warn_of_cuts(train: WholeDocumentDataset, document: str) -> str:
 
 
 def find_examples(corpus: Corpus, reader: CorpusReader) -> str:
-    """The first conversations of each kind in the files of a corpus; a slice of it need not have them."""
+    """The examples among the first records of the files of a corpus, whether or not its slice has them."""
     records = itertools.chain.from_iterable(read_records(file, corpus.fields_to_read) for file in corpus.files)
     first = itertools.islice(records, EXAMPLE_RECORDS)
     documents = read_documents(first, reader.vocab_size, True, Counter(), corpus.kind)
@@ -171,35 +171,36 @@ def find_examples(corpus: Corpus, reader: CorpusReader) -> str:
 
 
 def describe_examples(documents: Iterator, encoder: TextEncoder) -> str:
-    """Return the first conversation of each kind, or the first rows, up to MAX_EXAMPLES: for each a line with its
-    position and kind, and its text, at most EXAMPLE_TOKENS tokens, with [[ ]] around what is trained on."""
+    """Return the first conversation with each set of features, or the first rows, up to MAX_EXAMPLES: for each a line
+    with its position and features, and its text, at most EXAMPLE_TOKENS tokens, with [[ ]] around what is trained
+    on."""
     found: dict[str, str] = {}
     for number, document in enumerate(documents, 1):
-        kind, title = f"row {number}", f"row {number}"
+        features, title = f"row {number}", f"row {number}"
         if isinstance(document, Conversation):
-            kind = describe_kind(document)
-            title = f"{document.position}: {kind}"
-        if kind not in found:
+            features = describe_features(document)
+            title = f"{document.position}: {features}"
+        if features not in found:
             encoded = encoder.encode([document], Counter())
             if len(encoded.tokens):
-                found[kind] = f"--- {title}\n{mark_trained(encoded, encoder.tokenizer)}"
+                found[features] = f"--- {title}\n{mark_trained(encoded, encoder.tokenizer)}"
         if len(found) == MAX_EXAMPLES:
             break
     return "\n".join(found.values())
 
 
-def describe_kind(conversation: Conversation) -> str:
+def describe_features(conversation: Conversation) -> str:
     """Name what a conversation has that others may lack."""
     messages = conversation.messages
     roles = [message["role"] for message in messages]
     texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
-    kinds = {
+    features = {
         "system": not {"system", "developer"}.isdisjoint(roles),
         "tools": bool(conversation.tools) or any(map(calls_of, messages)),
         "reasoning": any(THOUGHTS & message.keys() for message in messages) or "</think>" in "".join(texts),
         "several turns": roles.count("user") > 1,
     }
-    return ", ".join(kind for kind, is_there in kinds.items() if is_there) or "one turn"
+    return ", ".join(feature for feature, is_there in features.items() if is_there) or "one turn"
 
 
 def mark_trained(encoded: Encoded, tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -251,7 +252,7 @@ def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None
 def decode_beginning(tokens: np.ndarray, tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """The beginning of a stretch of tokens, in one line; as ids without a tokenizer."""
     if tokenizer is None:
-        return " ".join(map(str, tokens[: MAX_PRINTED // 8]))
+        return " ".join(map(str, tokens[:MAX_PRINTED_IDS]))
     text = tokenizer.decode(tokens)
     assert isinstance(text, str)  # of one list of ids
     text = " ".join(text.split())

@@ -10,7 +10,7 @@ from harness import base, flags
 from harness.data.chat import ChatEncoder
 from harness.data.corpora import Corpora, Corpus
 from harness.data.packing import SyntheticDataset, sequence_tokens
-from harness.data.schema import LAYOUTS, BadRecord, Conversation, describe_layouts, find_document, is_objects
+from harness.data.schema import LAYOUTS, BadRecord, Conversation, describe_layouts, find_document, is_object_list
 from harness.data.stream import Stream
 from harness.data.tokenize import added_special_tokens
 
@@ -26,54 +26,57 @@ def read_prompts(values: Iterable[str]) -> list[str | Conversation]:
 def read_prompt(prompt: str) -> list[str | Conversation]:
     """Return the prompts of one value of --sample-prompt: a text, or the conversations of a .json or .jsonl file, each
     without its last answer. A list of messages is one conversation too, in .jsonl on a line."""
+    # one word that ends in .json is a file name; if there is no such file, that is the error
     may_be_file = os.path.isfile(os.path.expanduser(prompt)) or len(prompt.split()) == 1
     if not (may_be_file and prompt.endswith((".json", ".jsonl"))):
         return [prompt]
-    problem = f"--sample-prompt {prompt}"
+    subject = f"--sample-prompt {prompt}"
     try:
         with open(os.path.expanduser(prompt), encoding="utf-8-sig") as file:
             texts = file.readlines() if prompt.endswith(".jsonl") else [file.read()]
         values = [json.loads(text) for text in texts if text.strip()]
     except (OSError, ValueError) as error:
         fault = f"cannot be read ({base.first_line(error)})"
-        raise base.UserError(f"{problem}: {fault}; give JSON with messages") from error
-    if len(values) == 1 and isinstance(values[0], list) and not (is_objects(values[0]) and "role" in values[0][0]):
-        (values,) = values  # a list of records
+        raise base.UserError(f"{subject}: {fault}; give JSON with messages") from error
+    if len(values) == 1 and isinstance(values[0], list):
+        is_conversation = is_object_list(values[0]) and "role" in values[0][0]
+        values = values if is_conversation else values[0]  # else a list of records
     if not values:
-        raise base.UserError(f"{problem}: it is empty; give JSON with messages")
+        raise base.UserError(f"{subject}: it is empty; give JSON with messages")
     prompts: list[str | Conversation] = []
     for number, value in enumerate(values, 1):
-        found = find_document({"messages": value} if is_objects(value) else value, tuple(LAYOUTS))
+        found = find_document({"messages": value} if is_object_list(value) else value, tuple(LAYOUTS))
         if not isinstance(found, Conversation):
             fault = f"no conversation, which is {describe_layouts()}"
             if isinstance(found, BadRecord) and found.layout:
                 fault = found.fault
-            raise base.UserError(f"{problem}, record {number}: {fault}")
-        last = found.first_trained or len(found.messages)
-        while last > 1 and found.messages[last - 1]["role"] == "assistant":
-            last -= 1
-        prompts.append(replace(found, messages=found.messages[:last], position=prompt))
+            raise base.UserError(f"{subject}, record {number}: {fault}")
+        end = found.first_trained or len(found.messages)
+        while end > 1 and found.messages[end - 1]["role"] == "assistant":
+            end -= 1
+        prompts.append(replace(found, messages=found.messages[:end], position=prompt))
     return prompts
 
 
 def render_prompt(
     settings: flags.Settings, is_chat_model: bool, tokenizer: "PreTrainedTokenizerBase", prompt: str | Conversation
 ) -> str:
-    """The text that a sample continues: the prompt, or for a chat model or with a given chat template, a user's message
-    rendered by the template; messages always are."""
+    """The text that a sample continues. A conversation is rendered by the chat template; so is a text, as a user's
+    message, for a chat model or if --chat-template is given. Any other text is used as it is."""
     has_template = bool(tokenizer.chat_template)
     if isinstance(prompt, Conversation) and not has_template and settings.chat_template is None:
         problem = "it holds messages, and the tokenizer has no chat template"
         raise base.UserError(f"--sample-prompt {prompt.position}: {problem}; give one with --chat-template FILE")
     # a chat model without a template was trained on prompts and completions as plain text
     if isinstance(prompt, str) and not (is_chat_model and has_template) and settings.chat_template is None:
-        before = added_special_tokens(tokenizer)[0] if is_chat_model else []  # as `ChatEncoder.ids_before`
+        before = added_special_tokens(tokenizer)[0] if is_chat_model else []  # as `ChatEncoder.bos_ids`
         return "".join(tokenizer.convert_ids_to_tokens(before)) + prompt
     if isinstance(prompt, str):
         prompt = Conversation([{"role": "user", "content": prompt}])
-    chat = ChatEncoder(tokenizer, len(tokenizer), base.read_template(settings.chat_template), "all")
+    chat = ChatEncoder(tokenizer, len(tokenizer), base.read_template(settings.chat_template), loss="all")
     try:
-        return chat.render_messages(prompt, chat.template_for(prompt), len(prompt.messages), True).text
+        template = chat.template_for(prompt)
+        return chat.render_messages(prompt, template, len(prompt.messages), add_generation_prompt=True).text
     except Exception as error:  # a template may raise anything
         raise base.UserError(f"--sample-prompt: the chat template fails, {base.first_line(error)}") from error
 
@@ -94,7 +97,7 @@ def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None) 
     answer = "Zq"  # not part of a special token
     messages = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}]
     try:
-        text, _ = ChatEncoder(tokenizer, len(tokenizer), template, "all").render(Conversation(messages))
+        text, _ = ChatEncoder(tokenizer, len(tokenizer), template, loss="all").render(Conversation(messages))
     except Exception:  # a template may raise anything
         return []
     end = text.rpartition(answer)[2]
@@ -104,7 +107,7 @@ def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None) 
     return []
 
 
-def are_chats(corpora: Corpora) -> bool:
+def trains_on_chats(corpora: Corpora) -> bool:
     """True if some of the corpora that a run trains on, or else evaluates, are conversations."""
     return any(corpus.is_chat for corpus in corpora.leading)
 

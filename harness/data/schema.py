@@ -1,15 +1,16 @@
 """Schema: from a record of a file to its document: a text, token ids, token ids with labels, or a conversation.
 
 LAYOUTS has the layouts of conversations; the first that a record has is read. A column that --text-field names and that
-holds messages is one too. All but `messages` are converted to role and content:
+holds messages is one too. A `name` is a field or a key of LAYOUTS; of several `names` the first that is found is read.
 
-- ShareGPT's `conversations` have `from`, one of ROLES or TOOL_CALL_SPEAKERS, and `value`; a tool call is JSON.
-- `prompt` and `completion` are both text or both lists of messages, as TRL has them; what is in the prompt is not
-  trained on.
+Messages have role and content, or, as in ShareGPT, `from` (in ROLE_BY_SPEAKER or TOOL_CALL_SPEAKERS) and `value`, which
+is JSON in a tool call. Two layouts are converted to messages:
+
+- `prompt` and `completion` are both text or both lists of messages, as in TRL; the prompt is not trained on.
 - Alpaca's `instruction` and `input`, joined by a blank line, are the user's turn, `output` the assistant's; `history`
   may have pairs of earlier turns.
 
-A text in one of SYSTEM in the same record is the first message; `tools` are a list, or a list as JSON text.
+A text in one of SYSTEM_FIELDS in the same record is the first message; `tools` are a list, or a list as JSON text.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ class BadRecord(NamedTuple):
     """A record that cannot be trained on."""
 
     fault: str
-    layout: str = ""  # of the conversation that it should have been
+    layout: str = ""  # the layout or column of its conversation; "" if it has none
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +50,11 @@ class Conversation:
     tools: list[dict] | None = None
     layout: str = "messages"  # of its record: one of LAYOUTS, or a column
     first_trained: int = 0  # index of a message; those before it are a prompt
-    is_text: bool = False  # True for a prompt and a completion that are text
-    position: str = ""  # of the record, for messages to the user
+    is_text_completion: bool = False  # True if prompt and completion were texts, not lists of messages
+    position: str = ""  # file and line of the record, for errors and warnings
 
     def __len__(self) -> int:
-        """The number of characters as JSON, about those of the rendered text; never 0."""
+        """The number of characters as JSON, about those of the rendered text, to measure a batch in `tokenize.take`."""
         return len(json.dumps([self.messages, self.tools], default=str))
 
 
@@ -69,9 +70,10 @@ class LabelledIds:
 
 
 Document = str | np.ndarray | LabelledIds | Conversation
-Record = Document | BadRecord | None  # None of a blank line
+Record = Document | BadRecord | None  # None: a blank line
 
 
+# kind of a document: its name in messages to the user
 KINDS = {"text": "text", "ids": "token ids", "labels": "token ids with labels", "chat": "messages"}
 MASKED_KINDS = {"labels", "chat"}  # kinds with a loss mask
 
@@ -85,12 +87,11 @@ def kind_of(document: Document) -> str:
     return "text" if isinstance(document, str) else "ids"
 
 
-def read_value(fields: dict[str, Any], field: str) -> Record:
-    """Return the document in a field that has no conversation: token ids in `input_ids`, text or token ids in any
-    other. Ids go through `check_ids`."""
+def read_text_or_ids(fields: dict[str, Any], field: str) -> Record:
+    """Return the text or the token ids in a field; `input_ids` may have ids only. Ids go through `check_ids`."""
     value = fields[field]
     if field == "input_ids" or isinstance(value, list):
-        are_ints = isinstance(value, list) and set(map(type, value)) <= {int}
+        are_ints = isinstance(value, list) and set(map(type, value)) <= {int}  # a bool is no token id
         if are_ints and 0 <= min(value, default=0) <= max(value, default=0) <= MAX_TOKEN_ID:
             others = {name: other for name, other in fields.items() if name != field}
             return check_ids(np.array(value, np.uint32), others)
@@ -112,6 +113,7 @@ def check_ids(ids: np.ndarray, fields: dict[str, Any]) -> np.ndarray | LabelledI
             return BadRecord(f"{name} has several documents; give each document a record")
     for name, values in fields.items():
         is_for_tokens = is_named_like_mask(name) and is_flat(values) and len(values) == len(ids)
+        # equal values, such as a pad_mask of ones, select nothing
         if is_for_tokens and any(value != values[0] for value in values):
             shown = excerpt(values.tolist() if isinstance(values, np.ndarray) else values)
             advice = "give a loss_mask with 1 for each token to train on, or remove it"
@@ -175,30 +177,31 @@ def excerpt(value: Any) -> str:
 def read_documents(
     records: Iterator[tuple[str, Record]], vocab_size: int, skip_bad: bool, counts: Counter, kind: str = "text"
 ) -> Iterator[Document]:
-    """Yield the documents in (position, record), without empty ones.
+    """Yield the documents of (position, record) pairs. A text is divided at DOC_SEPARATOR. Empty documents and blank
+    lines are left out.
 
     `kind` is the kind of all of them, see `kind_of`; texts and ids mix, as neither has a loss mask; conversations and
     labels mix with nothing. A bad record is a UserError, or is left out if `skip_bad`; `counts` gets the numbers
     of these and of empty documents. A token id that is not below `vocab_size` is a UserError."""
     for position, record in records:
+        if record is None:
+            continue
         if isinstance(record, BadRecord):
             refuse_or_count(position, record.fault, skip_bad, counts)
             continue
         if isinstance(record, np.ndarray | LabelledIds):
             ids = record.ids if isinstance(record, LabelledIds) else record
-            if ids.max(initial=0) >= vocab_size:
+            if not len(ids):
+                counts["empty documents"] += 1
+                continue
+            if ids.max() >= vocab_size:
                 wrong = int(ids[(ids >= vocab_size).argmax()])
                 problem = f"token id {wrong}, the model has {vocab_size:,}"
                 raise base.UserError(
                     f"--dataset {position}: {problem}; it was made with another tokenizer, or is damaged"
                 )
-        if record is None:
-            continue
-        if len(record) == 0 and not isinstance(record, str):
-            counts["empty documents"] += 1
-            continue
         found = kind_of(record)
-        if MASKED_KINDS & {kind, found} and found != kind:
+        if found != kind and (found in MASKED_KINDS or kind in MASKED_KINDS):
             fault = f"{KINDS[found]} instead of {KINDS[kind]}, as the first record has"
             refuse_or_count(position, fault, skip_bad, counts)
         elif isinstance(record, Conversation):
@@ -206,11 +209,12 @@ def read_documents(
         elif not isinstance(record, str):
             yield record
         else:
-            texts = [part.strip("\n") for part in record.split(DOC_SEPARATOR)] if DOC_SEPARATOR in record else [record]
-            texts = [text for text in texts if text]
-            if not texts:
+            texts = record.split(DOC_SEPARATOR)
+            if len(texts) > 1:  # newlines around a separator belong to no document
+                texts = [text.strip("\n") for text in texts]
+            if not any(texts):
                 counts["empty documents"] += 1
-            yield from texts
+            yield from filter(None, texts)
 
 
 def refuse_or_count(position: str, fault: str, skip_bad: bool, counts: Counter) -> None:
@@ -224,27 +228,28 @@ def refuse_or_count(position: str, fault: str, skip_bad: bool, counts: Counter) 
 # ----------------------------------------------------------------------------------------------------------------------
 # Conversations
 
-ROLES = {  # of chat templates, by ShareGPT's `from`
+ROLE_BY_SPEAKER = {  # a speaker in ShareGPT's `from`: the role that chat templates have for it
     **dict.fromkeys(("human", "user", "prompter"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "bot", "model"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response", "tool_response"), "tool"),
     "system": "system",
 }
 TOOL_CALL_SPEAKERS = ("function_call", "tool_call")  # ShareGPT's `from` of calls by the assistant
-# By field, the values that mean trained on. `mask` has none: its 1 means trained on in some data, masked in others;
-# `train_detail` is for parts of a turn.
-TRAINED_VALUES: dict[str, tuple] = {
+# Fields that may exclude a turn from training, and the values that do not. `mask` has none: its 1 means trained on in
+# some data, masked in others; `train_detail` is for parts of a turn.
+TURN_LOSS_FIELDS: dict[str, tuple] = {
     **dict.fromkeys(("weight", "train", "training", "trainable", "loss", "loss_scale"), (1,)),
     **dict.fromkeys(("mask", "train_detail"), ()),
 }
-SYSTEM = ("system", "system_prompt", "system_message")
+SYSTEM_FIELDS = ("system", "system_prompt", "system_message")
 NOT_READ = {  # fields that would change a conversation, and what to do instead
     "functions": "name them tools",
     "chat_template_kwargs": "set them in a template for --chat-template FILE",
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "remove it to train on the text alone"),
 }
 KTO_LABELS = ("label", "kto_tag")  # False for an answer that is not to be learned, in data for KTO
-CHAT_FIELDS = (*SYSTEM, "tools", "chosen", *KTO_LABELS, *NOT_READ)  # read together with any layout
+# looked at beside any layout: read, or a reason to refuse the record
+CHAT_FIELDS = (*SYSTEM_FIELDS, "tools", "chosen", *KTO_LABELS, *NOT_READ)
 PREFERENCE_ADVICE = (
     "chosen and rejected are preference pairs, for DPO, which is not supported; to train on the chosen ones, rename "
     "them to completion, with a prompt, or to messages"
@@ -260,15 +265,14 @@ class Layout(NamedTuple):
     read: Callable[[dict[str, Any]], tuple[list[dict], int]]  # gives messages, and the index of the first trained one
 
 
-def read_fields(fields: dict[str, Any], name: str) -> Record:
+def read_named(fields: dict[str, Any], name: str) -> Record:
     """Return the document of a record: its field `name`, or its conversation in the layout `name`."""
-    layout = layout_of(name)
     value = fields.get(name)
-    # a column may be named as a layout, and have texts
-    if isinstance(value, str) or not (name in LAYOUTS or is_objects(value)):
-        return read_value(fields, name)
+    is_chat = name in LAYOUTS or is_object_list(value)
+    if isinstance(value, str) or not is_chat:  # a column of texts may be named as a layout is
+        return read_text_or_ids(fields, name)
     try:
-        return conversation_of(fields, layout, name)
+        return conversation_of(fields, name)
     except ValueError as error:
         return BadRecord(str(error), layout=name)
 
@@ -279,12 +283,11 @@ def find_document(record: Any, names: tuple[str, ...]) -> Record:
     for name in names:
         is_there = has_layout(fields, name) if name in LAYOUTS else name in fields
         if is_there:
-            return read_fields(fields, name)
-    # for the error: the field of texts; a layout in a corpus of conversations, or where a typed field was tried first
-    wanted = names[-1]
+            return read_named(fields, name)
+    wanted = names[-1]  # what the error asks for: the layout of a chat corpus, or else its text field
     if isinstance(fields.get(wanted), str):  # --text-field messages, and the column has texts
-        return read_fields(fields, wanted)
-    missing = missing_in(fields, LAYOUTS[wanted]) if wanted in LAYOUTS else wanted
+        return read_named(fields, wanted)
+    missing = first_missing(fields, LAYOUTS[wanted]) if wanted in LAYOUTS else wanted
     others = f", only {', '.join(fields)}" if len(fields) > 1 else ""
     return BadRecord(f"no field {missing!r} in {excerpt(record)}{others}; {field_advice(wanted, fields)}")
 
@@ -304,7 +307,7 @@ def optional_columns(layout: Layout, columns: list[str]) -> list[str]:
     return [name for name in columns if name in optional or (is_named_like_tools(name) and name not in layout.needs)]
 
 
-def choose_field(columns: list[str], flat_columns: set[str], names: tuple[str, ...]) -> str:
+def choose_name(columns: list[str], flat_columns: set[str], names: tuple[str, ...]) -> str:
     """Return the first of `names`, columns or layouts, that a file has: what `find_document` finds in a record, for all
     rows at once, so that other columns are not read. A ValueError if it has none. `flat_columns` have no lists or
     objects, so no messages."""
@@ -329,15 +332,15 @@ def layout_of_messages(name: str, title: str) -> Layout:
 
 
 def has_layout(fields: dict[str, Any], name: str) -> bool:
-    """True if a record has the fields of a layout: not null, and no text if it is the only field."""
+    """True if a record has all fields of a layout, none of them null; a single one must not be a text."""
     needs = LAYOUTS[name].needs
     return all(fields.get(need) is not None for need in needs) and not (
         len(needs) == 1 and isinstance(fields[needs[0]], str)
     )
 
 
-def missing_in(fields: dict[str, Any], layout: Layout) -> str:
-    return next((need for need in layout.needs if fields.get(need) is None), layout.needs[0])
+def first_missing(fields: dict[str, Any], layout: Layout) -> str:
+    return next(need for need in layout.needs if fields.get(need) is None)
 
 
 def describe_layouts() -> str:
@@ -346,15 +349,16 @@ def describe_layouts() -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The messages of a record; a ValueError has its fault
+# The messages of a record. These functions raise a ValueError that says what is wrong with it.
 
 
-def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conversation:
-    if len(layout.needs) > 1 and not has_layout(fields, name):
-        raise ValueError(f"{missing_in(fields, layout)} is null; a record needs {' and '.join(layout.needs)}")
+def conversation_of(fields: dict[str, Any], name: str) -> Conversation:
+    layout = layout_of(name)
+    if len(layout.needs) > 1 and not has_layout(fields, name):  # a single field is checked by `messages_in`
+        raise ValueError(f"{first_missing(fields, layout)} is null; a record needs {' and '.join(layout.needs)}")
     fields = {field: value for field, value in fields.items() if value is not None}
     messages, first_trained = layout.read(fields)
-    for field in SYSTEM:
+    for field in SYSTEM_FIELDS:
         system, first = fields.get(field, ""), messages[0]
         if not isinstance(system, str):
             raise ValueError(f"{field} is {excerpt(system)} instead of text")
@@ -373,7 +377,7 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
         # next to messages, 0 may be the number of a class
         if label is False or str(label).lower() == "false" or (label == 0 and "completion" in layout.needs):
             raise ValueError(f"{field} is {excerpt(label)}, so its answer is not to be trained on")
-    if "chosen" in fields and messages[-1]["role"] == "user":  # else the messages have an answer
+    if "chosen" in fields and messages[-1]["role"] == "user":  # the answer is in `chosen` alone
         raise ValueError(PREFERENCE_ADVICE)
     tools = read_tools(fields.get("tools"))
     if not isinstance(tools, list | None):
@@ -384,8 +388,8 @@ def conversation_of(fields: dict[str, Any], layout: Layout, name: str) -> Conver
         raise ValueError(f"its tools or calls: {error}; make it a number or text") from error
     if has_lone_surrogate(json.dumps([messages, tools], ensure_ascii=False, default=str)):
         raise ValueError(f"{excerpt(messages)} with half a surrogate pair")
-    is_text = "completion" in layout.needs and isinstance(fields["completion"], str)
-    return Conversation(messages, tools or None, name, first_trained, is_text)
+    is_text_completion = "completion" in layout.needs and isinstance(fields["completion"], str)
+    return Conversation(messages, tools or None, name, first_trained, is_text_completion)
 
 
 def read_completion(fields: dict[str, Any]) -> tuple[list[dict], int]:
@@ -408,13 +412,17 @@ def read_alpaca(fields: dict[str, Any]) -> tuple[list[dict], int]:
     if fields.get("context"):
         raise ValueError(f"context is {excerpt(fields['context'])}, which is not read; name it input")
     question = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text.strip())
-    messages = []
     history = fields.get("history", [])
-    for turns in [*history, (question, texts["output"])] if isinstance(history, list) else [history]:
-        if not (isinstance(turns, list | tuple) and len(turns) == 2 and all(isinstance(turn, str) for turn in turns)):
-            raise ValueError(f"history is {excerpt(history)} instead of pairs of a question and its answer")
+    if not isinstance(history, list) or not all(map(is_pair_of_texts, history)):
+        raise ValueError(f"history is {excerpt(history)} instead of pairs of a question and its answer")
+    messages = []
+    for turns in [*history, (question, texts["output"])]:
         messages += [{"role": "user", "content": turns[0]}, {"role": "assistant", "content": turns[1]}]
     return messages, 0
+
+
+def is_pair_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 def messages_in(items: Any, name: str) -> list[dict]:
@@ -428,15 +436,14 @@ def messages_in(items: Any, name: str) -> list[dict]:
         if isinstance(message, dict) and "role" not in message and isinstance(message.get("from"), str):
             message = from_sharegpt(message, position)
         if not is_message(message):
-            wanted = "an object with role and content, which is text or a list of parts"
-            if name == "conversations":
-                wanted += ", or with from and value, which is text"
+            wanted = "an object with role and content, which is text or a list of parts, or with from and value, a text"
             raise ValueError(f"{position} is {excerpt(message)} instead of {wanted}")
         if message["role"] == "assistant":
-            for field, values in TRAINED_VALUES.items():
+            for field, values in TURN_LOSS_FIELDS.items():
                 if message.get(field) is not None and message[field] not in values:
-                    problem = f"{position} has {field} {excerpt(message[field])}, but all turns of the assistant are"
-                    raise ValueError(f"{problem} trained on; remove that field, or the turn")
+                    problem = f"{position} has {field} {excerpt(message[field])}"
+                    advice = "but all turns of the assistant are trained on; remove that field, or the turn"
+                    raise ValueError(f"{problem}, {advice}")
         for part in parts_of(message):
             texts = [part.get("text"), part.get("thinking")] if isinstance(part, dict) else []
             if not any(isinstance(text, str) for text in texts):
@@ -455,7 +462,7 @@ def parts_of(message: dict) -> list:
 
 
 def calls_of(message: dict) -> list:
-    """Return the functions that a message calls, each with a name and arguments, also of OpenAI's older field
+    """Return the functions, with name and arguments, that a message calls: in `tool_calls`, or in OpenAI's older
     `function_call`."""
     calls = message.get("tool_calls") or []
     calls = calls if isinstance(calls, list) else [calls]
@@ -466,20 +473,20 @@ def calls_of(message: dict) -> list:
 
 def from_sharegpt(message: dict, position: str) -> dict:
     """Convert a message of ShareGPT to role and content."""
-    speaker, value = message["from"].lower(), message.get("value")
-    others = {name: field for name, field in message.items() if name not in ("from", "value")}
-    if speaker in ROLES:
-        return {"role": ROLES[speaker], "content": value, **others}
+    speaker, content = message["from"].lower(), message.get("value")
+    others = {field: value for field, value in message.items() if field not in ("from", "value")}
+    if speaker in ROLE_BY_SPEAKER:
+        return {"role": ROLE_BY_SPEAKER[speaker], "content": content, **others}
     if speaker not in TOOL_CALL_SPEAKERS:
-        known = ", ".join([*ROLES, *TOOL_CALL_SPEAKERS])
+        known = ", ".join([*ROLE_BY_SPEAKER, *TOOL_CALL_SPEAKERS])
         raise ValueError(f"{position} is from {excerpt(message['from'])} instead of one of {known}")
     calls = None
     with contextlib.suppress(ValueError, TypeError):
-        calls = json.loads(value)
+        calls = json.loads(content)
     calls = [calls] if isinstance(calls, dict) else calls
-    if not is_objects(calls) or not all(isinstance(call.get("name"), str) for call in calls):
+    if not is_object_list(calls) or not all(isinstance(call.get("name"), str) for call in calls):
         wanted = 'JSON such as {"name": "add", "arguments": {"a": 1}}'
-        raise ValueError(f"{position} is a {speaker} of {excerpt(value)} instead of {wanted}")
+        raise ValueError(f"{position} is a {speaker} of {excerpt(content)} instead of {wanted}")
     called = [{"type": "function", "function": call} for call in calls]
     return {"role": "assistant", "content": "", "tool_calls": called, **others}
 
@@ -495,7 +502,7 @@ def read_tools(value: Any) -> Any:
 def are_tools(value: Any) -> bool:
     """True for a list of functions, or one as JSON text."""
     tools = read_tools(value)
-    functions = [tool.get("function", tool) for tool in tools] if is_objects(tools) else []
+    functions = [tool.get("function", tool) for tool in tools] if is_object_list(tools) else []
     return any(
         isinstance(function, dict) and "name" in function and {"description", "parameters"} & function.keys()
         for function in functions
@@ -514,7 +521,7 @@ def is_message(message: Any) -> bool:
     return isinstance(content, str | list) or (content is None and bool(calls_of(message)))
 
 
-def is_objects(value: Any) -> bool:
+def is_object_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
@@ -526,7 +533,7 @@ LAYOUTS = {
     "instruction+output": Layout(
         "instruction, input and output, as Alpaca's",
         ("instruction", "output"),
-        ("input", "history", "context"),
+        ("input", "history", "context"),  # a context is refused
         read_alpaca,
     ),
 }

@@ -4,7 +4,7 @@ A format has `SUFFIXES`, the ends of its files' names, and one of these:
 
 - `read(stream, names)`, a generator: for each record its text, its token ids, a conversation, a `schema.BadRecord` that
   says what is wrong, or None for nothing. `stream` has the file's bytes, decompressed; `names` are those of fields and
-  layouts, the best first. In `schema`, `find_document` (for objects) or `choose_field` and `read_fields` (for columns)
+  layouts, the best first. In `schema`, `find_document` (for objects) or `choose_name` and `read_named` (for columns)
   find what is read of a record and check it.
 - `open_tokens(file, vocab_size)`: maps a file of token ids as a `tokens.MappedTokens`. Tokens are neither copied nor
   read. What is cheap to check is checked here; a fault is `tokens.damaged`.

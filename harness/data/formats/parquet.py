@@ -14,11 +14,11 @@ from harness.data.schema import (
     MAX_TOKEN_ID,
     Record,
     check_ids,
-    choose_field,
+    choose_name,
     is_named_like_mask,
     layout_of,
     optional_columns,
-    read_fields,
+    read_named,
 )
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def row_group_starts(metadata: "pyarrow.parquet.FileMetaData") -> list[int]:
 def choose_columns(schema: "pyarrow.Schema", names: tuple[str, ...]) -> tuple[str, list[str]]:
     """Return (the field or layout that is read, the columns that it needs)."""
     flat_columns = {column.name for column in schema if not is_nested(column.type)}
-    field = choose_field(schema.names, flat_columns, names)
+    field = choose_name(schema.names, flat_columns, names)
     item_types = {column.name: getattr(column.type, "value_type", column.type) for column in schema}  # of lists' items
     if field in item_types and not is_nested(item_types[field]):  # a column of texts or token ids, not of messages
         columns = [field]
@@ -119,7 +119,7 @@ def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
     if ids is None or has_others or not are_token_ids(ids):
         kinds = {column.name: column.type for column in batch.schema}
         for fields in batch.to_pylist(maps_as_pydicts="strict"):
-            yield read_fields({name: convert(value, kinds[name]) for name, value in fields.items()}, field)
+            yield read_named({name: convert(value, kinds[name]) for name, value in fields.items()}, field)
         return
     for row, values in enumerate(ids):
         yield check_ids(values, {name: rows[row] for name, rows in columns.items()})
