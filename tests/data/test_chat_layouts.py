@@ -234,6 +234,8 @@ FIELDS = {  # a record; --text-field; the beginning of what is read
     "named messages": ({"dialog": TURN, "messages": TEXT}, "dialog", ANSWER),
     "a text named as a layout": ({"messages": TEXT}, "messages", TEXT),
     "the same beside a text": ({"messages": TEXT, "text": "Another."}, "messages", TEXT),
+    "the same beside another layout": ({"messages": TEXT, "conversations": TURN}, "messages", TEXT),
+    "the same beside Alpaca's": ({"conversation": TEXT, "instruction": "Hi", "output": "No."}, "conversation", TEXT),
     "the same, not asked for": ({"messages": "Another.", "conversation": "Another.", "text": TEXT}, None, TEXT),
     "the same beside a conversation": ({"messages": TEXT, "conversations": TURN}, None, ANSWER),
     "a null beside a conversation": ({"messages": None, "conversations": TURN}, None, ANSWER),
