@@ -163,7 +163,9 @@ class ChatEncoder(TextEncoder):
             except BadConversationError as error:
                 refuse_or_count(conversation.position, str(error), self.skip_bad, counts)
             except jinja2.TemplateSyntaxError as error:
-                problem = f"its chat template has a syntax error in line {error.lineno}, {error.message}"
+                template = self.template_for(conversation)
+                line = error.lineno - with_fixed_date(template).count("\n") + template.count("\n")
+                problem = f"its chat template has a syntax error in line {line}, {error.message}"
                 raise base.UserError(f"{self.template_origin}: {problem}; fix it") from error
             except Exception as error:  # a template may raise anything
                 fault = f"the chat template fails, {base.first_line(error)}"
