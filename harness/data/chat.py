@@ -421,6 +421,8 @@ def take_spans(text: str) -> Rendered:
         if part == BEGIN:
             starts.append(length)
         elif part == END:
+            if not starts:
+                raise ValueError("{% endgeneration %} is not after {% generation %}")
             spans.append((starts.pop(), length))
         else:
             parts.append(part)

@@ -220,6 +220,7 @@ UNMARKED = {  # what a template does: the template of each message m, an answer,
     "has marks already": (MARKED, "a \ufdd0] b", "its text has U+FDD0"),
     "crosses tags": (f"{OPENED}{{{{ m.content }}}}{CLOSED}", "Hi", "syntax error in line 1"),
     "crosses tags, with a date": (f"{{{{ strftime_now('%Y') }}}}{OPENED}{CLOSED}", "Hi", "syntax error in line 1, "),
+    "cuts a mark": ("{% set turn %}" + MARKED + "{% endset %}{{ turn[2:] }}", "Hi", "is not after {% generation %}"),
     "leaves a mark": ("{% generation %}{{ m.content }}{% continue %}{% endgeneration %}", "Hi", "left before its end"),
 }
 
