@@ -113,8 +113,8 @@ def check_ids(ids: np.ndarray, fields: dict[str, Any]) -> np.ndarray | LabelledI
             return BadRecord(f"{name} has several documents; give each document a record")
     for name, values in fields.items():
         is_for_tokens = is_named_like_mask(name) and is_flat(values) and len(values) == len(ids)
-        # equal values, such as a pad_mask of ones, select nothing
-        if is_for_tokens and any(value != values[0] for value in values):
+        # equal values, such as a pad_mask of ones, change nothing, unless they exclude all tokens
+        if is_for_tokens and any(value != values[0] or value in (0, base.IGNORE_INDEX) for value in values):
             shown = excerpt(values.tolist() if isinstance(values, np.ndarray) else values)
             advice = "give a loss_mask with 1 for each token to train on, or remove it"
             return BadRecord(f"{name} is {shown}, which is not read; {advice}")

@@ -341,6 +341,8 @@ REFUSED = {
     "starts of several": ({"seq_start_id": [0, 2]}, "seq_start_id has several documents; give each document a record"),
     "ends of several": ({"cu_seqlens": [0, 2, 4]}, "cu_seqlens has several documents; give each document a record"),
     "a mask of another name": ({"response_mask": [0, 0, 1, 1]}, "response_mask is .*, which is not read; .* loss_mask"),
+    "a mask of another name that hides all": ({"response_mask": [0] * 4}, "response_mask is .*, which is not read"),
+    "labels of another name that hide all": ({"answer_labels": [-100] * 4}, "answer_labels is .*, which is not read"),
     "weights": ({"labels": IDS, "loss_scale": [0.0, 1.0, 2.0, 2.0]}, r"loss_scale is \[0.0, .*, which is not read"),
     "positions anew": ({"position_ids": [0, 1, 0, 1]}, "position_ids do not count up from 0; give each document"),
 }
