@@ -281,11 +281,12 @@ def find_document(record: Any, names: tuple[str, ...]) -> Record:
     """Return the document of a JSON value: of the first of `names`, fields or layouts, that it has."""
     fields = record if isinstance(record, dict) else {}
     for name in names:
-        is_there = has_layout(fields, name) if name in LAYOUTS else name in fields
+        is_there = has_layout(fields, name) if name in LAYOUTS else fields.get(name) is not None
         if is_there:
             return read_named(fields, name)
     wanted = names[-1]  # what the error asks for: the layout of a chat corpus, or else its text field
-    if isinstance(fields.get(wanted), str):  # --text-field messages, and the column has texts
+    # a null, which is refused, or --text-field messages, and the column has texts
+    if wanted in fields and (wanted not in LAYOUTS or isinstance(fields[wanted], str)):
         return read_named(fields, wanted)
     missing = first_missing(fields, LAYOUTS[wanted]) if wanted in LAYOUTS else wanted
     others = f", only {', '.join(fields)}" if len(fields) > 1 else ""

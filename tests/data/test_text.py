@@ -43,6 +43,7 @@ SAME = {  # a file, its content: all hold TEXTS
     "marks in lines of their own": ("data.txt", MARKED.replace(DOC_SEPARATOR, f"{DOC_SEPARATOR}\n" * 2).encode()),
     "a byte order mark and CRLF": ("data.txt", b"\xef\xbb\xbf" + MARKED.replace("\n", "\r\n").encode()),
     "the same in lines of JSON": ("data.jsonl", b"\xef\xbb\xbf" + LINES.replace("\n", "\r\n").encode()),
+    "token ids that are null": ("data.jsonl", LINES.replace("{", '{"input_ids": null, ').encode()),
     "UTF-16, little-endian": ("data.txt", f"\ufeff{MARKED}\n".replace("\n", "\r\n").encode("utf-16-le")),
     "UTF-16, big-endian": ("data.md", f"\ufeff{MARKED}\n".encode("utf-16-be")),
     "gz in two parts, and zeros": ("data.jsonl.gz", b"".join(map(gzip.compress, IN_TWO)) + bytes(512)),
