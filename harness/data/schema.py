@@ -432,13 +432,13 @@ def messages_in(items: Any, name: str) -> list[dict]:
     if not isinstance(items, list) or not items:
         raise ValueError(f"{excerpt(items)} instead of a list of messages")
     messages = []
-    for number, message in enumerate(items):
-        position = f"{name}[{number}]"
+    for number, item in enumerate(items):
+        message, position = item, f"{name}[{number}]"
         if isinstance(message, dict) and "role" not in message and isinstance(message.get("from"), str):
             message = from_sharegpt(message, position)
         if not is_message(message):
             wanted = "an object with role and content, which is text or a list of parts, or with from and value, a text"
-            raise ValueError(f"{position} is {excerpt(message)} instead of {wanted}")
+            raise ValueError(f"{position} is {excerpt(item)} instead of {wanted}")
         if message["role"] == "assistant":
             for field, values in TURN_LOSS_FIELDS.items():
                 if message.get(field) is not None and message[field] not in values:

@@ -116,6 +116,7 @@ REFUSED = {
     "no list": ([{"conversations": {"from": ["human"]}}], "instead of a list of messages"),
     "empty": ([GOOD, {"conversations": []}], "line 2: [] instead of a list of messages"),
     "strings": ([{"conversations": ["Hi", "Hello!"]}], 'conversations[0] is "Hi" instead of an object with role and'),
+    "no content of ShareGPT's": ([{"conversations": [turn("human", None)]}], 'is {"from": "human", "value": null}'),
     "no content": ([{"messages": [TURN[0], {"role": "assistant"}]}], "messages[1] is", "an object with role and"),
     "half a character": ([{"messages": [says("user", "\ud800")]}], "half a surrogate pair"),
     "another speaker": ([{"conversations": [turn("he", "Hi")]}], 'from "he" instead of one of human, user,'),
