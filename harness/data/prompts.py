@@ -35,7 +35,7 @@ def read_prompt(prompt: str) -> list[str | Conversation]:
         with open(os.path.expanduser(prompt), encoding="utf-8-sig") as file:
             texts = file.readlines() if prompt.endswith(".jsonl") else [file.read()]
         values = [json.loads(text) for text in texts if text.strip()]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         fault = f"cannot be read ({base.first_line(error)})"
         raise base.UserError(f"{subject}: {fault}; give JSON with messages") from error
     if len(values) == 1 and isinstance(values[0], list):

@@ -273,7 +273,7 @@ def read_named(fields: dict[str, Any], name: str) -> Record:
         return read_text_or_ids(fields, name)
     try:
         return conversation_of(fields, name)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # JSON in a text may be nested too deep
         return BadRecord(str(error), layout=name)
 
 

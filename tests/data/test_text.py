@@ -16,13 +16,14 @@ import filelock
 import pyarrow
 import pyarrow.parquet
 import pytest
-from corpora import END, demo_tokenizer, write_records
+from corpora import END, demo_tokenizer, says, write_records
 
 from harness.base.errors import UserError
 from harness.data.files import find_files
 from harness.data.formats import json as json_reader
 from harness.data.formats import read_records
-from harness.data.schema import DOC_SEPARATOR, read_documents
+from harness.data.prompts import read_prompt
+from harness.data.schema import DOC_SEPARATOR, find_document, read_documents
 from harness.data.tokenize import TextEncoder
 
 TEXTS = ["Once upon a time there was a fox.", "The end.", "Tom had a red ball.\nHe liked it.", "A", "Ünïcödé 狐狸 🌊"]
@@ -330,6 +331,17 @@ def collected():
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.mark.usefixtures("collected")
+def test_json_that_is_nested_too_deep_for_a_parser_is_a_bad_record_or_a_bad_prompt(tmp_path):
+    deep = "[" * 100_000
+    call = {"from": "tool_call", "value": deep}
+    for record in ({"messages": [says("user", "Hi")], "tools": deep}, {"messages": [call]}):
+        assert "recursion" in find_document(record, ("messages",)).fault
+    (tmp_path / "a.json").write_text(deep)
+    with pytest.raises(UserError, match=r"a.json: cannot be read"):
+        read_prompt(str(tmp_path / "a.json"))
 
 
 @pytest.mark.usefixtures("collected")
