@@ -109,7 +109,7 @@ def check_ids(ids: np.ndarray, fields: dict[str, Any]) -> np.ndarray | LabelledI
     label -100 or a 0 in one of LOSS_MASKS are not trained on. Attention and positions that a packed sequence
     cannot have make a bad record, as do masks and weights under other names."""
     for name, count in DOCUMENT_FIELDS.items():
-        if np.size(fields.get(name, ())) > count:
+        if np.array(fields.get(name, ()), object).size > count:  # as objects, lists may differ in length
             return BadRecord(f"{name} has several documents; give each document a record")
     for name, values in fields.items():
         is_for_tokens = is_named_like_mask(name) and is_flat(values) and len(values) == len(ids)

@@ -338,6 +338,7 @@ REFUSED = {
     "several documents": ({"attention_mask": [1, 1, 2, 2]}, "attention_mask is .* instead of 0 and 1; give each"),
     "hidden tokens": ({"attention_mask": [1, 0, 1, 1]}, "attention_mask is 0 between tokens"),
     "lengths of several": ({"seq_lengths": [2, 2]}, "seq_lengths has several documents; give each document a record"),
+    "lengths of several, in lists": ({"seq_lengths": [[1], [1, 2]]}, "seq_lengths has several documents; give each"),
     "starts of several": ({"seq_start_id": [0, 2]}, "seq_start_id has several documents; give each document a record"),
     "ends of several": ({"cu_seqlens": [0, 2, 4]}, "cu_seqlens has several documents; give each document a record"),
     "a mask of another name": ({"response_mask": [0, 0, 1, 1]}, "response_mask is .*, which is not read; .* loss_mask"),
