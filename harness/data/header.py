@@ -181,7 +181,10 @@ def describe_examples(documents: Iterator, encoder: TextEncoder) -> str:
             features = describe_features(document)
             title = f"{document.position}: {features}"
         if features not in found:
-            encoded = encoder.encode([document], Counter())
+            try:
+                encoded = encoder.encode([document], Counter())
+            except base.UserError:  # outside of the slice, as training on it would have ended the run
+                continue
             if len(encoded.tokens):
                 found[features] = f"--- {title}\n{mark_trained(encoded, encoder.tokenizer)}"
         if len(found) == MAX_EXAMPLES:

@@ -15,6 +15,7 @@ from corpora import CHAT_TEMPLATE, demo_tokenizer, says, write_records
 from harness import base
 from harness.base.errors import UserError
 from harness.data.chat import TODAY, ChatEncoder
+from harness.data.header import describe_examples
 from harness.data.schema import Conversation
 
 MARKS = re.compile(r"{%-? (end)?generation -?%}")
@@ -204,6 +205,7 @@ def test_a_template_that_changes_what_came_before_is_refused_and_all_tokens_can_
     assert message.startswith("--dataset chat.jsonl, line 7: its chat template changes earlier messages")
     assert CHANGING[name].becomes in message and "\n" not in message
     assert "{% generation %}" in message and message.endswith("train on all tokens with --chat-loss all")
+    assert describe_examples(iter(documents), chat_encoder(tokenizer, template)) == ""  # of the header
     assert chat_encoder(tokenizer, template, "all").encode(documents, Counter()).trained[1:].all()
 
 
