@@ -12,7 +12,6 @@ from harness.data.corpora import Corpora, Corpus
 from harness.data.packing import SyntheticDataset, sequence_tokens
 from harness.data.schema import LAYOUTS, BadRecord, Conversation, describe_layouts, find_document, is_object_list
 from harness.data.stream import Stream
-from harness.data.tokenize import added_special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,18 +61,20 @@ def render_prompt(
     settings: flags.Settings, is_chat_model: bool, tokenizer: "PreTrainedTokenizerBase", prompt: str | Conversation
 ) -> str:
     """The text that a sample continues. A conversation is rendered by the chat template; so is a text, as a user's
-    message, for a chat model or if --chat-template is given. Any other text is used as it is."""
-    has_template = bool(tokenizer.chat_template)
-    if isinstance(prompt, Conversation) and not has_template and settings.chat_template is None:
-        problem = "it holds messages, and the tokenizer has no chat template"
-        raise base.UserError(f"--sample-prompt {prompt.position}: {problem}; give one with --chat-template FILE")
+    message, for a chat model or if --chat-template is given. Any other text is used as it is, and without a template
+    the prompt of a prompt and completion that are text."""
+    chat = ChatEncoder(tokenizer, len(tokenizer), base.read_template(settings.chat_template), loss="all")
+    if isinstance(prompt, Conversation) and not chat.has_template:
+        if not prompt.is_text_completion or len(prompt.messages) > 1 or prompt.tools:
+            problem = "it holds messages, and the tokenizer has no chat template"
+            raise base.UserError(f"--sample-prompt {prompt.position}: {problem}; give one with --chat-template FILE")
+        prompt = prompt.messages[0]["content"]
     # a chat model without a template was trained on prompts and completions as plain text
-    if isinstance(prompt, str) and not (is_chat_model and has_template) and settings.chat_template is None:
-        before = added_special_tokens(tokenizer)[0] if is_chat_model else []  # as `ChatEncoder.bos_ids`
+    if isinstance(prompt, str) and not (is_chat_model and chat.has_template) and settings.chat_template is None:
+        before = chat.bos_ids.tolist() if is_chat_model else []
         return "".join(tokenizer.convert_ids_to_tokens(before)) + prompt
     if isinstance(prompt, str):
         prompt = Conversation([{"role": "user", "content": prompt}])
-    chat = ChatEncoder(tokenizer, len(tokenizer), base.read_template(settings.chat_template), loss="all")
     try:
         template = chat.template_for(prompt)
         return chat.render_messages(prompt, template, len(prompt.messages), add_generation_prompt=True).text

@@ -338,8 +338,9 @@ def test_a_sample_continues_the_prompt_as_it_is_if_completions_were_trained_on_a
     arguments, tmp_path, device, capfd
 ):
     file = write_records(tmp_path / "a.jsonl", [{"prompt": "The red ", "completion": "fox ran. " * 9}] * 8)
+    prompt = write_records(tmp_path / "prompt.json", [{"prompt": "The blue ", "completion": "ball."}])
     flags = [*arguments, "--dataset", file, "--sample-prompt", "The red fox", "--sample-tokens", "4"]
-    assert train([*flags, "--no-final-checkpoint"], device) == 0
+    assert train([*flags, "--sample-prompt", prompt, "--no-final-checkpoint"], device) == 0
     out = capfd.readouterr().out
     assert "\nformat     prompt and completion, end to end, as there is no chat template\n" in out
-    assert "\ntrained on the completions\n" in out and "\nThe red fox" in out
+    assert "\ntrained on the completions\n" in out and "\nThe red fox" in out and "\nThe blue " in out
