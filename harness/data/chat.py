@@ -102,8 +102,8 @@ class ChatEncoder(TextEncoder):
             own_template = own_template.get("default")
         self.has_template = bool(template or own_template)
         self.problems_by_shape: dict[Hashable, list[TemplateProblem]] = {}  # see `shape_of`
-        self.first_positions: dict[str, str] = {}  # by warning: the position of its first conversation
-        self.warned: Counter = Counter()  # by warning: the number of its conversations
+        # by warning: (the position of its first conversation, the number of its conversations)
+        self.warned: dict[str, tuple[str, int]] = {}
 
     def identity(self) -> list:
         special_tokens = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
@@ -143,8 +143,8 @@ class ChatEncoder(TextEncoder):
         """Return the warnings about all conversations that were rendered, each with the position of the first one and
         with their number."""
         return [
-            f"{self.first_positions[text]}: {text} ({base.counted(count, 'conversation')})"
-            for text, count in self.warned.items()
+            f"{first_position}: {text} ({base.counted(count, 'conversation')})"
+            for text, (first_position, count) in self.warned.items()
         ]
 
     def no_template(self, problem: str) -> base.UserError:
@@ -280,8 +280,8 @@ class ChatEncoder(TextEncoder):
         was rendered before. Problems that change neither a turn nor what is trained on are counted as warnings."""
         shape = shape_of(conversation)
         if shape not in self.problems_by_shape:
-            count = len(conversation.messages)
-            if has_spans and self.render_messages(conversation, template, count).text != text:
+            num_messages = len(conversation.messages)
+            if has_spans and self.render_messages(conversation, template, num_messages).text != text:
                 change = "its chat template changes what it has marked with {% generation %}"
                 raise no_assistant_mask(f"--dataset {conversation.position}: {change}")
             self.problems_by_shape[shape] = [
@@ -293,8 +293,8 @@ class ChatEncoder(TextEncoder):
         for problem in dict.fromkeys(found):  # once, though several messages may have it
             if problem.is_error:
                 raise BadConversationError(problem.text)
-            self.first_positions.setdefault(problem.text, conversation.position)
-            self.warned[problem.text] += 1
+            first_position, count = self.warned.get(problem.text, (conversation.position, 0))
+            self.warned[problem.text] = first_position, count + 1
 
     def find_omissions(self, conversation: Conversation, template: str) -> list[TemplateProblem]:
         """Find what a template leaves out of conversations of this shape."""
