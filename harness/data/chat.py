@@ -48,7 +48,7 @@ DATE_CODES = [f"%{dash}{letter}" for dash in ("", "-") for letter in "aAbBcCdDeF
 COMPLETIONS = "prompt+completion"  # the layout that needs no template if both are text
 GENERATION = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
 BEGIN, END = "\ufdd0[", "\ufdd0]"  # around generated text; U+FDD0 is no character
-# Fields of a message that a template need not write; contents and calls are checked one by one.
+# Fields of a message that a template need not write, or that are checked in another way (contents and calls)
 FIELDS_WITHOUT_MARK = {"role", "content", "tool_calls", "function_call", "name", "id", "tool_call_id"}
 FIELDS_WITHOUT_MARK |= TURN_LOSS_FIELDS.keys()
 CONTEXT_CHARACTERS = 30  # shown on each side of a position
@@ -132,8 +132,8 @@ class ChatEncoder(TextEncoder):
             problem = "it has no end-of-text token (eos_token), which completions end with"
             raise base.UserError(f"{self.template_origin}: {problem}")
         if self.loss == "assistant" and not self.tokenizer.is_fast:
-            tokenizer = type(self.tokenizer).__name__
-            problem = f"{tokenizer} does not say which characters a token has (a slow tokenizer, without offsets)"
+            class_name = type(self.tokenizer).__name__
+            problem = f"{class_name} does not say which characters a token has (a slow tokenizer, without offsets)"
             raise base.UserError(
                 f"--tokenizer {self.tokenizer.name_or_path}: {problem}, so which tokens are the assistant's is not "
                 "known; give a tokenizer that has a tokenizer.json, or train on all tokens with --chat-loss all"
@@ -329,9 +329,9 @@ class ChatEncoder(TextEncoder):
         if all(text.count(token) == texts.count(token) for token in self.special_tokens):
             return  # the template adds none: it is for texts that are rendered already
         for token in tokens:
+            is_added = text.count(token) > texts.count(token)  # by the template
             for message in conversation.messages:
                 parts = [part.strip() for part in texts_in(message) if token in part]
-                is_added = text.count(token) > texts.count(token)
                 if is_added and any(was_rendered_before(part, token, text) for part in parts):
                     problem = f"its text has {token}, so it is rendered already, and would be rendered twice"
                     advice = "remove it, or give the template in docs/DATA.md that adds nothing (Conversations)"
@@ -502,7 +502,7 @@ def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
                 call["arguments"] = f'{{"{word}": 0}}'
                 quoted = f"the chat template writes arguments of {called}, which are JSON text, as a quoted text"
                 quoted += "; give them as an object"
-                # a quoted text has \" in it
+                # JSON text that is quoted once more has \" before the word
                 marks.append(Mark(f'\\"{word}', False, TemplateProblem(quoted, is_error=False)))
         for part in parts_of(message):
             has_parts = f"the content of its {role} is a list of parts, which the chat template"

@@ -72,7 +72,6 @@ class LabelledIds:
 Document = str | np.ndarray | LabelledIds | Conversation
 Record = Document | BadRecord | None  # None: a blank line
 
-
 # kind of a document: its name in messages to the user
 KINDS = {"text": "text", "ids": "token ids", "labels": "token ids with labels", "chat": "messages"}
 MASKED_KINDS = {"labels", "chat"}  # kinds with a loss mask
@@ -285,7 +284,7 @@ def find_document(record: Any, names: tuple[str, ...]) -> Record:
         if is_there:
             return read_named(fields, name)
     wanted = names[-1]  # what the error asks for: the layout of a chat corpus, or else its text field
-    # a null, which is refused, or --text-field messages, and the column has texts
+    # null, which is the error, or a text in a field that is named as a layout
     if wanted in fields and (wanted not in LAYOUTS or isinstance(fields[wanted], str)):
         return read_named(fields, wanted)
     missing = first_missing(fields, LAYOUTS[wanted]) if wanted in LAYOUTS else wanted
