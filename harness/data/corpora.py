@@ -184,7 +184,7 @@ def inspect_source(
     split_files = listing.files_in_split(parse_split(split)[0])
     if are_token_files(split_files):
         return Corpus(source, listing, split, fields, True, "ids")
-    # fields that win come first alone: beside other names, a text in a field that is named as a layout is not read
+    # a typed field is tried alone first: together with LAYOUTS, one that is named as a layout has to hold messages
     names_to_try = [fields, (*fields, *LAYOUTS)] if fields_win else [(*LAYOUTS, *fields)]
     tries = itertools.product(split_files[:MAX_INSPECTED], names_to_try)
     kinds = (inspect_records(file, names) for file, names in tries)

@@ -61,8 +61,8 @@ def render_prompt(
     settings: flags.Settings, is_chat_model: bool, tokenizer: "PreTrainedTokenizerBase", prompt: str | Conversation
 ) -> str:
     """The text that a sample continues. A conversation is rendered by the chat template; so is a text, as a user's
-    message, for a chat model or if --chat-template is given. Any other text is used as it is, and without a template
-    the prompt of a prompt and completion that are text."""
+    message, for a chat model or if --chat-template is given. Any other text is used as it is. Without a template, a
+    completion of text is continued from its prompt."""
     chat = ChatEncoder(tokenizer, len(tokenizer), base.read_template(settings.chat_template), loss="all")
     if isinstance(prompt, Conversation) and not chat.has_template:
         if not prompt.is_text_completion or len(prompt.messages) > 1 or prompt.tools:
