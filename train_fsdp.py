@@ -5,8 +5,8 @@
     accelerate launch --num_processes=4 train_fsdp.py --model smollm3-3b
 
 Read it from the top: the model and how it is sharded, a step, an evaluation, a run. `args` are the flags as typed
-(flags.Args), `settings` the same with every default resolved (flags.Settings). utils.py has the FLOP and MFU math and
-the clock. Everything else is in harness/:
+(flags.Args), `settings` the same with every default resolved (flags.Settings); flags.Flags is either. utils.py has the
+FLOP and MFU math and the clock. Everything else is in harness/:
 
     base     errors, text, GPUs                        models   weights, loss, optimizers (harness/model)
     flags    every flag, and the rules between them    state    checkpoints, resume, export
@@ -15,7 +15,7 @@ the clock. Everything else is in harness/:
     loop     around the steps: opening a run, evaluating, logging, saving, stopping
 
 --import FILE.py adds data sets, schedules, optimizers, metrics and loss terms (harness/register.py), and architectures.
---plan runs `build_mesh`, `build_model` and `train_step` too: on fake tensors, once for each configuration it compares.
+--plan runs `build_mesh`, `build_model` and `train_step` too: on fake tensors, with fewer layers.
 """
 
 from harness import before_torch
@@ -57,7 +57,9 @@ def build_mesh(args: flags.Flags, device: torch.device) -> DeviceMesh:
     if shards == world:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard"))
-    job.lift_group_timeouts(*mesh.get_all_groups())  # from 30 minutes to a day: heartbeats find a stalled rank
+    # From 30 minutes to a day, which the group of all ranks, used by the other mesh, has already: heartbeats find a
+    # stalled rank.
+    job.lift_group_timeouts(*mesh.get_all_groups())
     return mesh
 
 
@@ -85,9 +87,10 @@ def build_model(
     Args:
         read_weights: False if a checkpoint is loaded next; frozen weights are read anyway, as no checkpoint has them.
     """
-    dtype = models.base_weights_dtype(settings)  # of all weights but LoRA's adapters
+    dtype = models.base_weights_dtype(settings)  # but for LoRA's adapters, and what the family keeps in fp32
     model = models.on_meta(config, settings.attention, dtype)
-    models.adapt_forward(model, settings)  # the loss, document masks, the part of a sequence (--context-parallel)
+    # the loss, of labels that are shifted already; document masks; the part of a sequence (--context-parallel)
+    models.adapt_forward(model, settings)
     layers = models.decoder_layers(model)
     # freezes the model; `add_to`, below, gives each layer trained adapters
     adapters = models.Adapters(settings, model) if settings.lora_rank else None
@@ -116,7 +119,7 @@ def build_model(
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
-    # A frozen weight is stored in the dtype that it computes in; FSDP2 would cast a whole group to one dtype.
+    # LoRA freezes weights that the family keeps in fp32 too, such as a router's: FSDP2 would cast them to bf16.
     models.gather_frozen_in_own_dtype(model)
     # A shard group of one rank (one GPU, or stage 0) needs no second buffer for a gather or a reduction.
     models.avoid_copies_on_one_rank(settings, model, mesh)
@@ -168,9 +171,9 @@ def sharding_policies(settings: flags.Settings, device: torch.device) -> dict[st
 def train_step(
     settings: flags.Settings, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[dict[str, Any]]
 ) -> report.StepResult:
-    """Take one optimizer step and return its result: tensors on the device. The host does not wait for them, except
-    with optimizers such as adamw8bit. A step with a non-finite gradient norm is skipped. Each `job.enter_phase` is
-    recorded, to say in which phase a rank hangs.
+    """Take one optimizer step and return its result: tensors, for which the host does not wait, except with
+    --cpu-offload and with optimizers such as adamw8bit. A step with a non-finite gradient norm is skipped. Each
+    `job.enter_phase` is recorded, to say in which phase a rank hangs.
 
     The training objective is the cross entropy, plus the router loss of a mixture of experts times its coefficient,
     plus registered loss terms such as a z-loss. The result's `loss` is the cross entropy alone; its mean over ranks is
@@ -179,8 +182,8 @@ def train_step(
     same router loss on any number of ranks.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
-    # Stage 0 too: its reduce-scatter, over a shard group of one rank, sends nothing and lets FSDP2 add gradients up in
-    # place. Its replicas are reduced once a step, below.
+    # Stage 0 too: its reduce-scatter, over a shard group of one rank, sends nothing; without it FSDP2 would keep a copy
+    # of unreduced gradients. Its replicas are reduced once a step, below.
     reduce_scatters_each_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
     # makes the objective of each microbatch, and sums what is logged
     step_loss = models.StepLoss(model, settings.gradient_accumulation_steps)
@@ -194,18 +197,18 @@ def train_step(
         model.set_reshard_after_backward(last or reshards_layers(settings))
         batch = next(batches)
         job.enter_phase("forward")
-        # The model's loss is the mean over the labels of a microbatch. Divided by this, those of a step sum up to the
-        # mean over the global batch. It is absent if all tokens are labels: then all microbatches count alike.
+        # The model's loss is the mean over the labels of a microbatch. Divided by this, summed over the microbatches of
+        # a step and averaged over ranks, it is the mean over the global batch. Absent if all microbatches count alike.
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
         cross_entropy = model(**batch, use_cache=False).loss  # its backward adds the gradients of registered loss terms
         objective = step_loss.add_microbatch(cross_entropy, divisor)  # divided, plus the router loss
         job.enter_phase("backward")
         objective.backward()
     job.enter_phase("optimizer")
-    # FSDP2 has averaged the gradients over the ranks. Our optimizers clip in their update, by a factor set here; for
-    # others the gradients are clipped here.
+    # FSDP2 has averaged the gradients over the ranks. AdamW and Muon clip in their update, by a factor set here; for
+    # other optimizers the gradients are clipped here.
     norm = models.clip_grad_norm(optimizer, settings.max_grad_norm)
-    skip = models.is_non_finite(norm)  # 1 or 0, on the device
+    skip = models.is_non_finite(norm)  # a tensor, 1 or 0
     models.step_or_skip(optimizer, skip)
     optimizer.zero_grad()
     if settings.fp8_recipe == "tensorwise":  # set with --precision fp8 only
@@ -231,7 +234,7 @@ def evaluate(
                 # a batch without a trained label has loss 0, not NaN
                 source_totals += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
-    # with --context-parallel N, each of the N ranks of a sequence has the labels and the loss of the full sequence
+    # with --context-parallel N, the N ranks of a sequence together count its labels, and its loss, N times
     return data.mean_losses(eval_data, totals / settings.context_parallel)
 
 
@@ -254,8 +257,8 @@ def prepare(args: flags.Args, device: torch.device, stop: job.StopRequest) -> lo
 
 
 def train(run: loop.Run) -> None:
-    """Run the training loop. A signal to any rank asks to save and exit: all ranks check for one before the same
-    forward pass, which then raises job.Stopped. The last complete step is what is saved."""
+    """Run the training loop. If a rank is asked to stop (job.StopRequest), all ranks raise job.Stopped before the same
+    forward pass. The last complete step is what is saved then."""
     settings, model = run.settings, run.state.model
     loop.finish_interrupted_evaluation(run, evaluate)
     run.state.tracker.start_interval()  # restart the clock: setting up is no part of a step
@@ -264,7 +267,7 @@ def train(run: loop.Run) -> None:
             with run.stop.checked_before_each_forward(model), run.state.step_undone_if_stopped():
                 result = train_step(settings, model, run.state.optimizer, run.batches)
             run.complete_step(result)  # counts its samples and tokens, steps the schedule
-        if due.log or due.save:
+        if due.log or due.save:  # an evaluation always has a log line
             loop.log_and_evaluate(run, due, evaluate)  # before a save it checks that the state is finite
         if due.save:
             loop.save(run, due)
@@ -279,7 +282,7 @@ def train_or_evaluate(args: flags.Args, device: torch.device, stop: job.StopRequ
         loop.evaluate_only(args, device, build_mesh, build_model, evaluate)
     else:
         run = prepare(args, device, stop)
-        with loop.started(run):  # opens its log and its checkpoints; a run on a GPU is planned in another process
+        with loop.started(run):  # on a GPU another process plans this run, for its last line to compare
             try:
                 train(run)
                 loop.finish(run)
