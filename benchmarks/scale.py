@@ -112,15 +112,15 @@ def open_tokens(count: int, work: pathlib.Path) -> data.tokens.Tokens:
     total, path = int(ends[-1]), str(work / f"{count}.ends")
     ids, mask = np.broadcast_to(np.uint16(5), total), np.broadcast_to(np.uint8(1), total)
     file = data.tokens.MappedTokens(
-        ids, cache_key="scale", trained=mask, read_doc_ends=lambda: data.tokens.map_numbers(path, np.int64)
+        ids, cache_key="scale", loss_mask=mask, read_doc_ends=lambda: data.tokens.map_numbers(path, np.int64)
     )
     return data.tokens.Tokens([file], 2**16)
 
 
 def open_packed(tokens: data.tokens.Tokens, work: pathlib.Path) -> data.packing.WholeDocumentDataset:
     """As `CorpusReader.pack` opens it."""
-    folder, counts = data.packing.pack_once(tokens, SEQ_LEN, "best-fit", 0, work)
-    return data.packing.WholeDocumentDataset(tokens, SEQ_LEN, folder, counts, 0, True)
+    folder, record = data.packing.pack_once(tokens, SEQ_LEN, "best-fit", 0, work)
+    return data.packing.WholeDocumentDataset(tokens, SEQ_LEN, folder, record, 0, True)
 
 
 def costs_of_tokens(count: int, work: pathlib.Path) -> Iterator[tuple[str, Call]]:
@@ -130,7 +130,7 @@ def costs_of_tokens(count: int, work: pathlib.Path) -> Iterator[tuple[str, Call]
     packed = open_packed(tokens, work)
     yield (
         "best-fit packing, any other rank",
-        lambda: data.packing.WholeDocumentDataset(tokens, SEQ_LEN, packed.folder, packed.counts, 0, True)[0],
+        lambda: data.packing.WholeDocumentDataset(tokens, SEQ_LEN, packed.folder, packed.record, 0, True)[0],
     )
     yield (
         "best-fit packing, a later start of a node",
@@ -181,7 +181,7 @@ def costs_of_ranks(world: World, work: pathlib.Path) -> Iterator[tuple[str, Call
     )
     yield (
         "eval sequences of a stream",
-        lambda: corpus.eval_sequences(EVAL_SEQUENCES, lambda number: [number // BATCH % world.size]),
+        lambda: corpus.read_eval_sequences(EVAL_SEQUENCES, lambda number: [number // BATCH % world.size]),
     )
     ids = np.tile(np.append(np.full(TOKENS_PER_DOCUMENT - 1, 5, np.uint16), np.uint16(0)), 10**7 // TOKENS_PER_DOCUMENT)
     files = [data.tokens.MappedTokens(ids, identity=["ids", ids.nbytes, ""])]

@@ -350,7 +350,7 @@ def evaluate_and_log(run: Run, due: job.Actions, metrics: dict, evaluate: Evalua
     samples = []
     try:
         with run.state.tracker.paused(), run.stop.checked_before_each_forward(run.state.model):
-            losses, _ = evaluate(run.settings, run.state.model, run.dataset.eval_data, run.device)
+            losses, _ = evaluate(run.settings, run.state.model, run.dataset.eval_sets, run.device)
             if not due.last:  # after the last step `finish` generates them
                 samples = generate_samples(run, run.state.model, run.device)
     except job.Stopped:
@@ -473,7 +473,7 @@ def evaluate_only(
             opened.checkpoint = state.load_for_inference(settings, loaded, opened.config, checkpoint)
         state.check_finite(settings, loaded, opened.checkpoint)
         if settings.eval_interval:
-            losses, tokens = evaluate(settings, model, opened.dataset.eval_data, device)
+            losses, tokens = evaluate(settings, model, opened.dataset.eval_sets, device)
             report.print_evaluation(settings, opened.dataset, loaded if checkpoint else None, losses, tokens, stdout)
         report.print_samples(generate_samples(opened, model, device))
         if settings.export:

@@ -148,14 +148,14 @@ def trains_special_token(train: PackedDataset, tokenizer: "PreTrainedTokenizerBa
     """True if a special token, such as one that ends an answer, is trained on in the first SEARCHED_TOKENS, or if
     nothing is trained on there."""
     tokens = train.tokens[:SEARCHED_TOKENS]
-    trained = tokens[train.tokens.trained(0, len(tokens)).astype(bool)]
+    trained = tokens[train.tokens.loss_mask(0, len(tokens)).astype(bool)]
     special = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
     return not len(trained) or bool(np.isin(trained, [*special, *tokenizer.all_special_ids]).any())
 
 
 def cut_warning(train: WholeDocumentDataset, document: str) -> str:
     """A warning if more documents than MAX_CUT_SHARE are longer than a sequence; else ""."""
-    cut, documents, longest = train.counts["cut"], train.num_documents(), train.counts["longest"]
+    cut, documents, longest = train.record["cut"], train.num_documents(), train.record["longest"]
     if cut <= MAX_CUT_SHARE * documents:
         return ""
     problem = f"{cut:,} of {base.counted(documents, document)} are longer and are cut into pieces"
@@ -244,9 +244,9 @@ def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None
             shard = sample % data.record.num_shards
             lines += [f"sample {sample:,}: {name}, shard {shard:,}", f"  {decode_beginning(tokens, tokenizer)}"]
             continue
-        source, index = data.locate(sample)
+        source, index = data.find_sequence(sample)
         lines.append(f"sample {sample:,}: {name}, sequence {index:,} of {len(source):,}")
-        borders = [*source.doc_starts_in(index), source.real_tokens(index)]
+        borders = [*source.doc_starts_in(index), source.unpadded_len(index)]
         for start, end in itertools.pairwise(borders):
             lines.append(f"  from token {start:,}: {decode_beginning(tokens[start:end], tokenizer)}")
     return "\n".join(lines)

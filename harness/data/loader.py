@@ -17,7 +17,7 @@ from harness.base import IGNORE_INDEX
 from harness.data.packing import EvalSequences, PackedSequence, collate, document_lengths
 from harness.data.training_data import Positions, SampleReader, TrainingData
 
-STREAM_PREFETCH = 16  # batches that a worker reads ahead of a stream: enough while a shard reads its next chunk
+STREAM_PREFETCH = 16  # batches that a worker reads ahead, so that no step waits while a shard opens its next chunk
 
 
 class RunState(Protocol):
@@ -30,18 +30,18 @@ class RunState(Protocol):
 
 
 class Batches:
-    """An iterator over a run's `training_batches` that times the wait for them and counts their tokens. It remembers
-    the last microbatch of the last complete step, and the one with which `loop.find_non_finite` last checked the state
-    before a save."""
+    """An iterator over a run's `training_batches` that times the wait for them and counts their tokens. It keeps the
+    last microbatch of the last complete step: before a save, one more pass over it looks for NaN."""
 
     def __init__(self, batches: Iterator[dict[str, Any]], tracker: Any, has_padding: bool, ranks_per_sequence: int):
         """`tracker` is a utils.PerformanceTracker."""
         self.batches, self.tracker, self.ranks_per_sequence = batches, tracker, ranks_per_sequence
-        # sums on the host, as a device would have to finish the step first; without padding all ranks have equal tokens
-        self.group = job.new_gloo_group() if has_padding else None
+        # With padding the tokens of all ranks are summed, on the host: on a device the sum would wait for the step.
+        # Without padding all ranks have equal tokens.
+        self.gloo_group = job.new_gloo_group() if has_padding else None
         self.newest: dict[str, Any] = {}
         self.last: dict[str, Any] = {}  # of the last complete step
-        self.checked: dict[str, Any] = {}
+        self.checked: dict[str, Any] = {}  # what `batch_to_check` last returned
         self.document_lengths: list[np.ndarray] = []  # of each microbatch since the last complete step
 
     def __iter__(self) -> "Batches":
@@ -53,23 +53,24 @@ class Batches:
             batch = next(self.batches)
         self.document_lengths.append(batch.pop("document_lengths"))
         self.newest = batch
-        return dict(batch)  # a step takes out what the model does not get
+        return dict(batch)  # a copy: `train_step` pops `loss_divisor`
 
     def complete_step(self) -> tuple[int, np.ndarray]:
-        """Take the microbatches since the last call for a complete step. Return (its tokens on all ranks, without
-        padding; those of each document on this rank). Every rank calls this."""
+        """Count the microbatches since the last call as a complete step. Return (its tokens on all ranks, without
+        padding; the tokens of each document on this rank). Every rank calls this."""
         lengths = np.concatenate(self.document_lengths)
         self.document_lengths.clear()
         self.last = self.newest
-        if self.group is None:
+        if self.gloo_group is None:
             return int(lengths.sum()) * dist.get_world_size() // self.ranks_per_sequence, lengths
         total = torch.tensor(lengths.sum())
-        dist.all_reduce(total, group=self.group)
+        dist.all_reduce(total, group=self.gloo_group)
         return int(total) // self.ranks_per_sequence, lengths
 
     def batch_to_check(self, was_skipped: bool) -> dict[str, Any]:
-        """Return the microbatch of one more pass that looks for NaN before a save: the last one of the last complete
-        step. If that was skipped, this may be the cause: then the one of the previous check, if there was one."""
+        """Return the microbatch of the pass that looks for NaN before a save: the last one of the last complete step.
+        If that step was skipped, this microbatch may be the cause, so the one of the previous check is taken, if there
+        was one."""
         if not (was_skipped and self.checked):
             self.checked = {name: value for name, value in self.last.items() if name != "loss_divisor"}
         return self.checked
@@ -80,11 +81,11 @@ def training_batches(
 ) -> Iterator[dict[str, Any]]:
     """Endless microbatches of this rank on its device, from the global sample `state.samples` on.
 
-    `state` is the run's `TrainState`; `state.positions` moves with the batches. A batch has `document_lengths`, the
-    tokens of each document in it, by which its FLOPs are counted. If not every label counts, a batch has a
+    `state` is the run's `TrainState`; it gets the positions of streams with each batch. A batch has `document_lengths`,
+    the tokens of each document in it, by which its FLOPs are counted. If not every label counts, a batch has a
     `loss_divisor`: its mean loss divided by it, summed over a step's microbatches and averaged over ranks, is the mean
     over each trained token of the global batch. A UserError that a data worker met is raised here. The number of bad
-    records of streams that rank 0 has left out is printed at the first one and each time that it is ten times as large.
+    records of streams that rank 0 has left out is printed at the first one and whenever it is ten times as large.
     """
     batches = read_batches(settings, data, state, device)
     return batches if data.is_uniform else add_loss_divisors(batches, settings.gradient_accumulation_steps)
@@ -98,8 +99,8 @@ def add_loss_divisors(batches: Iterator[dict[str, Any]], microbatches_per_step: 
         in_step = trained.sum()
         job.enter_phase("labels")  # from here on a rank waits for the others, which it does not in "data"
         dist.all_reduce(in_step)
-        # infinite for a microbatch without a trained label, whose loss is 0
-        for batch, divisor in zip(microbatches, (in_step / (trained * dist.get_world_size())).float(), strict=True):
+        divisors = (in_step / (trained * dist.get_world_size())).float()  # infinite without a trained label: loss 0
+        for batch, divisor in zip(microbatches, divisors, strict=True):
             yield batch | {"loss_divisor": divisor}
 
 
@@ -107,8 +108,9 @@ def read_batches(
     settings: flags.Settings, data: TrainingData, state: RunState, device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """The microbatches of `training_batches`, without a `loss_divisor`."""
+    group_index, num_groups = find_group(settings)
     loader = DataLoader(
-        RankBatches(settings, data, state.samples, state.positions, *find_group(settings)),
+        RankBatches(settings, data, state.samples, state.positions, group_index, num_groups),
         batch_size=None,
         collate_fn=unchanged,
         num_workers=settings.num_workers,
@@ -119,7 +121,7 @@ def read_batches(
         # the run that was not stopped
         generator=torch.Generator(),
     )
-    items: Iterator[dict[str, Any]] = map(raised, loader)
+    items: Iterator[dict[str, Any]] = map(raise_if_error, loader)
     if data.has_streams:
         items = join_rows(items, max(settings.num_workers, 1), state, pins=device.type == "cuda")
     for batch in items:
@@ -128,7 +130,7 @@ def read_batches(
 
 
 def find_group(settings: flags.Settings) -> tuple[int, int]:
-    """(the number of this rank's group, how many groups there are); the ranks of a group read the same sequences."""
+    """(the index of this rank's group, the number of groups); the ranks of a group read the same sequences."""
     return dist.get_rank() // settings.context_parallel, settings.groups(dist.get_world_size())
 
 
@@ -137,7 +139,7 @@ def unchanged(item: Any) -> Any:
     return item
 
 
-def raised(item: dict[str, Any] | base.UserError) -> dict[str, Any]:
+def raise_if_error(item: dict[str, Any] | base.UserError) -> dict[str, Any]:
     if isinstance(item, base.UserError):
         raise item
     return item
@@ -179,17 +181,17 @@ class RankBatches(IterableDataset):
     data: TrainingData
     first_sample: int
     positions: Positions
-    group: int
-    groups: int
+    group_index: int
+    num_groups: int
 
     def __iter__(self) -> Iterator[dict[str, Any] | base.UserError]:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a tokenizer's threads do not survive the fork of a worker
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked worker lacks the threads of its parent's tokenizer
         worker = get_worker_info()
         read = self.worker_rows if self.data.has_streams else self.worker_batches
         try:
             yield from read(worker.id if worker else 0, worker.num_workers if worker else 1)
         except base.UserError as error:
-            yield base.UserError(str(error), exit_code=1)  # the run has begun: no wrong usage any more
+            yield base.UserError(str(error), exit_code=1)  # not 2, wrong usage: training has begun
 
     def worker_batches(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """The batches of one of several workers: a DataLoader takes one of each worker in turn."""
@@ -215,7 +217,7 @@ class RankBatches(IterableDataset):
             yield {"sequences": by_row, "positions": positions, "bad_records_so_far": reader.counts["bad records"]}
 
     def microbatch_samples(self, microbatch: int) -> range:
-        first = self.first_sample + (microbatch * self.groups + self.group) * self.settings.batch_size
+        first = self.first_sample + (microbatch * self.num_groups + self.group_index) * self.settings.batch_size
         return range(first, first + self.settings.batch_size)
 
 
@@ -224,23 +226,23 @@ def eval_batches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The share of the eval sequences of this rank's group. Each sequence is taken once over all groups, and every rank
     gets the same number of batches: rows past the end repeat sequence 0, with all labels IGNORE_INDEX."""
-    group, groups = find_group(settings)
-    per_round = settings.batch_size * groups
+    group_index, num_groups = find_group(settings)
+    per_round = settings.batch_size * num_groups
     num_sequences = min(len(dataset), settings.eval_sequences or len(dataset))
     for number in range(math.ceil(num_sequences / per_round)):
-        first = number * per_round + group * settings.batch_size
+        first = number * per_round + group_index * settings.batch_size
         indices = range(first, first + settings.batch_size)
         sequences = [dataset[index if index < num_sequences else 0] for index in indices]
         batch = collate(sequences, with_shift_labels=False)
-        left_over = [index >= num_sequences for index in indices]
-        batch["labels"][left_over] = IGNORE_INDEX
+        past_end = [index >= num_sequences for index in indices]
+        batch["labels"][past_end] = IGNORE_INDEX
         yield {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def ranks_evaluating(settings: flags.Settings, number: int) -> range:
     """The ranks on which `eval_batches` takes the eval sequence of this number."""
-    group = number // settings.batch_size % settings.groups(dist.get_world_size())
-    return range(group * settings.context_parallel, (group + 1) * settings.context_parallel)
+    group_index = number // settings.batch_size % settings.groups(dist.get_world_size())
+    return range(group_index * settings.context_parallel, (group_index + 1) * settings.context_parallel)
 
 
 def mean_losses(sources: Iterable[str], totals: torch.Tensor) -> tuple[dict[str, float], int]:

@@ -59,14 +59,14 @@ class Segment:
         common = math.lcm(*(weight.denominator for weight in weights.values()))
         return {name: int(weights[name] * common) for name in sorted(weights, key=lambda name: -weights[name])}
 
-    def divide(self, samples: int) -> dict[str, int]:
-        """The numbers of the first `samples`, a multiple of BLOCK, that come from each source: from the heaviest on,
-        each takes its share of what is left, rounded. Each of n sources is within
+    def divide(self, num_samples: int) -> dict[str, int]:
+        """The number of samples of each source among the first `num_samples`, a multiple of BLOCK, of this segment in a
+        shard: from the heaviest source on, each takes its share of what is left, rounded. Each of n sources is within
         (2 + 1/2 + 1/3 + ... + 1/(n - 2)) / 2 samples of its share: within 1 with up to 3 sources, within 2 with up to
         12, within 3 with up to 84. More samples never give a source fewer; by largest remainder they could."""
-        counts, left, total = {}, samples, sum(self.sample_weights.values())
+        counts, left, total = {}, num_samples, sum(self.sample_weights.values())
         for name, weight in self.sample_weights.items():
-            counts[name] = (2 * weight * left + total) // (2 * total)
+            counts[name] = (2 * weight * left + total) // (2 * total)  # weight * left / total, rounded
             left, total = left - counts[name], total - weight
         return counts
 
@@ -106,25 +106,26 @@ class Mixture:
         if first not in self.blocks:
             if len(self.blocks) >= MAX_BLOCKS + self.num_shards:
                 self.blocks.pop(next(iter(self.blocks)))
-            before, after = segment.divide(offset_in_segment), segment.divide(offset_in_segment + BLOCK)
+            at_begin, at_end = segment.divide(offset_in_segment), segment.divide(offset_in_segment + BLOCK)
             taken = np.zeros(len(self.names), np.int64)
             if begin_in_shard:  # recursion: what was taken before is in the last block of the segment before
                 taken += self.count_in_shard(begin_in_shard, shard)
-            for name, count in before.items():
+            for name, count in at_begin.items():
                 taken[self.names.index(name)] += count
-            parts = spread([after[name] - before[name] for name in after], f"{self.seed} mixture {first}")
-            sources = np.array([self.names.index(name) for name in after], np.uint16)
+            parts = spread([at_end[name] - at_begin[name] for name in at_end], f"{self.seed} mixture {first}")
+            sources = np.array([self.names.index(name) for name in at_end], np.uint16)
             self.blocks[first] = Block(first, taken, sources[parts])
         return self.blocks[first]
 
-    def samples_in_shard(self, samples: int, shard: int) -> int:
-        """The number of the first `samples` of the run that are in a shard."""
-        return -((shard - samples) // self.num_shards)  # ceil((samples - shard) / num_shards)
+    def samples_in_shard(self, num_samples: int, shard: int) -> int:
+        """The number of the first `num_samples` of the run that are in a shard."""
+        return -((shard - num_samples) // self.num_shards)  # ceil((num_samples - shard) / num_shards)
 
-    def count_in_shard(self, samples: int, shard: int) -> np.ndarray:
-        """Samples of each source among the first `samples`, at least 1, of a shard."""
-        block = self.block_at((samples - 1) * self.num_shards + shard)
-        order = block.order[: samples - block.first // self.num_shards]
+    def count_in_shard(self, num_samples: int, shard: int) -> np.ndarray:
+        """The number of samples of each source, in the order of `names`, among the first `num_samples` of a shard, at
+        least 1."""
+        block = self.block_at((num_samples - 1) * self.num_shards + shard)
+        order = block.order[: num_samples - block.first // self.num_shards]
         return block.taken + np.bincount(order, minlength=len(self.names))
 
     def locate(self, sample: int) -> tuple[str, int]:
@@ -134,20 +135,19 @@ class Mixture:
         source = int(order[-1])
         return self.names[source], int(block.taken[source]) + int(np.count_nonzero(order[:-1] == source))
 
-    def counts(self, samples: int, first_shard: int = 0, stride: int = 1) -> np.ndarray:
-        """The number of samples of each source, in the order of `names`, among the first `samples` of the run that are
-        in the shards `first_shard`, `first_shard + stride`, and so on."""
+    def counts(self, num_samples: int, first_shard: int = 0, stride: int = 1) -> np.ndarray:
+        """The number of samples of each source, in the order of `names`, among the first `num_samples` of the run that
+        are in the shards `first_shard`, `first_shard + stride`, and so on."""
         taken = np.zeros(len(self.names), np.int64)
-        for shard in range(first_shard, min(self.num_shards, samples), stride):
-            taken += self.count_in_shard(self.samples_in_shard(samples, shard), shard)
+        for shard in range(first_shard, min(self.num_shards, num_samples), stride):
+            taken += self.count_in_shard(self.samples_in_shard(num_samples, shard), shard)
         return taken
 
 
 def with_batch(segments: list[Segment], samples_per_step: int, steps_before: int, first: int) -> list[Segment]:
     """The same mixture with another global batch from sample `first` on, which comes after `steps_before` steps: a
-    segment begins there, and those that are planned keep their steps."""
+    segment begins there, in place of one that begins there already, and those that are planned keep their steps."""
     begun = [segment for segment in segments if segment.first <= first]
-    # instead of a segment that begins here, if there is one
     changed = [dataclasses.replace(begun[-1], first=first, steps_before=steps_before)]
     for segment in segments[len(begun) :]:
         begin = first + (segment.steps_before - steps_before) * samples_per_step
@@ -157,28 +157,27 @@ def with_batch(segments: list[Segment], samples_per_step: int, steps_before: int
 
 
 class SequenceOrder:
-    """The order of a source's sequences: each epoch is one permutation of its sequences, so nothing
-    repeats before all is seen. A pure function of (seed, name, sample); with no name, of (seed, sample)."""
+    """The order of a source's sequences: each epoch is one permutation of them, so none repeats before all are seen. A
+    pure function of (seed, name, number); without a name, of (seed, number)."""
 
     def __init__(self, num_sequences: int, seed: int, name: str | None = None):
         self.num_sequences = num_sequences
         # the name gives sources of equal length different orders
         self.key = f"{seed}" if name is None else f"{seed} {name!r}"
 
-    def sequence_at(self, sample: int) -> int:
-        """The sequence that the source's sample of this number is."""
-        epoch, offset = divmod(sample, self.num_sequences)
+    def sequence_at(self, number: int) -> int:
+        """The index of the sequence that is this source's sample `number`, counted over epochs."""
+        epoch, offset = divmod(number, self.num_sequences)
         return permuted(offset, self.num_sequences, f"{self.key} {epoch}")
 
     def __len__(self) -> int:
         return self.num_sequences
 
-    def __getitem__(self, sample: int) -> int:
-        """The index of a sequence in the first epoch: with this and a length, the order can be the indices of a
-        `Subset`."""
-        if not 0 <= sample < self.num_sequences:
-            raise IndexError(sample)
-        return self.sequence_at(sample)
+    def __getitem__(self, number: int) -> int:
+        """`sequence_at` for the first epoch: with this and a length, the order can be the indices of a `Subset`."""
+        if not 0 <= number < self.num_sequences:
+            raise IndexError(number)
+        return self.sequence_at(number)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -189,8 +188,8 @@ class SourceSpec(TypedDict, total=False):
     """How a source is read and by what it is recognized, as a checkpoint's DataRecord has it."""
 
     eval_rule: str | None  # by_number or by_content: how its eval documents are chosen; None if it has none
-    dataset: str  # a checksum of its tokens, or of its files if it is streamed
-    beginning: str  # a checksum of its first tokens, by which weights recognize what they were trained on
+    dataset: str  # a checksum of its tokens, or of the names and sizes of its files if it is streamed
+    beginning: str  # a checksum of its first tokens, by which data that weights were trained on are recognized
     chat: bool  # True for conversations; absent for all else
     end_of_text: int  # id that ends its documents; absent if it decides nothing
 
@@ -215,8 +214,8 @@ class DataRecord:
         return list(self.typed_weights)
 
     def typed_shares(self) -> list[tuple[Fraction, dict[str, Fraction | None]]]:
-        """(the fraction of the run, the shares from there on) of the weights and stages that were typed: equal for
-        weights that are the same shares, such as 5 and 3, and 0.625 and 0.375."""
+        """(the fraction of the run at which it begins, its shares) of the typed weights and of each typed stage, to
+        compare mixtures: the weights 5 and 3 equal 0.625 and 0.375."""
         stages = flags.parse_stages(tuple(self.typed_stages))
         begin = (Fraction(0), normalize(self.typed_weights))
         return [begin, *((stage.begin, normalize(stage.weights)) for stage in stages)]
@@ -250,6 +249,18 @@ def read_data_record(manifest: dict[str, Any]) -> DataRecord:
     return DataRecord(**record | {"segments": segments})
 
 
+def first_record(
+    sources: dict[str, SourceSpec],
+    num_shards: int,
+    typed_weights: dict[str, str | None],
+    typed_stages: list[str],
+    segments: list[Segment],
+) -> DataRecord:
+    """The record of a run that begins."""
+    only_source = next(iter(sources)) if len(sources) == 1 else None
+    return DataRecord(sources, only_source, num_shards, typed_weights, typed_stages, segments)
+
+
 def make_record(
     *,
     settings: flags.Flags,
@@ -260,34 +271,31 @@ def make_record(
     num_shards: int,
     before: DataRecord | None = None,
     step: int = 0,
-    samples: int = 0,
+    num_samples: int = 0,
 ) -> DataRecord:
-    """The record of a run that begins, or resumes after `step` steps and `samples` samples.
+    """The record of a run that begins, or resumes after `step` steps and `num_samples` samples.
 
     Args:
         sources: the spec of each.
         weights: of each source; `tokens_per_sample` likewise, on average.
         before: what its checkpoint recorded; None for a new run.
     """
-    # first the weights, then each stage from the step nearest to its share of the run; of the stages that have begun
-    # already, the last replaces the weights
-    planned = [Segment(samples, weights, tokens_per_sample, step, samples_per_step)]
+    planned = [Segment(num_samples, weights, tokens_per_sample, step, samples_per_step)]
     for stage in flags.parse_stages(settings.mixture_stage):
         begin = max(round(stage.begin * settings.num_steps), step)
-        if begin == step:
+        if begin == step:  # the stage has begun already: it replaces the weights, and stages before it
             planned.clear()
-        first = samples + (begin - step) * samples_per_step
+        first = num_samples + (begin - step) * samples_per_step
         planned.append(Segment(first, stage.weights, tokens_per_sample, begin, samples_per_step))
     typed = {source.name: None if source.weight is None else str(source.weight) for source in settings.sources()}
-    only_source = next(iter(sources)) if len(sources) == 1 else None
-    now = DataRecord(sources, only_source, num_shards, typed, list(settings.mixture_stage or ()), planned)
+    now = first_record(sources, num_shards, typed, list(settings.mixture_stage or ()), planned)
     if before is None:
         return now
     segments = before.segments
     if before.typed_shares() != now.typed_shares():
-        segments = [segment for segment in segments if segment.first < samples] + planned
+        segments = [segment for segment in segments if segment.first < num_samples] + planned
     elif segments[-1].samples_per_step != samples_per_step:
-        segments = with_batch(segments, samples_per_step, step, samples)
+        segments = with_batch(segments, samples_per_step, step, num_samples)
     sources = before.sources | sources
     return DataRecord(sources, before.ordered_without_name, before.num_shards, typed, now.typed_stages, segments)
 
@@ -301,11 +309,11 @@ def normalize(weights: Mapping[str, str | Fraction | None]) -> dict[str, Fractio
     return {name: number / total if number else None for name, number in numbers.items() if number != 0}
 
 
-def describe_changes(before: DataRecord, now: DataRecord, samples: int) -> list[str]:
+def describe_changes(before: DataRecord, now: DataRecord, num_samples: int) -> list[str]:
     """The changes of a run's mixture since its checkpoint, after so many samples, in words."""
     changes = [f"source {name} added" for name in now.names if name not in before.names]
     changes += [f"source {name} removed" for name in before.names if name not in now.names]
     if before.typed_shares() != now.typed_shares():
-        old, new = ([part for part in record.segments if part.first <= samples][-1] for record in (before, now))
+        old, new = ([part for part in record.segments if part.first <= num_samples][-1] for record in (before, now))
         changes.append(f"mixture {old.describe()} -> {new.describe()}")
     return changes

@@ -96,7 +96,7 @@ def load(
         evaluated = open_eval_dataset(settings, corpora.eval_dataset, reader, trained_on)
         # the eval sequences stand in for the training data, which nothing reads
         data = mix({name: evaluated.sequences}, {name: Fraction(1)}, settings.sequence_length, settings.seed)
-        data.eval_data, data.header = {name: evaluated.sequences}, {"eval data": describe_eval_data(evaluated)}
+        data.eval_sets, data.header = {name: evaluated.sequences}, {"eval data": describe_eval_data(evaluated)}
         return data
     opened = opened or open_sources(settings, corpora, tokenizer, config, manifest, trained_on)
     sources, length = opened.by_name, settings.sequence_length
@@ -109,7 +109,7 @@ def load(
         num_shards=opened.num_shards,
         before=opened.recorded,
         step=manifest["step"] if manifest else 0,
-        samples=manifest["samples"] if manifest else 0,
+        num_samples=manifest["samples"] if manifest else 0,
     )
     data = TrainingData({name: source.train for name, source in sources.items()}, record, length, settings.seed)
     evaluated_sources = {name: source.eval_data for name, source in sources.items() if source.eval_data}
@@ -118,8 +118,8 @@ def load(
         evaluated = open_eval_dataset(settings, corpora.eval_dataset, opened.reader, specs)
         evaluated_sources = {corpora.eval_dataset.name: evaluated}
     if settings.eval_interval:
-        data.eval_data = {name: eval_data.sequences for name, eval_data in evaluated_sources.items()}
-        data.eval_identity = {name: sequences.fingerprint() for name, sequences in data.eval_data.items()}
+        data.eval_sets = {name: eval_data.sequences for name, eval_data in evaluated_sources.items()}
+        data.eval_fingerprints = {name: sequences.fingerprint() for name, sequences in data.eval_sets.items()}
     if settings.num_steps:
         check_size(settings, data, corpora.sources, opened.samples_per_step)
     data.header = describe(settings, data, sources, corpora.sources, opened.samples_per_step, tokenizer)
@@ -128,7 +128,7 @@ def load(
     if settings.demo:
         # of the eval data if there are any: of a stream only these are read already
         data.demo_prompt = base.broadcast_from_rank_0(
-            lambda: demo_prompt(corpora.sources, data.eval_data or data.sources, tokenizer)
+            lambda: demo_prompt(corpora.sources, data.eval_sets or data.sources, tokenizer)
         )
     return data
 
@@ -238,7 +238,7 @@ def open_eval_dataset(
         raise base.UserError(f"--eval-split {name}: {problem}; give --document-mask or --no-document-mask")
     with blame_eval_split():
         tokens, origin = reader.open_tokens(corpus, corpus.split)
-        eval_checks.refuse_trained_tokens(name, tokens.beginning(), trained_on)
+        eval_checks.refuse_trained_tokens(name, tokens.beginning_checksum(), trained_on)
         sequences = reader.pack(tokens, f"{name}, split {corpus.split!r}")
     job.print0("data      ", f"{name}: {origin}")
     if corpus.is_chat:
@@ -278,7 +278,7 @@ def open_mapped(settings: flags.Settings, corpus: Corpus, opened: OpenedSources)
     prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
     # needed even if only another split is evaluated: its first tokens tell if the weights were trained on this source
     tokens, origin = reader.open_tokens(corpus, corpus.split)
-    beginning = tokens.beginning()
+    beginning = tokens.beginning_checksum()
     recorded = opened.recorded_spec(settings, corpus, beginning)
     choice = choose_eval_split(settings, corpus, recorded, BY_NUMBER)
     job.print0("data      ", prefix + origin)
@@ -304,7 +304,8 @@ def open_mapped(settings: flags.Settings, corpus: Corpus, opened: OpenedSources)
             eval_checks.refuse_overlap(corpus.split, tokens, choice.split, eval_tokens)
         job.print0("data      ", prefix + origin)
         evaluated = reader.pack(eval_tokens, f"{corpus.source.dataset}, split {choice.split!r}")
-        eval_data = EvalData(evaluated, choice.split, other_split=choice.split, beginning=eval_tokens.beginning())
+        eval_beginning = eval_tokens.beginning_checksum()
+        eval_data = EvalData(evaluated, choice.split, other_split=choice.split, beginning=eval_beginning)
     # without training nothing reads `train`, and a training split that is too short to pack is no error
     train = reader.pack(tokens, data_name) if settings.num_steps or evaluated is None else evaluated
     with_example = settings.num_steps > 0 and not settings.show_samples
@@ -340,8 +341,8 @@ def open_stream(settings: flags.Settings, corpus: Corpus, opened: OpenedSources)
             with blame_eval_split():
                 eval_stream = open_split(settings, corpus, opened.reader, choice.split, num_shards=1)
         else:
-            eval_stream, count = stream.reading("eval"), count or STREAM_EVAL_SEQUENCES
-        sequences = eval_stream.eval_sequences(count, functools.partial(ranks_evaluating, settings))
+            eval_stream, count = stream.select("eval"), count or STREAM_EVAL_SEQUENCES
+        sequences = eval_stream.read_eval_sequences(count, functools.partial(ranks_evaluating, settings))
         eval_data = EvalData(sequences, choice.split or RULE_TEXTS[BY_CONTENT])
         if choice.split and choice.split != corpus.split:
             eval_data.other_split = choice.split
@@ -350,7 +351,7 @@ def open_stream(settings: flags.Settings, corpus: Corpus, opened: OpenedSources)
             eval_data.description += f", the first {base.counted(count, 'sequence')}"
     if choice.evaluates_removed and not settings.num_steps:
         eval_checks.refuse_changed_source(corpus.name, recorded, spec)
-    return OpenedSource(stream.reading("training") if choice.removed_by else stream, eval_data, spec)
+    return OpenedSource(stream.select("training") if choice.removed_by else stream, eval_data, spec)
 
 
 def open_split(settings: flags.Settings, corpus: Corpus, reader: CorpusReader, split: str, num_shards: int) -> Stream:

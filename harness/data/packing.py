@@ -27,9 +27,9 @@ class PackedSequence:
     """A sample that is more than tokens: labels that are not trained on, or documents that do not see each other."""
 
     tokens: np.ndarray  # unsigned integers, shape (seq_len + 1,); there may be padding at its end
-    trained: np.ndarray | None = None  # bool, shape (seq_len,): which labels count; None for all
+    loss_mask: np.ndarray | None = None  # bool, shape (seq_len,): which labels count; None: all do
     doc_starts: np.ndarray | None = None  # inputs at which documents begin, 0 first, and at which padding begins
-    real: int | None = None  # inputs before the padding; None for all
+    unpadded_len: int | None = None  # inputs before the padding; None: there is none
 
 
 def sequence_tokens(sequence: np.ndarray | PackedSequence) -> np.ndarray:
@@ -42,9 +42,9 @@ def document_lengths(sequence: np.ndarray | PackedSequence) -> np.ndarray:
     of them without a document mask."""
     if not isinstance(sequence, PackedSequence):
         return np.array([len(sequence) - 1])
-    real = len(sequence.tokens) - 1 if sequence.real is None else sequence.real
+    length = len(sequence.tokens) - 1 if sequence.unpadded_len is None else sequence.unpadded_len
     starts = np.array([0]) if sequence.doc_starts is None else sequence.doc_starts
-    return np.diff(np.append(starts[starts < real], real))
+    return np.diff(np.append(starts[starts < length], length))
 
 
 class PackedDataset(Dataset):
@@ -65,13 +65,13 @@ class PackedDataset(Dataset):
         self.has_loss_mask = self.tokens.has_loss_mask
         # True if each sequence has `seq_len` inputs and all its labels count
         self.is_uniform = not (self.has_loss_mask or document_mask)
-        self.total_sequences = max(0, (len(self.tokens) - 1) // seq_len)  # with those that are left out
+        self.total_sequences = max(0, (len(self.tokens) - 1) // seq_len)  # also those that are left out
 
     @functools.cached_property
     def label_counts(self) -> np.ndarray:
-        """Labels that count in each sequence, also of those left out; for data with a loss mask, which is read."""
+        """Labels that count in each sequence, also of those left out. Only with a loss mask, all of which is read."""
         last = self.total_sequences * self.seq_len + 1
-        mask = self.tokens.trained(1, last)
+        mask = self.tokens.loss_mask(1, last)
         counts = mask.reshape(-1, self.seq_len).sum(1, dtype=np.int32)
         if self.document_mask:
             boundary_labels = self.tokens.doc_starts_between(0, last)[1:] - 1
@@ -81,8 +81,8 @@ class PackedDataset(Dataset):
 
     @functools.cached_property
     def kept(self) -> np.ndarray | range:
-        """The indices, among all sequences, of those with a label that counts: the sequences of the data set. Without a
-        loss mask these are all sequences; one of nothing but one-token documents is kept, and has no loss."""
+        """The indices, among all sequences, of those of the data set. With a loss mask these have a label that counts.
+        Without one these are all: a document mask may leave one of them, of one-token documents, without a label."""
         return np.flatnonzero(self.label_counts) if self.has_loss_mask else range(self.total_sequences)
 
     @property
@@ -98,25 +98,25 @@ class PackedDataset(Dataset):
         if not 0 <= index < len(self):
             raise IndexError(index)
         first, last = self.input_range(index)
-        tokens, trained, doc_starts = self.tokens[first : last + 1], None, None
+        tokens, loss_mask, doc_starts = self.tokens[first : last + 1], None, None
         if self.has_loss_mask:
-            trained = self.tokens.trained(first + 1, last + 1).astype(bool)
+            loss_mask = self.tokens.loss_mask(first + 1, last + 1).astype(bool)
         if self.document_mask:
             doc_starts = self.tokens.doc_starts_between(first, last + 1)
-            trained, doc_starts = mask_boundaries(doc_starts, self.seq_len, trained)
-        return tokens if trained is None else PackedSequence(tokens, trained, doc_starts)
+            loss_mask, doc_starts = mask_boundaries(doc_starts, self.seq_len, loss_mask)
+        return tokens if loss_mask is None else PackedSequence(tokens, loss_mask, doc_starts)
 
     def input_range(self, index: int) -> tuple[int, int]:
         """(the first input of a sequence, the one after its last) among the tokens."""
         first = int(self.kept[index]) * self.seq_len
         return first, first + self.seq_len
 
-    def real_tokens(self, index: int) -> int:
+    def unpadded_len(self, index: int) -> int:
         """Inputs of a sequence that are not padding."""
         return self.seq_len
 
     def total_trained(self) -> int:
-        """Labels of all sequences that count, of data with a mask."""
+        """Labels of all sequences that count. Only with a loss mask."""
         return int(self.label_counts.sum())
 
     def total_tokens(self) -> int:
@@ -129,9 +129,9 @@ class PackedDataset(Dataset):
 
     @property
     def depends_on_end_of_text(self) -> bool:
-        """True if the end-of-text token decides the sequences: files have no boundaries, and a document mask, an eval
-        split or best-fit packing needs them."""
-        return self.tokens.needs_end_of_text and (self.document_mask or self.tokens.given_doc_ends is not None)
+        """True if end-of-text tokens decide the sequences: files have no other boundaries, and the tokens were cut at
+        document boundaries, or a document mask needs these."""
+        return self.tokens.needs_end_of_text and (self.document_mask or self.tokens.stretches is not None)
 
     def num_documents(self) -> int:
         """Documents of all tokens."""
@@ -154,14 +154,14 @@ class PackedDataset(Dataset):
 
 
 def mask_boundaries(
-    doc_starts: np.ndarray, seq_len: int, trained: np.ndarray | None = None
+    doc_starts: np.ndarray, seq_len: int, loss_mask: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mask the labels that cross a document boundary. Return (labels that count, inputs that begin a document): the
-    labels in `trained`, by default all, without those that begin a document. `doc_starts` are the positions of tokens
+    labels in `loss_mask`, by default all, without those that begin a document. `doc_starts` are the positions of tokens
     that begin a document, 0 first, among the `seq_len + 1` of a sequence."""
-    trained = np.ones(seq_len, bool) if trained is None else trained
-    trained[doc_starts[1:] - 1] = False  # the label of a position is the token behind it
-    return trained, doc_starts[doc_starts < seq_len]
+    loss_mask = np.ones(seq_len, bool) if loss_mask is None else loss_mask
+    loss_mask[doc_starts[1:] - 1] = False  # the label of a position is the next token
+    return loss_mask, doc_starts[doc_starts < seq_len]
 
 
 class WholeDocumentDataset(PackedDataset):
@@ -173,22 +173,22 @@ class WholeDocumentDataset(PackedDataset):
     """
 
     def __init__(
-        self, tokens: Tokens, seq_len: int, folder: pathlib.Path, counts: dict, padding: int, document_mask: bool
+        self, tokens: Tokens, seq_len: int, folder: pathlib.Path, record: dict, padding: int, document_mask: bool
     ):
-        """`folder` and `counts` are from `pack_once`; `padding` is a token id; without `document_mask` the documents of
+        """`folder` and `record` are from `pack_once`; `padding` is a token id; without `document_mask` the documents of
         a sequence see those before them."""
         super().__init__(tokens, seq_len, document_mask)
-        self.is_uniform, self.folder, self.counts, self.padding = False, folder, counts, padding
+        self.is_uniform, self.folder, self.record, self.padding = False, folder, record, padding
 
     def __reduce__(self) -> Any:
-        """Pickled without what is mapped: a data worker that is not forked maps it too, and gets no copy."""
-        arguments = (self.tokens, self.seq_len, self.folder, self.counts, self.padding, self.document_mask)
+        """Pickled without the pieces: a data worker that is not forked maps them too, and gets no copy."""
+        arguments = (self.tokens, self.seq_len, self.folder, self.record, self.padding, self.document_mask)
         return WholeDocumentDataset, arguments
 
     @functools.cached_property
     def pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(starts of the pieces, their lengths in tokens; the first piece of each sequence and the number of pieces at
-        the end, like cu_seqlens), sequence after sequence, mapped."""
+        """(the first token and the number of tokens of each piece, sequence after sequence; the first piece of each
+        sequence, and the number of pieces at the end, like cu_seqlens). Mapped."""
         dtypes = {"starts": np.int64, "lengths": np.int32, "first_pieces": np.int64}
         starts, lengths, first_pieces = (map_numbers(f"{self.folder}/{name}.bin", dtypes[name]) for name in dtypes)
         return starts, lengths, first_pieces
@@ -201,39 +201,45 @@ class WholeDocumentDataset(PackedDataset):
 
     @property
     def left_out(self) -> int:
-        return self.counts["left out"]
+        return self.record["left out"]
+
+    @property
+    def depends_on_end_of_text(self) -> bool:
+        return self.tokens.needs_end_of_text
 
     def __len__(self) -> int:
-        return self.counts["sequences"]
+        return self.record["sequences"]
 
     def __getitem__(self, index: int) -> PackedSequence:
         """The documents of a sequence, and padding."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         tokens = np.full(self.seq_len + 1, self.padding, self.tokens.dtype)
-        trained, doc_starts, filled = np.zeros(self.seq_len + 1, bool), [], 0
+        loss_mask, starts, filled = np.zeros(self.seq_len + 1, bool), [], 0
         for start, length in np.stack(self.sequence_pieces(index), axis=1).tolist():
             tokens[filled : filled + length] = self.tokens[start : start + length]
-            trained[filled + 1 : filled + length] = True
+            loss_mask[filled + 1 : filled + length] = True
             if self.has_loss_mask:
-                trained[filled + 1 : filled + length] = self.tokens.trained(start + 1, start + length)
-            doc_starts.append(filled)
+                loss_mask[filled + 1 : filled + length] = self.tokens.loss_mask(start + 1, start + length)
+            starts.append(filled)
             filled += length
-        doc_starts.append(filled)  # of the padding
-        inputs = np.array([start for start in doc_starts if start < self.seq_len], np.int64)
-        return PackedSequence(tokens, trained[1:], inputs if self.document_mask else None, min(filled, self.seq_len))
+        starts.append(filled)  # of the padding
+        doc_starts = None
+        if self.document_mask:
+            doc_starts = np.array([start for start in starts if start < self.seq_len], np.int64)
+        return PackedSequence(tokens, loss_mask[1:], doc_starts, min(filled, self.seq_len))
 
-    def real_tokens(self, index: int) -> int:
+    def unpadded_len(self, index: int) -> int:
         return min(int(self.sequence_pieces(index)[1].sum()), self.seq_len)
 
     def total_trained(self) -> int:
-        return self.counts["trained"]
+        return self.record["trained"]
 
     def total_tokens(self) -> int:
-        return self.counts["tokens"]
+        return self.record["tokens"]
 
     def num_documents(self) -> int:
-        return self.counts["documents"]
+        return self.record["documents"]
 
     def doc_starts_in(self, index: int) -> list[int]:
         _, lengths = self.sequence_pieces(index)
@@ -242,24 +248,25 @@ class WholeDocumentDataset(PackedDataset):
     def describe(self) -> str:
         """The packing in words."""
         documents, sequences = base.counted(self.num_documents(), "document"), base.counted(len(self), "sequence")
-        cut = self.counts["cut"]
+        cut = self.record["cut"]
         longer = f", {cut:,} longer than a sequence cut" if cut else ""
         padding = 1 - self.total_tokens() / (len(self) * self.seq_len)
-        return f"{self.counts['packing']}, {documents} in {sequences}{longer}, padding {100 * padding:.1f} %"
+        return f"{self.record['packing']}, {documents} in {sequences}{longer}, padding {100 * padding:.1f} %"
 
 
 def pack_once(
     tokens: Tokens, seq_len: int, packing: str, seed: int, cache_dir: str | os.PathLike | None
 ) -> tuple[pathlib.Path, dict]:
-    """Pack documents, unless the cache has it; return (its folder, counts). One process of a node calls this."""
+    """Pack documents, unless the cache has the packing; return (its folder, its record). One process of a node calls
+    this."""
 
     def make(folder: pathlib.Path) -> dict:
-        arrays, counts = pack_documents(tokens, seq_len, packing, seed)
+        arrays, record = pack_documents(tokens, seq_len, packing, seed)
         for name, array in arrays.items():
             array.tofile(folder / f"{name}.bin")
-        return counts
+        return record
 
-    # token files have no key: they have no mask, so where documents lie is all that matters
+    # token files have no key: as they have no loss mask, only the lengths of documents matter
     keys = [file.cache_key for file in tokens.files]
     digests = [hashlib.sha256(array.data).hexdigest() for array in (tokens.starts, tokens.stops, tokens.doc_ends)]
     return make_once("packing", [VERSION, keys, digests, seq_len, packing, seed], make, cache_dir)
@@ -268,25 +275,25 @@ def pack_once(
 def pack_documents(
     tokens: Tokens, seq_len: int, packing: str, seed: int
 ) -> tuple[dict[str, np.ndarray], dict[str, int | str]]:
-    """(arrays of a `WholeDocumentDataset` by name, counts). `packing` is best-fit, or none for one document, or a piece
-    of one, in each sequence. Sequences without a label that is trained on are left out."""
+    """(arrays of a `WholeDocumentDataset` by name, its record). `packing` is best-fit, or none for one document, or a
+    piece of one, in each sequence. Sequences without a label that is trained on are left out."""
     starts, lengths = cut_long(tokens.doc_ends, seq_len)
-    # sequence i has the pieces items[first_items[i] : first_items[i + 1]]
+    # sequence i has the pieces order[first_pieces[i] : first_pieces[i + 1]]
     if packing == "best-fit":
-        items, first_items = best_fit(lengths, seq_len + 1, seed)
+        order, first_pieces = best_fit(lengths, seq_len + 1, seed)
     else:
-        items, first_items = np.arange(len(lengths)), np.arange(len(lengths) + 1)
+        order, first_pieces = np.arange(len(lengths)), np.arange(len(lengths) + 1)
 
     def sums(piece_values: np.ndarray) -> np.ndarray:
         """Sum a value of each piece over each sequence."""
-        if not len(items):
+        if not len(order):
             return np.zeros(0, int)
-        return np.add.reduceat(piece_values[items], first_items[:-1], dtype=np.int64)
+        return np.add.reduceat(piece_values[order], first_pieces[:-1], dtype=np.int64)
 
     trained = sums(count_trained(tokens, starts, lengths))
-    is_trained, sizes = trained > 0, np.diff(first_items)
+    is_trained, num_pieces = trained > 0, np.diff(first_pieces)
     doc_lengths = np.diff(tokens.doc_ends, prepend=0)
-    counts: dict[str, int | str] = {
+    record: dict[str, int | str] = {
         "packing": packing,
         "documents": len(doc_lengths),
         "longest": int(doc_lengths.max(initial=0)),
@@ -296,13 +303,13 @@ def pack_documents(
         "trained": int(trained.sum()),
         "tokens": int(np.minimum(sums(lengths), seq_len)[is_trained].sum()),
     }
-    items = items[np.repeat(is_trained, sizes)]
-    first_pieces = np.concatenate([[0], np.cumsum(sizes[is_trained])])
-    return {"starts": starts[items], "lengths": lengths[items], "first_pieces": first_pieces}, counts
+    order = order[np.repeat(is_trained, num_pieces)]
+    first_pieces = np.concatenate([[0], np.cumsum(num_pieces[is_trained])])
+    return {"starts": starts[order], "lengths": lengths[order], "first_pieces": first_pieces}, record
 
 
 def count_trained(tokens: Tokens, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Labels that count in each piece, whose order is that of the tokens. The mask is read in parts."""
+    """Labels that count in each piece. Pieces are in the order of the tokens. The mask is read in parts."""
     if not tokens.has_loss_mask:
         return lengths - 1
     trained, first = np.zeros(len(lengths), np.int64), 0
@@ -311,7 +318,7 @@ def count_trained(tokens: Tokens, starts: np.ndarray, lengths: np.ndarray) -> np
         if first < last:
             begin, end = int(starts[first]), int(starts[last - 1] + lengths[last - 1])
             # sums[i]: trained tokens before token i of the part; the first token of a piece is no label
-            sums = np.concatenate([[0], np.cumsum(tokens.trained(begin, end), dtype=np.int64)])
+            sums = np.concatenate([[0], np.cumsum(tokens.loss_mask(begin, end), dtype=np.int64)])
             starts_in_part = starts[first:last] - begin
             trained[first:last] = sums[starts_in_part + lengths[first:last]] - sums[starts_in_part + 1]
             first = last
@@ -407,7 +414,7 @@ class StreamEvalSequences:
     held: dict[int, np.ndarray | PackedSequence]  # by number
     count: int  # of all ranks
     seq_len: int
-    identity: str  # the fingerprint
+    checksum: str  # what `fingerprint` returns
     has_loss_mask = False
     left_out = 0
 
@@ -422,7 +429,7 @@ class StreamEvalSequences:
         return self.count * self.seq_len
 
     def fingerprint(self) -> str:
-        return self.identity
+        return self.checksum
 
 
 EvalSequences = PackedDataset | SyntheticDataset | StreamEvalSequences
@@ -453,8 +460,8 @@ def collate(sequences: list[np.ndarray | PackedSequence], with_shift_labels: boo
                 starts[row, sequence.doc_starts] = sequence.doc_starts
         batch["position_ids"] = np.arange(starts.shape[1]) - np.maximum.accumulate(starts, axis=1)
     for row, sequence in packed_rows:
-        if sequence.trained is not None:
-            batch["labels"][row, ~sequence.trained] = IGNORE_INDEX
+        if sequence.loss_mask is not None:
+            batch["labels"][row, ~sequence.loss_mask] = IGNORE_INDEX
     if with_shift_labels:
         batch["shift_labels"] = batch["labels"].copy()
     return {name: torch.from_numpy(array) for name, array in batch.items()}

@@ -1,5 +1,5 @@
-"""Orders that follow from a key: permutations that are computed number by number and stored nowhere, for the sequences
-of a source, and parts that are spread evenly, for the sources of a mixture."""
+"""Orders that follow from a key: `permuted`, a permutation of a source's sequences that is stored nowhere; `spread`,
+which interleaves the sources of a mixture."""
 
 import hashlib
 import math
@@ -13,9 +13,9 @@ ROUNDS = 8  # with 4, pairs of neighbours in small permutations are measurably n
 def permuted(number: int, size: int, key: str) -> int:
     """The image of a number below `size` under a permutation of `range(size)`, another one for each key.
 
-    A Feistel network: a number is a pair, of which one half is moved by a keyed function of the other, in turn, modulo
-    its size; what lands beyond `size` goes through it again. These are the generalized Feistel cipher and the cycle
-    walking of Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
+    A Feistel network: number = left * right_size + right. Each round adds a keyed hash of one half to the other half,
+    modulo the size of that half. A result that is not below `size` goes through the network again (cycle walking).
+    Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
     """
     left_size = math.isqrt(size - 1) + 1
     right_size = -(-size // left_size)
@@ -35,7 +35,7 @@ def keyed(text: str) -> int:
 
 
 def spread(counts: Sequence[int], key: str) -> np.ndarray:
-    """The numbers of parts, each as many times as its count says, spread evenly, in another order for each key.
+    """An array in which each part p occurs `counts[p]` times, all parts interleaved evenly; another one for each key.
 
     The k-th item of a part with `count` items is at (k + a random fraction) / count. Items are sorted by this position,
     then rotated by a random number: without that, parts with few items would be rare at the beginning.

@@ -69,7 +69,7 @@ class CorpusReader:
         slice is cut at document boundaries."""
         name, bounds = parse_split(split)
         split_files = corpus.listing.files_in_split(name)
-        # not corpus.from_token_files, which is of the training split: one split may be token files and another text
+        # `corpus.from_token_files` is of the training split only: another split may have text
         if are_token_files(split_files):
             opened = base.call_on_all_ranks(  # raises on all ranks if a file is missing on one node
                 lambda: [formats.open_token_file(file, self.vocab_size) for file in split_files]
@@ -83,11 +83,11 @@ class CorpusReader:
                 rows = base.broadcast_from_rank_0(functools.partial(slice_rows, split_files, bounds))
             if rows:
                 bounds = []  # only these rows are tokenized: nothing is left to cut
-            folder, counts = base.broadcast_from_node_main(
+            folder, record = base.broadcast_from_node_main(
                 functools.partial(self._tokenize, corpus, split_files, rows), self.is_main
             )
-            opened, line = [tokenize.open_cache(folder, self.vocab_size)], tokenize.describe_cache(folder, counts)
-            for warning in counts["warnings"]:
+            opened, line = [tokenize.open_cache(folder, self.vocab_size)], tokenize.describe_cache(folder, record)
+            for warning in record["warnings"]:
                 job.warn(warning)
         tokens = Tokens(opened, self.vocab_size, self.end_of_text)
         if bounds:
@@ -98,7 +98,8 @@ class CorpusReader:
     def _tokenize(
         self, corpus: Corpus, split_files: list[DataFile], rows: tuple[int, int] | None
     ) -> tuple[pathlib.Path, dict]:
-        """Tokenize files, or some of their rows, unless the cache has them; return (the folder of the cache, counts).
+        """Tokenize files, or some of their rows, unless the cache has them; return (the folder of the cache, its
+        record).
 
         A cache that was made with --skip-bad-records lacks bad records. Without that flag they are an error: then the
         records are read again up to the first bad one.
@@ -107,8 +108,8 @@ class CorpusReader:
         content = [file.identity() for file in split_files]
         identity = [tokenize.VERSION, content, rows, corpus.fields_to_read, corpus.has_loss_mask, *encoder.identity()]
 
-        def encode(counts: Counter) -> Iterator[tokenize.Encoded]:
-            """Yield all documents in batches; `counts` counts those that were yielded."""
+        def encoded_batches(counts: Counter) -> Iterator[tokenize.Encoded]:
+            """Encode all documents; `counts` gets the numbers of documents and tokens, and of what is left out."""
             records = itertools.chain.from_iterable(read_records(file, corpus.fields_to_read) for file in split_files)
             if rows:
                 records = itertools.islice(records, *rows)  # type: ignore[assignment]
@@ -118,21 +119,21 @@ class CorpusReader:
 
         def make(folder: pathlib.Path) -> dict:
             counts: Counter = Counter()
-            tokenize.write_tokens(tokenize.with_progress(encode(counts), counts), folder)
+            tokenize.write_tokens(tokenize.with_progress(encoded_batches(counts), counts), folder)
             if not counts["tokens"]:
-                raise no_tokens(f"--dataset {corpus.source.dataset}", counts)
+                raise no_tokens_error(f"--dataset {corpus.source.dataset}", counts)
             return {**counts, "warnings": encoder.warnings() if isinstance(encoder, ChatEncoder) else []}
 
-        folder, counts = make_once("tokens", identity, make, self.cache_dir)
-        if counts.get("bad records") and not self.skip_bad_records:
-            for _ in encode(Counter()):  # raises the error of the first one
+        folder, record = make_once("tokens", identity, make, self.cache_dir)
+        if record.get("bad records") and not self.skip_bad_records:
+            for _ in encoded_batches(Counter()):  # raises the error of the first one
                 pass
-        return folder, counts
+        return folder, record
 
     def with_doc_ends(self, tokens: Tokens) -> Tokens:
-        """The tokens of token files or of the cache with their document boundaries. If the files do not have these, one
-        process of a node reads all tokens for them, at the first start, and the others map what it found. A UserError
-        if nothing says where documents end."""
+        """The same tokens with known document boundaries. If the files do not have these, one process of a node reads
+        all tokens for them, at the first start, and the others map what it found. A UserError if nothing says where
+        documents end."""
         if tokens.knows_doc_ends:
             return tokens
         self.check_doc_ends(tokens)
@@ -146,7 +147,7 @@ class CorpusReader:
         folder, _ = base.broadcast_from_node_main(
             lambda: make_once("ends", identity, write, self.cache_dir), self.is_main
         )
-        return dataclasses.replace(tokens, given_doc_ends=map_numbers(str(folder / "doc_ends.bin"), np.int64))
+        return dataclasses.replace(tokens, known_doc_ends=map_numbers(str(folder / "doc_ends.bin"), np.int64))
 
     def check_doc_ends(self, tokens: Tokens) -> None:
         """Raise a UserError if neither the files nor an end-of-text token say where documents end."""
@@ -157,7 +158,7 @@ class CorpusReader:
         raise base.UserError(f"--dataset {tokens.files[0].name}: {problem}")
 
     def pack(self, tokens: Tokens, name: str) -> PackedDataset:
-        """Pack tokens as sequences; a UserError, which names the data `name`, if there is not one to train on."""
+        """Pack tokens as sequences; a UserError, which names the data `name`, if there is no sequence to train on."""
         packing = self.packing or ("best-fit" if tokens.has_loss_mask else "concatenate")
         mask = bool(self.document_mask)
         packed: PackedDataset
@@ -167,10 +168,10 @@ class CorpusReader:
             # an added padding token may have no embedding
             padding = next(token for token in ids if token is not None and token < self.vocab_size)
             tokens = self.with_doc_ends(tokens)
-            folder, counts = base.broadcast_from_node_main(
+            folder, record = base.broadcast_from_node_main(
                 lambda: pack_once(tokens, self.seq_len, packing, self.seed, self.cache_dir), self.is_main
             )
-            packed = WholeDocumentDataset(tokens, self.seq_len, folder, counts, padding, mask)
+            packed = WholeDocumentDataset(tokens, self.seq_len, folder, record, padding, mask)
         else:
             if mask:
                 self.check_doc_ends(tokens)
@@ -185,8 +186,8 @@ class CorpusReader:
         return packed
 
 
-def no_tokens(subject: str, counts: Counter) -> base.UserError:
-    """Make the error for a corpus without a token to train on, from the counts of what was left out."""
+def no_tokens_error(subject: str, counts: Counter) -> base.UserError:
+    """The error for a corpus without a token to train on, from the counts of what was left out."""
     if left_out := counts["conversations without a trained token"]:
         problem = f"none of its {base.counted(left_out, 'conversation')} has a turn with the role assistant"
         return no_assistant_mask(f"{subject}: {problem} that the template marks")

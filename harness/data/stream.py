@@ -35,9 +35,9 @@ from harness.data.schema import read_documents
 from harness.data.tokenize import Encoded, TextEncoder, take
 from harness.data.tokens import BEGINNING_TOKENS, checksum_of_beginning
 
-MIN_CHUNK = 2**12  # bytes: a corpus has no more shards than chunks
+MIN_CHUNK = 2**12  # bytes; limits the number of shards, as each needs a chunk
 MAX_CHUNK = 2**18  # bytes, and characters of a portion: about what an open shard holds in memory
-MAX_OPEN_BYTES = 2**26  # of the open chunks of all shards, one each
+MAX_OPEN_BYTES = 2**26  # of one open chunk per shard, in total
 BATCH = 16  # documents per call of the tokenizer; few, as training waits for the first call of each shard
 
 
@@ -45,12 +45,12 @@ class Position(NamedTuple):
     """A position in a shard, from which a sequence and those after it can be read again."""
 
     sequence: int  # its number in the shard
-    chunk: int  # of the shard, counted over epochs
-    portion: int  # of the chunk
+    chunk: int  # its number in the shard, counted over epochs
+    portion: int  # its number in the chunk
     offset: int  # tokens of the portion before the sequence
 
 
-BEGINNING = Position(0, 0, 0, 0)
+SHARD_START = Position(0, 0, 0, 0)
 
 
 class Part(NamedTuple):
@@ -61,7 +61,7 @@ class Part(NamedTuple):
     end: int | None = None
 
 
-Documents = Literal["all", "training", "eval"]  # all documents, all but the eval documents, or these
+Selection = Literal["all", "training", "eval"]  # all documents, all but the eval documents, or these
 
 
 class Stream:
@@ -82,25 +82,25 @@ class Stream:
         self.files, self.encoder, self.fields = files, encoder, fields
         self.seq_len, self.seed, self.skip_bad, self.document_mask = seq_len, seed, skip_bad, document_mask
         self.is_uniform = not document_mask  # True if all labels of each sequence count
-        self.reads: Documents = "all"
+        self.selection: Selection = "all"
         self.num_shards = num_shards
         self.chunks = cut_into_chunks(files, num_shards)
 
-    def reading(self, reads: Documents) -> "Stream":
-        """A copy of the stream that reads all documents, those to train on, or the eval documents."""
+    def select(self, selection: Selection) -> "Stream":
+        """A copy of the stream that reads these documents only."""
         stream = copy.copy(self)
-        stream.reads = reads
+        stream.selection = selection
         return stream
 
     def documents(self, chunk: list[Part], counts: Counter | None = None) -> Iterator:
-        """The documents of a chunk; `counts` gets how many are left out."""
+        """The selected documents of a chunk; `counts` gets how many faulty and empty ones are left out."""
         counts = Counter() if counts is None else counts
         for part in chunk:
             records = read_records(part.file, self.fields, part.start, part.end)
             # texts and token ids only: a stream of conversations is refused
             documents: Iterator[Any] = read_documents(records, self.encoder.vocab_size, self.skip_bad, counts)
             for document in documents:
-                if self.reads == "all" or is_eval_document(document) == (self.reads == "eval"):
+                if self.selection == "all" or is_eval_document(document) == (self.selection == "eval"):
                     yield document
 
     def shard_chunks(self, shard: int) -> list[list[Part]]:
@@ -121,23 +121,24 @@ class Stream:
         ]
         return np.bincount(np.arange(len(sizes)) % self.num_shards, sizes, self.num_shards)
 
-    def portions(self, shard: int, chunk_number: int, portion: int, counts: Counter) -> Iterator[tuple[int, int, list]]:
-        """Endless (number of the chunk over epochs, portion, its documents) of a shard, from a portion of a chunk on;
+    def portions(
+        self, shard: int, first_chunk: int, first_portion: int, counts: Counter
+    ) -> Iterator[tuple[int, int, list]]:
+        """Endless (chunk, counted over epochs; portion; its documents) of a shard, from a portion of a chunk on;
         `counts` gets how many documents of the first epoch are left out."""
         chunks = self.shard_chunks(shard)
-        while True:
-            epoch, number_in_epoch = divmod(chunk_number, len(chunks))
+        for chunk in itertools.count(first_chunk):
+            epoch, index_in_epoch = divmod(chunk, len(chunks))
             order = np.random.default_rng([self.seed, shard, epoch]).permutation(len(chunks))
-            documents = self.documents(chunks[order[number_in_epoch]], counts if epoch == 0 else None)
-            for number in itertools.count():
+            documents = self.documents(chunks[order[index_in_epoch]], counts if epoch == 0 else None)
+            for portion in itertools.count():
                 portion_documents = list(take(documents, characters=MAX_CHUNK))
                 if not portion_documents:
                     break
-                if number >= portion:
-                    generator = np.random.default_rng([self.seed, shard, chunk_number, number])
+                if chunk > first_chunk or portion >= first_portion:
+                    generator = np.random.default_rng([self.seed, shard, chunk, portion])
                     shuffled = [portion_documents[index] for index in generator.permutation(len(portion_documents))]
-                    yield chunk_number, number, shuffled
-            chunk_number, portion = chunk_number + 1, 0
+                    yield chunk, portion, shuffled
 
     def first_documents(self, chunks: list[list[Part]], num_tokens: int) -> Encoded:
         """The first documents of chunks, with at least this number of tokens if there are that many."""
@@ -166,9 +167,9 @@ class Stream:
         names = [[file.name, file.size] for file in self.files]
         return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:20]
 
-    def eval_sequences(self, count: int, ranks_evaluating: Callable[[int], Iterable[int]]) -> StreamEvalSequences:
+    def read_eval_sequences(self, count: int, ranks_of_sequence: Callable[[int], Iterable[int]]) -> StreamEvalSequences:
         """The first `count` sequences, or all if it is 0, in the order of the chunks. Ranks divide the reading, then
-        send each other the tokens: a sequence is held by `ranks_evaluating(number)`, the first one by all, as
+        send each other the tokens: a sequence is held by `ranks_of_sequence(number)`, the first one by all, as
         `eval_batches` fills the last batch with it. A UserError if there are none. Every rank calls this.
 
         Example: with 4 tokens to a sequence, rank 0 read the tokens 0..5 and rank 1 the tokens 6..9. Sequence 0 is the
@@ -179,35 +180,36 @@ class Stream:
         parts, total = self.read_first_chunks(count * length + 1 if count else sys.maxsize)
         num_sequences = min(count or sys.maxsize, max(0, total - 1) // length)
         if not num_sequences:
-            problem = (
-                f"{base.counted(total, 'token')} to evaluate, too few for one sequence of --sequence-length {length}"
-            )
+            found = f"{base.counted(total, 'token')} to evaluate"
+            problem = f"{found}, too few for one sequence of --sequence-length {length}"
             advice = "use a shorter sequence, more text or an --eval-split"
             raise base.UserError(f"--dataset {self.files[0]}: {problem}; {advice}")
         sent: list[list[tuple]] = [[] for _ in range(dist.get_world_size())]
         for first, encoded in parts.items():
             last, doc_ends = first + len(encoded.tokens), first + np.cumsum(encoded.lengths)
-            # from the sequence whose last label is the token `first` on
-            for sequence in range(max(0, (first - 1) // length), min(num_sequences, -(-last // length))):
-                begin = sequence * length
-                start, stop = max(begin, first), min(begin + length + 1, last)
+            first_number = max(0, (first - 1) // length)  # of the sequences with the token `first`, also as last label
+            for number in range(first_number, min(num_sequences, -(-last // length))):
+                sequence_start = number * length
+                start, stop = max(sequence_start, first), min(sequence_start + length + 1, last)
                 first_end, last_end = np.searchsorted(doc_ends, (start, stop), "right")
-                inside = doc_ends[first_end:last_end] - begin
-                message = sequence, start - begin, encoded.tokens[start - first : stop - first], inside
-                for rank in ranks_evaluating(sequence):
-                    sent[rank].append(message)
-        tokens: dict[int, np.ndarray] = {}
-        ends_by_sequence: dict[int, list[np.ndarray]] = {}
-        for sequence, start, stretch, inside in itertools.chain.from_iterable(base.all_to_all_lists(sent)):
-            tokens.setdefault(sequence, np.zeros(length + 1, self.encoder.dtype))[start:][: len(stretch)] = stretch
-            ends_by_sequence.setdefault(sequence, []).append(inside)
+                doc_ends_inside = doc_ends[first_end:last_end] - sequence_start
+                stretch = encoded.tokens[start - first : stop - first]
+                for rank in ranks_of_sequence(number):
+                    sent[rank].append((number, start - sequence_start, stretch, doc_ends_inside))
+        tokens: dict[int, np.ndarray] = {}  # by number
+        doc_ends_found: dict[int, list[np.ndarray]] = {}
+        for number, start, stretch, doc_ends_inside in itertools.chain.from_iterable(base.all_to_all_lists(sent)):
+            if number not in tokens:
+                tokens[number] = np.zeros(length + 1, self.encoder.dtype)
+            tokens[number][start : start + len(stretch)] = stretch
+            doc_ends_found.setdefault(number, []).append(doc_ends_inside)
         held = {}
-        for sequence, found in ends_by_sequence.items():
-            held[sequence] = self.first_sequence(tokens[sequence], np.sort(np.concatenate(found)))
+        for number, parts_of_ends in doc_ends_found.items():
+            held[number] = self.make_sequence(tokens[number], np.sort(np.concatenate(parts_of_ends)))
         held[0] = base.broadcast_from_rank_0(lambda: held[0])
-        first_digest = hashlib.sha256(sequence_tokens(held[0]).tobytes()).hexdigest()
-        fingerprint = f"{[self.files_digest(), self.reads, first_digest]}, {base.counted(num_sequences, 'sequence')}"
-        return StreamEvalSequences(held, num_sequences, length, fingerprint)
+        content = [self.files_digest(), self.selection, hashlib.sha256(sequence_tokens(held[0]).tobytes()).hexdigest()]
+        checksum = f"{content}, {base.counted(num_sequences, 'sequence')}"
+        return StreamEvalSequences(held, num_sequences, length, checksum)
 
     def read_first_chunks(self, num_tokens: int) -> tuple[dict[int, Encoded], int]:
         """Read the first chunks until they have this number of tokens. Return (what this rank has read in each round,
@@ -231,8 +233,8 @@ class Stream:
             width = min(2 * width, math.ceil((num_tokens - found) * first / max(found, 1)))
         return mine, found
 
-    def first_sequence(self, tokens: np.ndarray, doc_ends: np.ndarray) -> np.ndarray | PackedSequence:
-        """The first `seq_len + 1` of these tokens as a sequence. `doc_ends` are counted from the first token."""
+    def make_sequence(self, tokens: np.ndarray, doc_ends: np.ndarray) -> np.ndarray | PackedSequence:
+        """A sequence of the first `seq_len + 1` of `tokens`. `doc_ends` are counted from the first token."""
         sequence = tokens[: self.seq_len + 1].copy()  # a view would keep the whole buffer in memory
         if not self.document_mask:
             return sequence
@@ -250,22 +252,21 @@ def cut_into_chunks(files: list[DataFile], num_shards: int) -> list[list[Part]]:
     """
     cut_files, parts = divide_files(tuple(files))
     cut_files = [file for file in cut_files if file.size]
-    ends = list(itertools.accumulate(file.size for file in cut_files))
-    if not ends:
-        return [
-            [part] for part in parts or map(Part, files)
-        ]  # none can be cut anywhere; if all are empty, reading raises the error
-    most = max(min(MAX_CHUNK, MAX_OPEN_BYTES // num_shards), MIN_CHUNK)
-    count = num_shards * -(-ends[-1] // (num_shards * most))
+    if not cut_files:
+        # if there are no parts either, all files are empty, and reading them raises the error
+        return [[part] for part in parts or map(Part, files)]
+    file_ends = list(itertools.accumulate(file.size for file in cut_files))
+    total, max_bytes = file_ends[-1], max(min(MAX_CHUNK, MAX_OPEN_BYTES // num_shards), MIN_CHUNK)
+    num_chunks = num_shards * -(-total // (num_shards * max_bytes))
     chunks = []
-    for number in range(count):
+    for number in range(num_chunks):
         # the bytes of this chunk, counted over all files, and the part of each file that lies in them
-        first, last = ends[-1] * number // count, ends[-1] * (number + 1) // count
+        first, last = total * number // num_chunks, total * (number + 1) // num_chunks
         chunk = []
-        for index in range(bisect.bisect_right(ends, first), len(ends)):
+        for index in range(bisect.bisect_right(file_ends, first), len(file_ends)):
             if first == last:
                 break
-            before, end = ends[index] - cut_files[index].size, min(last, ends[index])
+            before, end = file_ends[index] - cut_files[index].size, min(last, file_ends[index])
             chunk.append(Part(cut_files[index], first - before, end - before))
             first = end
         if chunk:
@@ -313,13 +314,13 @@ class ShardReader:
         self.tokens, self.doc_ends = np.empty(0, stream.encoder.dtype), np.empty(0, np.int64)
         # of the portions in the buffer: (first token in the shard, chunk, portion)
         self.portion_starts: collections.deque[tuple[int, int, int]] = collections.deque()
-        self.batches = self._read(stream.portions(shard, position.chunk, position.portion, counts))
-        self.given = position.sequence  # the sequence that was given last
+        # each `next` appends a batch to the buffer
+        self.appending = self._append_batches(stream.portions(shard, position.chunk, position.portion, counts))
+        self.newest = position.sequence  # number of the sequence that was asked for last; at first that of the position
 
-    def _read(self, portions: Iterator[tuple[int, int, list]]) -> Iterator[None]:
-        """Append to the buffer, batch by batch."""
-        for chunk_number, portion, documents in portions:
-            self.portion_starts.append((self.start + len(self.tokens), chunk_number, portion))
+    def _append_batches(self, portions: Iterator[tuple[int, int, list]]) -> Iterator[None]:
+        for chunk, portion, documents in portions:
+            self.portion_starts.append((self.start + len(self.tokens), chunk, portion))
             for first in range(0, len(documents), BATCH):
                 # its counts are of documents and tokens; `self.counts` are of what is left out
                 encoded = self.stream.encoder.encode(documents[first : first + BATCH], Counter())
@@ -330,16 +331,16 @@ class ShardReader:
 
     def sequence(self, number: int) -> np.ndarray | PackedSequence:
         """A sequence of the shard; those between the last call's and this one are skipped."""
-        self.given = number
+        self.newest = number
         first = number * self.stream.seq_len
-        last = first + self.stream.seq_len
-        while self.start + len(self.tokens) <= last:  # one token more: the last label
-            next(self.batches)
+        stop = first + self.stream.seq_len + 1
+        while self.start + len(self.tokens) < stop:
+            next(self.appending)
             self._drop(first)
         self._drop(first)
         if first < self.start:
             raise ValueError(f"sequence {number:,} is wanted, the shard was read from token {self.start:,} on")
-        return self.stream.first_sequence(self.tokens, self.doc_ends - first)
+        return self.stream.make_sequence(self.tokens, self.doc_ends - first)
 
     def _drop(self, first: int) -> None:
         """Drop the tokens before `first`, which may lie beyond all that was read."""
@@ -350,7 +351,7 @@ class ShardReader:
             self.portion_starts.popleft()
 
     def position(self) -> Position:
-        """The position from which the sequence that was given last, and those after it, are read again."""
-        begin, chunk_number, portion = self.portion_starts[0]
-        offset = self.given * self.stream.seq_len - begin
-        return Position(self.given, chunk_number, portion, offset)
+        """The position from which the sequence that was asked for last, and those after it, are read again."""
+        begin, chunk, portion = self.portion_starts[0]
+        offset = self.newest * self.stream.seq_len - begin
+        return Position(self.newest, chunk, portion, offset)

@@ -181,7 +181,7 @@ def open_cache(folder: pathlib.Path, vocab_size: int) -> MappedTokens:
         tokens=map_numbers(str(folder / "tokens.bin"), id_dtype(vocab_size)),
         cache_key=folder.name,
         read_doc_ends=functools.partial(map_numbers, str(folder / "doc_ends.bin"), np.int64),
-        trained=map_numbers(str(trained), np.uint8) if trained.stat().st_size else None,
+        loss_mask=map_numbers(str(trained), np.uint8) if trained.stat().st_size else None,
         reopen=functools.partial(open_cache, folder, vocab_size),
     )
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHUNK = 2**24  # tokens per read of a whole file
-BEGINNING_TOKENS = 2**14  # by which a corpus is recognized
+BEGINNING_TOKENS = 2**14  # first tokens, by which a corpus is recognized
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -30,11 +30,12 @@ class MappedTokens:
 
     tokens: np.ndarray  # flat, integers, mapped
     name: str = ""  # of the file, as messages have it; empty for the token cache and for an array
-    kind: str = ""  # its format, for the header
-    # The position after each document, int64, ascending, the last one at the end; None if only end-of-text tokens tell.
+    format_name: str = ""  # for the header
+    # The position after each document, int64, ascending, the last one at the end; None if the file has no boundaries,
+    # only end-of-text tokens.
     read_doc_ends: Callable[[], np.ndarray] | None = None
     tokenizer: str | None = None  # the name of the one that made it, if the format has it
-    trained: np.ndarray | None = None  # the mask, if there is one, uint8: 1 for each token that is trained on
+    loss_mask: np.ndarray | None = None  # uint8: 1 for each token that is trained on; None: all are
     cache_key: str = ""  # the folder of a token cache, named by its content; empty for a token file and an array
     identity: list | None = None  # of a token file, see `DataFile.identity`; None for a token cache and for an array
     reopen: Callable[[], "MappedTokens"] | None = None  # opens the same file again, to pickle it; None for an array
@@ -53,22 +54,23 @@ def map_numbers(file: str, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
     """The numbers in a file from a byte on, mapped: a page of it is read when its numbers are. A UserError if the
     file is empty, or its size is no multiple of a number's."""
     if os.path.getsize(file) <= offset:
-        raise damaged(file, "it is empty, or ends within its header")
+        raise damaged_error(file, "it is empty, or ends within its header")
     content = np.memmap(file, np.uint8, "r", offset=offset)
     if len(content) % np.dtype(dtype).itemsize:
-        raise damaged(file, f"{len(content):,} bytes are no whole number of {np.dtype(dtype).itemsize}-byte numbers")
+        fault = f"{len(content):,} bytes are no whole number of {np.dtype(dtype).itemsize}-byte numbers"
+        raise damaged_error(file, fault)
     return content.view(np.ndarray).view(dtype)
 
 
-def damaged(place: Any, fault: str, advice: str = "restore the file, or write it again") -> base.UserError:
-    """The error for a token file that breaks its format; `place` is the file, or a position in it."""
-    return base.UserError(f"--dataset {place}: {fault}; {advice}")
+def damaged_error(file: Any, fault: str, advice: str = "restore the file, or write it again") -> base.UserError:
+    """The error for a token file that breaks its format."""
+    return base.UserError(f"--dataset {file}: {fault}; {advice}")
 
 
 def describe_files(files: list[MappedTokens]) -> str:
-    """The kinds of the files, in words."""
-    kinds = list(dict.fromkeys(file.kind for file in files))
-    return f"read in place, {base.counted(len(files), 'file')} ({base.shortened(kinds, 2)})"
+    """The number of the files and their formats, in words."""
+    format_names = list(dict.fromkeys(file.format_name for file in files))
+    return f"read in place, {base.counted(len(files), 'file')} ({base.shortened(format_names, 2)})"
 
 
 def differing_tokenizer(files: list[MappedTokens], tokenizer: "PreTrainedTokenizerBase | None") -> str:
@@ -95,15 +97,14 @@ class Tokens:
     """The tokens of files, or of one array, end to end; or stretches of these, such as all eval documents.
     `tokens[a:b]` reads these tokens only, and checks their range.
 
-    Document boundaries: a file has the ends of its documents, or all its tokens are read to find end-of-text tokens.
-    `file_doc_ends` are those of all files; `given_doc_ends` are the same, given by `cut` and `with_doc_ends`, so where
-    boundaries decide what the sequences are. `doc_ends` are those of the stretches."""
+    Document boundaries: `file_doc_ends` are those of the files, `doc_ends` those of the stretches. A file without
+    boundaries is read completely to find its end-of-text tokens; `CorpusReader.with_doc_ends` caches these."""
 
     files: list[MappedTokens]
     vocab_size: int | None = None
     end_of_text: int | None = None  # id that ends a document in files without boundaries, as their end does
     stretches: tuple[np.ndarray, np.ndarray] | None = None  # (starts, stops) of each in the files' tokens; None: all
-    given_doc_ends: np.ndarray | None = None
+    known_doc_ends: np.ndarray | None = None  # `file_doc_ends`, if they were read before
 
     @functools.cached_property
     def file_offsets(self) -> np.ndarray:
@@ -131,7 +132,7 @@ class Tokens:
         """Select stretches of these tokens, `starts[i]` to before `stops[i]` each. They must be one stretch so far."""
         assert len(self.starts) == 1
         first = self.starts[0]
-        return dataclasses.replace(self, stretches=(starts + first, stops + first), given_doc_ends=self.file_doc_ends)
+        return dataclasses.replace(self, stretches=(starts + first, stops + first), known_doc_ends=self.file_doc_ends)
 
     def between(self, first: int, last: int) -> "Tokens":
         """Select the tokens from `first` to before `last`."""
@@ -146,23 +147,24 @@ class Tokens:
         first, last, _ = span.indices(len(self))
         return self._read(first, last, self._read_file)
 
-    def trained(self, first: int, last: int) -> np.ndarray:
+    def loss_mask(self, first: int, last: int) -> np.ndarray:
         """The mask of the tokens from `first` to before `last`, uint8: 1 if trained on; only if there is a mask."""
-        return self._read(first, last, lambda file, start, stop: file.trained[start:stop])
+        return self._read(first, last, lambda file, start, stop: file.loss_mask[start:stop])
 
     def _read(self, first: int, last: int, read: Callable[[MappedTokens, int, int], np.ndarray]) -> np.ndarray:
-        if len(self.files) == len(self.starts) == 1:  # nothing to look for
+        if len(self.files) == len(self.starts) == 1:  # one stretch of one file
             start = int(self.starts[0])
             return read(self.files[0], start + first, start + max(first, last))
         parts = []
         while first < last:
             stretch = int(np.searchsorted(self.stretch_offsets, first, "right")) - 1
-            position = first - int(self.stretch_offsets[stretch]) + int(self.starts[stretch])
-            number = int(np.searchsorted(self.file_offsets, position, "right")) - 1
-            until = min(last - first + position, int(self.stops[stretch]), int(self.file_offsets[number + 1]))
-            start = position - int(self.file_offsets[number])
-            parts.append(read(self.files[number], start, start + until - position))
-            first += until - position
+            start_in_files = first - int(self.stretch_offsets[stretch]) + int(self.starts[stretch])
+            file_index = int(np.searchsorted(self.file_offsets, start_in_files, "right")) - 1
+            end_of_file = int(self.file_offsets[file_index + 1])
+            stop_in_files = min(start_in_files + last - first, int(self.stops[stretch]), end_of_file)
+            start, length = start_in_files - int(self.file_offsets[file_index]), stop_in_files - start_in_files
+            parts.append(read(self.files[file_index], start, start + length))
+            first += length
         if not parts:
             return np.empty(0, self.dtype)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -170,7 +172,7 @@ class Tokens:
     def _read_file(self, file: MappedTokens, start: int, stop: int) -> np.ndarray:
         """Tokens of a file in the smallest type that holds the vocabulary."""
         tokens = file.tokens[start:stop]
-        if file.cache_key or self.vocab_size is None:  # those of the cache were checked as they were written
+        if file.cache_key or self.vocab_size is None:  # tokens of the cache were checked when they were written
             return tokens
         if not tokens.dtype.isnative:
             tokens = tokens.astype(tokens.dtype.newbyteorder("="))
@@ -187,7 +189,7 @@ class Tokens:
     @property
     def has_loss_mask(self) -> bool:
         """True if there is a mask of the tokens to train on: for conversations, and for rows with labels."""
-        return self.files[0].trained is not None
+        return self.files[0].loss_mask is not None
 
     @property
     def needs_end_of_text(self) -> bool:
@@ -197,14 +199,13 @@ class Tokens:
     @property
     def knows_doc_ends(self) -> bool:
         """True if no token need be read for the document boundaries: the files have them, or they were read before."""
-        return self.given_doc_ends is not None or not self.needs_end_of_text
+        return self.known_doc_ends is not None or not self.needs_end_of_text
 
     @functools.cached_property
     def file_doc_ends(self) -> np.ndarray:
-        """The position after each document of the files, int64, ascending, the last one at the end. All tokens of a
-        file without boundaries are read for them."""
-        if self.given_doc_ends is not None:
-            return self.given_doc_ends
+        """The position after each document of the files, int64, ascending, the last one at the end."""
+        if self.known_doc_ends is not None:
+            return self.known_doc_ends
         parts = [self._find_doc_ends(file) for file in self.files]
         ends = parts[0]  # of one file they stay mapped
         if len(parts) > 1:
@@ -212,8 +213,8 @@ class Tokens:
         total = self.file_offsets[-1]
         if ends[0] < 0 or (ends[1:] < ends[:-1]).any() or ends[-1] != total:
             names = base.shortened([file.name for file in self.files], 2)
-            raise damaged(names, f"the ends of its documents do not ascend to its {total:,} tokens")
-        if 0 in ends[:1] or (ends[1:] == ends[:-1]).any():  # empty documents; without any the ends stay mapped
+            raise damaged_error(names, f"the ends of its documents do not ascend to its {total:,} tokens")
+        if ends[0] == 0 or (ends[1:] == ends[:-1]).any():  # empty documents; without any the ends stay mapped
             ends = ends[np.diff(ends, prepend=0) > 0]
         return ends
 
@@ -230,9 +231,9 @@ class Tokens:
     @functools.cached_property
     def doc_ends(self) -> np.ndarray:
         """The position after each document of the stretches, counted in their tokens; each stretch ends one."""
-        return (
-            self.file_doc_ends if self.stretches is None else doc_ends_in(self.file_doc_ends, self.starts, self.stops)
-        )
+        if self.stretches is None:
+            return self.file_doc_ends
+        return doc_ends_in(self.file_doc_ends, self.starts, self.stops)
 
     def doc_starts_between(self, first: int, last: int) -> np.ndarray:
         """The positions at which documents begin among the tokens from `first` to before `last`, counted from `first`;
@@ -240,15 +241,15 @@ class Tokens:
         if self.knows_doc_ends:
             ends = doc_ends_in(self.file_doc_ends, *self.stretches_between(first, last))[:-1]
         else:
-            # never stretches, as `cut` gives these known ends: positions are those in the files
+            # `cut` makes the ends known, so these are no stretches: a position is one in the files
             ends = np.flatnonzero(self[first : last - 1] == self.end_of_text) + first + 1
             ends = np.union1d(ends, self.file_offsets)
             ends = ends[(ends > first) & (ends < last)] - first
         return np.concatenate([[0], ends]).astype(np.int64)
 
     def stretches_between(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, stops), counted in the files' tokens, of the stretches, or parts of them, that hold the tokens from
-        `first` to before `last`, of which there is at least one."""
+        """Where the tokens from `first` to before `last`, at least one, are in the files: (starts, stops) of their
+        stretches, of which the first and the last are cut to these tokens."""
         offsets = self.stretch_offsets
         number, end = np.searchsorted(offsets, first, "right") - 1, np.searchsorted(offsets, last, "left")
         starts, stops = self.starts[number:end].copy(), self.stops[number:end].copy()
@@ -256,7 +257,7 @@ class Tokens:
         stops[-1] -= offsets[end] - last
         return starts, stops
 
-    def beginning(self) -> str:
+    def beginning_checksum(self) -> str:
         """A checksum of the first tokens, by which a corpus is recognized."""
         return checksum_of_beginning(self[:BEGINNING_TOKENS])
 
@@ -267,7 +268,7 @@ class Tokens:
         for start in starts:
             digest.update(self[start : start + 4096].tobytes())
             if self.has_loss_mask:
-                digest.update(self.trained(start, min(start + 4096, len(self))).tobytes())
+                digest.update(self.loss_mask(start, min(start + 4096, len(self))).tobytes())
         return f"{digest.hexdigest()[:20]}, {len(self):,} tokens"
 
 
@@ -281,7 +282,7 @@ def doc_ends_in(file_doc_ends: np.ndarray, starts: np.ndarray, stops: np.ndarray
     first, last = np.searchsorted(file_doc_ends, (starts[0], stops[-1]), "right")
     ends = np.sort(np.concatenate([file_doc_ends[first:last], stops]), kind="stable")  # joins two sorted arrays
     ends = ends[np.diff(ends, prepend=-1) > 0]
-    stretch = np.searchsorted(stops, ends)  # of each end: the stretch in which it is, or before which
+    stretch = np.searchsorted(stops, ends)  # of each end: the first stretch that does not stop before it
     is_inside = ends > starts[stretch]
     ends, stretch = ends[is_inside], stretch[is_inside]
     before = np.cumsum(stops - starts) - (stops - starts)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from harness.data.eval_split import EvalData
-from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder, SourceSpec
-from harness.data.packing import PackedSequence, WholeDocumentDataset
-from harness.data.stream import BEGINNING, Position, ShardReader, Stream
+from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder, SourceSpec, first_record
+from harness.data.packing import EvalSequences, PackedSequence, WholeDocumentDataset
+from harness.data.stream import SHARD_START, Position, ShardReader, Stream
 
 Positions = dict[str, dict[int, Position]]  # by source and shard
 
@@ -23,7 +23,7 @@ Positions = dict[str, dict[int, Position]]  # by source and shard
 class OpenedSource:
     """One source of a run."""
 
-    train: Any  # a data set of sequences, or a Stream
+    train: Any  # its sequences (PackedDataset or SyntheticDataset), or a Stream
     eval_data: EvalData | None  # None if nothing of it is evaluated
     spec: SourceSpec
 
@@ -33,29 +33,28 @@ class TrainingData:
     """The training data of a run.
 
     Sample i is in shard i % N (N is 1 without streams) and comes from the source that the mixture says. The m-th sample
-    of a data set in shard s is number m * N + s in its `SequenceOrder`; that of a stream is the shard's m-th sequence.
+    of a source in shard s is number m * N + s in its `SequenceOrder`; of a stream it is the shard's m-th sequence.
     """
 
-    sources: dict[str, Any]  # data sets of sequences, and streams
+    sources: dict[str, Any]  # the sequences of each source, or its Stream
     record: DataRecord
     seq_len: int
     seed: int
-    eval_data: dict[str, Any] | None = None  # sequences of each source, or of an eval dataset; None: no evaluation
-    eval_identity: dict[str, str] = field(default_factory=dict)  # the fingerprint of each of these, for checkpoints
+    eval_sets: dict[str, EvalSequences] | None = None  # by source, or of an eval dataset; None: no evaluation
+    eval_fingerprints: dict[str, str] = field(default_factory=dict)  # of the eval sets, for checkpoints
     header: dict[str, str] = field(default_factory=dict)  # lines of the header
-    demo_prompt: str = ""  # of the text, a prompt for a sample
+    demo_prompt: str = ""  # the first words of the data, which the sample of --demo continues
 
     def __post_init__(self) -> None:
         self.mixture, self.orders = Mixture(self.record.segments, self.seed, self.record.num_shards), {}
         for name, source in self.sources.items():
             if not isinstance(source, Stream):
-                self.orders[name] = SequenceOrder(
-                    len(source), self.seed, None if name == self.record.ordered_without_name else name
-                )
+                key_name = None if name == self.record.ordered_without_name else name
+                self.orders[name] = SequenceOrder(len(source), self.seed, key_name)
 
     def __len__(self) -> int:
-        """Samples after which each source has been read once, but for a few sequences, as shares are exact only at the
-        end of a block. Further samples are of further epochs. Without streams."""
+        """The number of samples in which each source is read once, up to a few sequences: shares are exact only at the
+        end of a block. Not defined with streams."""
         weights = self.record.segments[0].sample_weights
         total = sum(weights.values())
         return max(-(-self.orders[name].num_sequences * total // weight) for name, weight in weights.items())
@@ -64,7 +63,7 @@ class TrainingData:
         """A global sample, also of further epochs; not of streams."""
         if sample < 0:
             raise IndexError(sample)
-        source, sequence = self.locate(sample)
+        source, sequence = self.find_sequence(sample)
         return source[sequence]
 
     def __iter__(self) -> Iterator[np.ndarray | PackedSequence]:
@@ -87,19 +86,19 @@ class TrainingData:
 
     @property
     def from_token_files(self) -> bool:
-        """True if all tokens lie in token files: the run's tokenizer has not made them."""
+        """True if all tokens are in token files: the run's tokenizer has not made them."""
         tokens = [getattr(source, "tokens", None) for source in self.sources.values()]
         return all(found is not None and not found.files[0].cache_key for found in tokens)
 
-    def locate(self, sample: int) -> tuple[Any, int]:
-        """(the data set that a global sample comes from, its sequence there); not of streams."""
+    def find_sequence(self, sample: int) -> tuple[Any, int]:
+        """(the sequences of the source that a global sample comes from, its index among them); not of streams."""
         name, number = self.mixture.locate(sample)
         shards = self.record.num_shards
         return self.sources[name], self.orders[name].sequence_at(number * shards + sample % shards)
 
     def epochs(self, num_samples: int) -> dict[str, float]:
-        """The times that each source is read by the first `num_samples` of the run; without streams, whose size is not
-        known. Every rank calls this: with streams, ranks divide the shards among them."""
+        """The times that the first `num_samples` of the run read each source; streams, whose size is unknown, are left
+        out. Every rank calls this: with several shards each rank counts in some of them."""
         if not self.orders:
             return {}
         if self.record.num_shards == 1:
@@ -136,14 +135,9 @@ def mix(sequences: dict[str, Any], weights: dict[str, Fraction | None], seq_len:
     """The sequences of sources in the order of a run without stages, by these weights or by size."""
     tokens_per_sample = {name: mean_sample_tokens(source, seq_len) for name, source in sequences.items()}
     resolved = {name: Fraction(sequences[name].total_tokens()) if w is None else w for name, w in weights.items()}
-    record = DataRecord(
-        sources={name: {} for name in sequences},
-        ordered_without_name=next(iter(sequences)) if len(sequences) == 1 else None,
-        num_shards=1,
-        typed_weights={},
-        typed_stages=[],
-        segments=[Segment(0, resolved, tokens_per_sample)],
-    )
+    specs: dict[str, SourceSpec] = {name: {} for name in sequences}
+    segments = [Segment(0, resolved, tokens_per_sample)]
+    record = first_record(specs, num_shards=1, typed_weights={}, typed_stages=[], segments=segments)
     return TrainingData(sequences, record, seq_len, seed)
 
 
@@ -159,7 +153,7 @@ class SampleReader:
         """`positions` are those from which shards of streams are read; other shards are read from their beginning."""
         self.data, self.positions = data, positions
         self.readers: dict[tuple[str, int], ShardReader] = {}
-        self.counts: Counter = Counter()
+        self.counts: Counter = Counter()  # of what streams leave out, such as bad records
 
     def read(self, samples: Sequence[int]) -> tuple[list, Positions]:
         """(the sequences of these samples; for each shard of a stream among them, the position of its first one). A
@@ -170,15 +164,15 @@ class SampleReader:
             name, number = self.data.mixture.locate(sample)
             if isinstance(self.data.sources[name], Stream):
                 shard = sample % self.data.record.num_shards
-                reader = self.shard(name, shard)
+                reader = self.shard_reader(name, shard)
                 sequences.append(reader.sequence(number))
                 positions.setdefault(name, {}).setdefault(shard, reader.position())
             else:
                 sequences.append(self.data[sample])
         return sequences, positions
 
-    def shard(self, name: str, shard: int) -> ShardReader:
+    def shard_reader(self, name: str, shard: int) -> ShardReader:
         if (name, shard) not in self.readers:
-            position = self.positions.get(name, {}).get(shard, BEGINNING)
+            position = self.positions.get(name, {}).get(shard, SHARD_START)
             self.readers[name, shard] = ShardReader(self.data.sources[name], shard, position, self.counts)
         return self.readers[name, shard]

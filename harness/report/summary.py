@@ -86,9 +86,9 @@ def print_evaluation(
         if not math.isfinite(loss):
             raise base.UserError(f"--eval-interval: {name.replace('_', ' ')} is {loss} for {weights}", 1)
     size = f"{tokens:,} tokens"
-    if any(sequences.has_loss_mask for sequences in data.eval_data.values()):
+    if any(sequences.has_loss_mask for sequences in data.eval_sets.values()):
         size += " with a loss"
-    if left_out := sum(sequences.left_out for sequences in data.eval_data.values()):
+    if left_out := sum(sequences.left_out for sequences in data.eval_sets.values()):
         size += f"; left out {base.counted(left_out, 'sequence')} without any"
     lines = {"evaluated": f"{weights} on {dataset}: {describe_eval_loss(losses)}, {size}"}
     if "eval data" in data.header:

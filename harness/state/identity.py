@@ -42,7 +42,7 @@ def describe_identity(
         "base": base_digest(settings, config),
         "tokenizer": vocabulary,
         "data": as_json(data.record.to_json()),
-        "eval_data": data.eval_identity,
+        "eval_data": data.eval_fingerprints,
         "imports": flags.describe_imports(),
     }
 
@@ -89,7 +89,7 @@ def check_resume(
         refuse_changed(settings, manifest, ("tokenizer", "model", "dataset"))
         raise base.UserError(f"--tokenizer: its vocabulary is not the checkpoint's; {ADVICE}")
     changed = check_data(settings, data.record, manifest)
-    evaluated_before, evaluated = manifest["eval_data"], data.eval_identity
+    evaluated_before, evaluated = manifest["eval_data"], data.eval_fingerprints
     if evaluated_before and evaluated and list(evaluated_before.values()) != list(evaluated.values()):
         changed.append("other eval data, so eval losses do not compare with earlier ones")
     world_before, world = manifest["world_size"], dist.get_world_size()

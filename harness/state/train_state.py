@@ -132,7 +132,8 @@ class TrainState(Counters):
             raise
 
     def move_positions(self, positions: corpora.Positions) -> None:
-        """Record the positions after a batch, which count once its step is complete."""
+        """Record, for each shard in a batch, the position of its first sequence there; these count once the step is
+        complete."""
         for source, by_shard in positions.items():
             for shard, position in by_shard.items():
                 self.step_positions[source, shard] = position

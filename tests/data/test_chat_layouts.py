@@ -82,7 +82,7 @@ def read(tokenizer, load):
 
     def read(source, with_tokenizer=tokenizer, **options) -> tuple[list, list, list]:
         tokens = load(source, 40, with_tokenizer=with_tokenizer, **options).tokens
-        return tokens[:].tolist(), tokens.trained(0, len(tokens)).tolist(), tokens.doc_ends.tolist()
+        return tokens[:].tolist(), tokens.loss_mask(0, len(tokens)).tolist(), tokens.doc_ends.tolist()
 
     return read
 

@@ -102,7 +102,7 @@ def test_conversations_are_marked_as_by_transformers(load, tmp_path):
     assert data.has_loss_mask and data.document_mask
     assert data.tokens[:].tolist() == list(itertools.chain(*expected["input_ids"]))
     assert data.tokens.doc_ends.tolist() == np.cumsum([len(ids) for ids in expected["input_ids"]]).tolist()
-    assert data.tokens.trained(0, len(data.tokens)).tolist() == list(itertools.chain(*expected["assistant_masks"]))
+    assert data.tokens.loss_mask(0, len(data.tokens)).tolist() == list(itertools.chain(*expected["assistant_masks"]))
 
 
 def test_a_conversation_without_a_mark_is_left_out_and_a_corpus_of_them_is_refused(load, line_of, tmp_path):

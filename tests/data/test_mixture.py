@@ -40,7 +40,7 @@ def record(
         num_shards=num_shards,
         before=before,
         step=step,
-        samples=samples,
+        num_samples=samples,
     )
 
 

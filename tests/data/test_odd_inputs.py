@@ -194,7 +194,7 @@ def test_conversations_are_rendered_as_by_transformers_and_a_null_of_a_column_is
         # transformers 5.17 renders a content of None, which 5.23 takes for none
         messages = [{key: part for key, part in message.items() if part is not None} for message in record["messages"]]
         rendered += tokenizer.apply_chat_template(messages, record.get("tools"), tokenize=False)
-    assert tokenizer.decode(tokens[:].tolist()) == rendered and tokens.trained(0, len(tokens)).any()
+    assert tokenizer.decode(tokens[:].tolist()) == rendered and tokens.loss_mask(0, len(tokens)).any()
     assert rendered.count("null") == (4 if name == "nulls that are written" and suffix == "jsonl" else 0)
 
 
@@ -291,7 +291,7 @@ def test_a_token_is_trained_on_where_one_of_its_characters_is_the_assistants(tmp
     ends = np.cumsum(bytes_of(tokenizer, ids))
     assert ends[-1] == len(assistants)
     expected = [int(assistants[start:end].any()) for start, end in itertools.pairwise([0, *ends])]
-    assert tokens.trained(0, len(tokens)).tolist() == [0, *expected[1:]]  # nothing precedes the first
+    assert tokens.loss_mask(0, len(tokens)).tolist() == [0, *expected[1:]]  # nothing precedes the first
 
 
 def test_a_tokenizer_without_offsets_is_refused_before_a_conversation_is_read(tmp_path, load):
@@ -358,7 +358,7 @@ def test_labels_and_masks_beside_ids_are_those_of_the_row(tmp_path, load, name, 
     assert data.tokens[:].tolist() == ids * 3
     assert data.tokens.has_loss_mask == (trained is not None)
     if trained:
-        assert data.tokens.trained(0, len(data.tokens)).tolist() == trained * 3
+        assert data.tokens.loss_mask(0, len(data.tokens)).tolist() == trained * 3
         assert data.document_mask and data.tokens.doc_ends.tolist() == [len(ids), 2 * len(ids), 3 * len(ids)]
 
 
@@ -381,7 +381,7 @@ def test_a_row_with_labels_is_padded_and_trained_on_as_its_labels_say(tmp_path, 
     data = load(write_records(tmp_path / "a.jsonl", rows), 6, vocab_size=16)
     (sequence,) = [data[index] for index in range(len(data))]
     assert sequence.tokens.tolist()[:6] == [5, 6, 7, 8, 9, 10]
-    assert sequence.trained.tolist() == [False, True, True, False, True, False]
+    assert sequence.loss_mask.tolist() == [False, True, True, False, True, False]
     assert sequence.doc_starts.tolist() == [0, 4]
 
 
@@ -438,11 +438,11 @@ def test_sequences_that_are_left_out_are_those_without_a_trained_token(tmp_path,
     file = write_records(tmp_path / "a.jsonl", LONG_USER)
     data = load(file, 16, chat_template=template[1], packing=packing)
     kept = [data[index] for index in range(len(data))]
-    assert data.left_out > 0 and all(sequence.trained.any() for sequence in kept)
-    assert data.total_trained() == sum(sequence.trained.sum() for sequence in kept)
-    whole = data.tokens.trained(0, len(data.tokens))
+    assert data.left_out > 0 and all(sequence.loss_mask.any() for sequence in kept)
+    assert data.total_trained() == sum(sequence.loss_mask.sum() for sequence in kept)
+    whole = data.tokens.loss_mask(0, len(data.tokens))
     if packing == "best-fit":  # each trained token but a document's first is a label once
-        assert sum(sequence.trained.sum() for sequence in kept) == whole.sum()
+        assert sum(sequence.loss_mask.sum() for sequence in kept) == whole.sum()
     else:
         cut = whole[1 : data.total_sequences * 16 + 1].reshape(-1, 16)
         assert [index for index, row in enumerate(cut) if row.any()] == data.kept.tolist()

@@ -178,7 +178,7 @@ def test_flops_are_those_of_each_token_in_its_own_document(device, load, flags, 
     lengths = [lengths[number] for number in kept]
     options = {"with_tokenizer": demo_tokenizer(CHAT_TEMPLATE), "packing": kind.split()[1]}
     packed_sequences = load(tmp_path / "train.jsonl", LENGTH, **options)
-    found = [packed_sequences.real_tokens(index) for index in range(len(packed_sequences))]
+    found = [packed_sequences.unpadded_len(index) for index in range(len(packed_sequences))]
     documents = np.array(KINDS[kind](lengths) if KINDS[kind] else found)
 
     run = [*flags, "--model", write_model(tmp_path / "model", "llama", **SIZES), *words(kind)]
@@ -231,5 +231,5 @@ def test_padding_is_an_id_that_the_model_has(tmp_path, name):
     (pad, end_of_text, vocab_size), padding = PADDING[name]
     tokenizer = types.SimpleNamespace(pad_token_id=pad, eos_token_id=end_of_text)
     reader = CorpusReader(tokenizer=tokenizer, seq_len=8, vocab_size=vocab_size, cache_dir=tmp_path, packing="best-fit")
-    tokens = Tokens([MappedTokens(np.array([1, 2, 1], np.uint16))], vocab_size, given_doc_ends=np.array([3]))
+    tokens = Tokens([MappedTokens(np.array([1, 2, 1], np.uint16))], vocab_size, known_doc_ends=np.array([3]))
     assert reader.pack(tokens, "data")[0].tokens.tolist() == [1, 2, 1] + [padding] * 6

@@ -35,7 +35,7 @@ def test_no_more_of_a_stream_is_read_for_evaluations_than_they_take(device, flag
     chunks, documents = [], Stream.documents
 
     def read(stream, chunk, counts=None):
-        chunks.extend([chunk] * (stream.reads == "eval"))
+        chunks.extend([chunk] * (stream.selection == "eval"))
         return documents(stream, chunk, counts)
 
     monkeypatch.setattr(Stream, "documents", read)

@@ -101,7 +101,7 @@ def test_eval_documents_are_the_same_by_an_index_and_by_end_of_text_tokens(tmp_p
 def test_boundaries_are_the_same_before_and_after_they_are_searched_for_in_all_files():
     """A document ends with its file, also without an end-of-text token there."""
     tokens = Tokens([MappedTokens(np.array([5, END, 6, 7])), MappedTokens(np.array([8, 9, END]))], end_of_text=END)
-    searched = dataclasses.replace(tokens, given_doc_ends=tokens.file_doc_ends)
+    searched = dataclasses.replace(tokens, known_doc_ends=tokens.file_doc_ends)
     assert searched.doc_ends.tolist() == [2, 4, 7]
     for first, last in itertools.combinations(range(8), 2):
         assert tokens.doc_starts_between(first, last).tolist() == searched.doc_starts_between(first, last).tolist()
@@ -145,7 +145,7 @@ def test_later_starts_do_not_read_a_token_file_for_its_boundaries(tmp_path, monk
 
 def test_the_header_counts_documents_that_are_longer_than_a_sequence():
     ends = np.array([9, 13, 30])  # a sequence of 8 tokens has one more, its last label
-    tokens = Tokens([MappedTokens(np.arange(30))], given_doc_ends=ends)
+    tokens = Tokens([MappedTokens(np.arange(30))], known_doc_ends=ends)
     reported = data.PackedDataset(tokens, 8).describe()
     assert reported == "concatenate, 1 of 3 documents (33.3 %) longer than a sequence of 8 tokens"
     assert data.PackedDataset(tokens, 16).describe() == ""

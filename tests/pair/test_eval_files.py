@@ -82,7 +82,7 @@ DATASETS = {  # --eval-split and the flags beside it: its documents, None if the
 def test_an_eval_dataset_of_its_own_is_taken_whole_and_nothing_else_is(flags, device, more, documents):
     found = loaded(flags(f"--eval-split {more}"))
     trains_on_all = loaded(flags(more.partition(" ")[2] + " --eval-interval 0"))
-    (sequences,) = found.eval_data.values()
+    (sequences,) = found.eval_sets.values()
     assert found.record.to_json() == trains_on_all.record.to_json()
     assert documents is None or len(sequences.tokens.doc_ends) == documents
     name = more.split()[0].removeprefix("{}/")
@@ -91,7 +91,7 @@ def test_an_eval_dataset_of_its_own_is_taken_whole_and_nothing_else_is(flags, de
 
 def test_eval_chats_need_no_document_mask_if_each_document_has_its_own_sequence(flags):
     found = loaded(flags("--eval-split {}/chats.jsonl --packing none --chat-template {}/template.jinja"))
-    assert len(found.eval_data["chats"].tokens.doc_ends) == 10
+    assert len(found.eval_sets["chats"].tokens.doc_ends) == 10
 
 
 def test_a_checkpoint_and_its_export_have_the_eval_loss_of_the_run(flags, folder, device, tmp_path, capfd):

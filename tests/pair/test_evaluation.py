@@ -109,7 +109,7 @@ def test_a_checkpoint_and_its_export_have_the_eval_loss_of_the_run_and_of_transf
     load = data.load
     monkeypatch.setattr(data, "load", lambda *args, **more: opened.append(load(*args, **more)) or opened[-1])
     found = evaluate("--resume", runs / "held")
-    (sequences,) = opened[-1].eval_data.values()
+    (sequences,) = opened[-1].eval_sets.values()
     assert found["eval_loss"] == pytest.approx(eval_loss_of(runs / "held"), rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
     assert (found["step"], found["tokens"]) == (2, 32 * len(sequences))

@@ -7,7 +7,7 @@ A format has `SUFFIXES`, the ends of its files' names, and one of these:
   layouts, the best first. In `schema`, `find_document` (for objects) or `choose_name` and `read_named` (for columns)
   find what is read of a record and check it.
 - `open_tokens(file, vocab_size)`: maps a file of token ids as a `tokens.MappedTokens`. Tokens are neither copied nor
-  read. What is cheap to check is checked here; a fault is `tokens.damaged`.
+  read. What is cheap to check is checked here; a fault is `tokens.damaged_error`.
 
 A format that has `read` must have the first of these, and may have the others:
 
@@ -39,7 +39,7 @@ from typing import Any, BinaryIO, cast
 from harness import base
 from harness.data.data_file import COMPRESSIONS, DataFile
 from harness.data.schema import Record
-from harness.data.tokens import MappedTokens, damaged
+from harness.data.tokens import MappedTokens, damaged_error
 
 READ_BYTES = 2**18  # at once
 
@@ -126,7 +126,7 @@ def read_records(
 def open_token_file(file: DataFile, vocab_size: int) -> MappedTokens:
     """Map a token file; a UserError if it is damaged or compressed, or has changed since it was listed."""
     if file.compression:
-        raise damaged(file, "it is compressed, and token files are mapped", "decompress it")
+        raise damaged_error(file, "it is compressed, and token files are mapped", "decompress it")
     with report_read_errors(file), file.open():  # which compares its size with the listing
         opened = find_format(file.name).open_tokens(file.path, vocab_size)
     opened.identity = file.identity()

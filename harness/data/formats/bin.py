@@ -14,7 +14,7 @@ import struct
 
 import numpy as np
 
-from harness.data.tokens import MappedTokens, damaged, map_numbers
+from harness.data.tokens import MappedTokens, damaged_error, map_numbers
 
 SUFFIXES = (".bin",)
 COMPANIONS = (".idx",)
@@ -38,7 +38,7 @@ def open_tokens(file: str, vocab_size: int) -> MappedTokens:
         return open_headless(file, vocab_size)
     tokens = map_numbers(file, LLMC[magic], HEADER_BYTES)
     if len(tokens) != header[2]:
-        raise damaged(file, f"it has {len(tokens):,} tokens, its header says {header[2]:,}")
+        raise damaged_error(file, f"it has {len(tokens):,} tokens, its header says {header[2]:,}")
     return MappedTokens(tokens, file, f"llm.c's .bin with a header, {tokens.dtype.name}")
 
 
@@ -51,7 +51,7 @@ def open_headless(file: str, vocab_size: int) -> MappedTokens:
     if len(start) >= 4 and start[::2].any() and (start[1::2] <= largest_high_half).all():
         name = pathlib.Path(file)
         advice = f"save them as .npy: np.save('{name.stem}.npy', np.memmap('{name.name}', np.uint32, 'r'))"
-        raise damaged(file, "a .bin without header has 2 bytes a token, and these seem to have 4", advice)
+        raise damaged_error(file, "a .bin without header has 2 bytes a token, and these seem to have 4", advice)
     return MappedTokens(tokens, file, "nanoGPT's flat .bin without header, uint16")
 
 
@@ -60,21 +60,21 @@ def open_megatron(file: str, index: str) -> MappedTokens:
     with open(index, "rb") as opened:
         header = opened.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise damaged(index, f"it begins with {header[:9]!r}: it is no complete index of Megatron's")
+        raise damaged_error(index, f"it begins with {header[:9]!r}: it is no complete index of Megatron's")
     _, version, code, sequences, documents = HEADER.unpack(header)
     if version != 1 or code not in INTEGERS:
-        raise damaged(index, f"version {version} with dtype code {code} instead of integers of version 1")
+        raise damaged_error(index, f"version {version} with dtype code {code} instead of integers of version 1")
     size, wanted = os.path.getsize(index), HEADER.size + 12 * sequences + 8 * documents
     if size != wanted:  # a multimodal corpus has a byte more per sequence
         fault = f"{size:,} bytes instead of {wanted:,} for {sequences:,} sequences and {documents:,} document entries"
-        raise damaged(index, fault, "restore it; only text can be trained on")
+        raise damaged_error(index, fault, "restore it; only text can be trained on")
     tokens = map_numbers(file, INTEGERS[code])
     last = sequences - 1
     (length,) = np.fromfile(index, "<i4", 1, offset=HEADER.size + 4 * last)
     (offset,) = np.fromfile(index, "<i8", 1, offset=HEADER.size + 4 * sequences + 8 * last)
     count = int(offset) // tokens.itemsize + int(length)
     if count != len(tokens):
-        raise damaged(file, f"it has {len(tokens):,} tokens, its index {index} has {count:,}")
+        raise damaged_error(file, f"it has {len(tokens):,} tokens, its index {index} has {count:,}")
     read_doc_ends = functools.partial(document_ends, index, sequences, documents)  # read on demand
     return MappedTokens(tokens, file, f"Megatron's .bin with .idx, {tokens.dtype.name}", read_doc_ends)
 
@@ -87,5 +87,5 @@ def document_ends(index: str, sequences: int, documents: int) -> np.ndarray:
         return ends[1:]
     first_sequences = np.fromfile(index, "<i8", documents, offset=HEADER.size + 12 * sequences)
     if first_sequences[0] != 0 or first_sequences[-1] != sequences or (np.diff(first_sequences) < 0).any():
-        raise damaged(index, f"its documents do not cover its {sequences:,} sequences")
+        raise damaged_error(index, f"its documents do not cover its {sequences:,} sequences")
     return ends[first_sequences[1:]]

@@ -5,7 +5,7 @@ are little-endian, also in shuffled files. The layout is that of `datatrove.pipe
 import functools
 import os
 
-from harness.data.tokens import MappedTokens, damaged, id_dtype, map_numbers
+from harness.data.tokens import MappedTokens, damaged_error, id_dtype, map_numbers
 
 SUFFIXES = (".ds",)
 COMPANIONS = (".ds.index", ".ds.metadata", ".ds.loss")
@@ -19,7 +19,7 @@ def open_tokens(file: str, vocab_size: int) -> MappedTokens:
     index, metadata = f"{file}.index", f"{file}.metadata"
     if os.path.exists(f"{file}.loss"):
         advice = "remove it to train on all tokens, or give ids with a loss_mask in .parquet"
-        raise damaged(file, "its .ds.loss says which tokens are trained on, which is not read", advice)
+        raise damaged_error(file, "its .ds.loss says which tokens are trained on, which is not read", advice)
     has_index = os.path.exists(index)
     count = int(map_numbers(index, "<i8")[-1]) if has_index else None
     tokenizer = None
@@ -31,10 +31,10 @@ def open_tokens(file: str, vocab_size: int) -> MappedTokens:
     else:
         itemsize = id_dtype(vocab_size).itemsize
     if itemsize not in (2, 4):
-        raise damaged(file, f"{itemsize} bytes per token instead of 2 or 4")
+        raise damaged_error(file, f"{itemsize} bytes per token instead of 2 or 4")
     tokens = map_numbers(file, f"<u{itemsize}")
     if count not in (None, len(tokens)):
-        raise damaged(file, f"it has {len(tokens):,} tokens, its index or metadata says {count:,}")
+        raise damaged_error(file, f"it has {len(tokens):,} tokens, its index or metadata says {count:,}")
     read_doc_ends = functools.partial(map_numbers, index, "<i8") if has_index else None
     return MappedTokens(tokens, file, f"datatrove's .ds, {tokens.dtype.name}", read_doc_ends, tokenizer)
 

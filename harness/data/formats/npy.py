@@ -4,7 +4,7 @@ import pathlib
 
 import numpy as np
 
-from harness.data.tokens import MappedTokens, damaged
+from harness.data.tokens import MappedTokens, damaged_error
 
 SUFFIXES = (".npy",)
 
@@ -18,15 +18,15 @@ def open_tokens(file: str, vocab_size: int) -> MappedTokens:
         name = pathlib.Path(file)
         fault = "it has no header of NumPy, as arrays that dolma and OLMo write"
         uint32 = f"np.save('{name.stem}-ids.npy', np.memmap('{name.name}', np.uint32, 'r'))"
-        raise damaged(
+        raise damaged_error(
             file, fault, f"if its ids are uint16, name it {name.stem}.bin; if they are uint32, write {uint32}"
         )
     array = np.load(file, mmap_mode="r")
     if array.dtype.kind not in "iu":
-        raise damaged(file, f"its numbers are {array.dtype.name}; token ids are integers", "convert it")
+        raise damaged_error(file, f"its numbers are {array.dtype.name}; token ids are integers", "convert it")
     if array.ndim not in (1, 2) or not array.flags.c_contiguous:
         fault = f"it has {array.ndim} dimensions; token ids have 1, or 2 in C order"
-        raise damaged(file, fault, "save it with np.ascontiguousarray")
+        raise damaged_error(file, fault, "save it with np.ascontiguousarray")
     sizes = " x ".join(f"{length:,}" for length in array.shape)
     tokens = array.view(np.ndarray).reshape(-1)
     return MappedTokens(tokens, file, f"NumPy's .npy, {array.dtype.name}, {sizes}")
