@@ -92,14 +92,15 @@ def training_batches(
 
 
 def add_loss_divisors(batches: Iterator[dict[str, Any]], microbatches_per_step: int) -> Iterator[dict[str, Any]]:
-    """Add a `loss_divisor` to each microbatch, from the trained labels of all microbatches of a step on all
-    ranks. Every rank calls this; the sum stays on the device. The loss of a step without a trained label is NaN."""
+    """Add a `loss_divisor` to each microbatch, from the trained labels of all microbatches of a step on all ranks: for
+    one without a trained label, whose loss is 0, it is infinite. Every rank calls this; the sum stays on the device."""
     while microbatches := list(itertools.islice(batches, microbatches_per_step)):
         trained = torch.stack([(batch["labels"] != IGNORE_INDEX).sum() for batch in microbatches]).double()
         in_step = trained.sum()
         job.enter_phase("labels")  # from here on a rank waits for the others, which it does not in "data"
         dist.all_reduce(in_step)
-        divisors = (in_step / (trained * dist.get_world_size())).float()  # infinite without a trained label: loss 0
+        in_step.clamp_(min=1)  # a step may have no trained label; 0 / 0 would be NaN
+        divisors = (in_step / (trained * dist.get_world_size())).float()
         for batch, divisor in zip(microbatches, divisors, strict=True):
             yield batch | {"loss_divisor": divisor}
 

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import losses_of, parse, train, words, write_model
+from conftest import losses_of, metrics_of, parse, train, words, write_model
 from corpora import DEMO, END, demo_tokenizer
 
 from harness import data
@@ -231,6 +231,14 @@ def test_unknown_ends_of_documents_are_refused_if_they_are_needed(tmp_path, load
     source = flat(tmp_path / "a.bin")
     with pytest.raises(UserError, match=r"a.bin: it does not say where its documents end, and .* no end-of-text token"):
         load(source, with_tokenizer=endless, **options)
+
+
+def test_a_step_of_one_token_documents_has_loss_0_and_is_not_skipped(tmp_path, arguments, device):
+    """As in a file that was padded with end-of-text tokens: no label of such a sequence counts."""
+    source = flat(tmp_path / "a.bin", np.full(100, END))
+    flags = words("--document-mask --batch-size 1 --log-interval 1")
+    assert train([*arguments, "--dataset", source, *flags], device) == 0
+    assert {(line["loss"], line["skipped_steps"]) for line in metrics_of(tmp_path / "out" / "r")} == {(0, 0)}
 
 
 def test_a_token_without_an_embedding_is_named_with_file_and_place(tmp_path, load):
