@@ -153,9 +153,10 @@ class CorpusReader:
         """Raise a UserError if neither the files nor an end-of-text token say where documents end."""
         if tokens.knows_doc_ends or self.end_of_text is not None:
             return
-        name = getattr(self.tokenizer, "name_or_path", "the tokenizer")
-        problem = f"it does not say where its documents end, and {name} has no end-of-text token (eos_token)"
-        raise base.UserError(f"--dataset {tokens.files[0].name}: {problem}")
+        subject = f"{self.tokenizer.name_or_path} has" if self.tokenizer else "without a tokenizer there is"
+        problem = f"it does not say where its documents end, and {subject} no end-of-text token (eos_token)"
+        advice = "give a tokenizer with one, or files with an index"
+        raise base.UserError(f"--dataset {tokens.files[0].name}: {problem}; {advice}")
 
     def pack(self, tokens: Tokens, name: str) -> PackedDataset:
         """Pack tokens as sequences; a UserError, which names the data `name`, if there is no sequence to train on."""

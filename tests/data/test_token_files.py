@@ -227,10 +227,11 @@ def test_what_is_wrong_with_a_file_is_reported_when_it_is_opened(tmp_path, load,
 
 @pytest.mark.parametrize("options", [{"document_mask": True}, {"packing": "best-fit"}, {"split": "train[:50%]"}])
 def test_unknown_ends_of_documents_are_refused_if_they_are_needed(tmp_path, load, options):
-    endless = demo_tokenizer(eos_token=None)
     source = flat(tmp_path / "a.bin")
-    with pytest.raises(UserError, match=r"a.bin: it does not say where its documents end, and .* no end-of-text token"):
-        load(source, with_tokenizer=endless, **options)
+    for endless, missing in ((demo_tokenizer(eos_token=None), "demo has"), (None, "without a tokenizer there is")):
+        problem = f"a.bin: it does not say where its documents end, and .*{missing} no end-of-text token"
+        with pytest.raises(UserError, match=rf"{problem} \(eos_token\); give a tokenizer with one, or files"):
+            load(source, with_tokenizer=endless, **options)
 
 
 def test_a_step_of_one_token_documents_has_loss_0_and_is_not_skipped(tmp_path, arguments, device):
