@@ -69,8 +69,7 @@ class Batches:
 
     def batch_to_check(self, was_skipped: bool) -> dict[str, Any]:
         """Return the microbatch of the pass that looks for NaN before a save: the last one of the last complete step.
-        If that step was skipped, this microbatch may be the cause, so the one of the previous check is taken, if there
-        was one."""
+        If that was skipped, its batch may be the cause: the one of the previous check, if there was one."""
         if not (was_skipped and self.checked):
             self.checked = {name: value for name, value in self.last.items() if name != "loss_divisor"}
         return self.checked

@@ -122,8 +122,8 @@ class Mixture:
         return -((shard - num_samples) // self.num_shards)  # ceil((num_samples - shard) / num_shards)
 
     def count_in_shard(self, num_samples: int, shard: int) -> np.ndarray:
-        """The number of samples of each source, in the order of `names`, among the first `num_samples` of a shard, at
-        least 1."""
+        """The number of samples of each source, in the order of `names`, among the first `num_samples` (> 0) of a
+        shard."""
         block = self.block_at((num_samples - 1) * self.num_shards + shard)
         order = block.order[: num_samples - block.first // self.num_shards]
         return block.taken + np.bincount(order, minlength=len(self.names))
@@ -249,18 +249,6 @@ def read_data_record(manifest: dict[str, Any]) -> DataRecord:
     return DataRecord(**record | {"segments": segments})
 
 
-def first_record(
-    sources: dict[str, SourceSpec],
-    num_shards: int,
-    typed_weights: dict[str, str | None],
-    typed_stages: list[str],
-    segments: list[Segment],
-) -> DataRecord:
-    """The record of a run that begins."""
-    only_source = next(iter(sources)) if len(sources) == 1 else None
-    return DataRecord(sources, only_source, num_shards, typed_weights, typed_stages, segments)
-
-
 def make_record(
     *,
     settings: flags.Flags,
@@ -288,7 +276,8 @@ def make_record(
         first = num_samples + (begin - step) * samples_per_step
         planned.append(Segment(first, stage.weights, tokens_per_sample, begin, samples_per_step))
     typed = {source.name: None if source.weight is None else str(source.weight) for source in settings.sources()}
-    now = first_record(sources, num_shards, typed, list(settings.mixture_stage or ()), planned)
+    only_source = next(iter(sources)) if len(sources) == 1 else None
+    now = DataRecord(sources, only_source, num_shards, typed, list(settings.mixture_stage or ()), planned)
     if before is None:
         return now
     segments = before.segments

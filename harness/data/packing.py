@@ -50,10 +50,10 @@ def document_lengths(sequence: np.ndarray | PackedSequence) -> np.ndarray:
 class PackedDataset(Dataset):
     """Sequences of `seq_len + 1` tokens; consecutive sequences share one token.
 
-    Sequence i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly
-    once and nothing is lost but the last partial sequence, and sequences without a label that is trained on. A sequence
-    is a plain array, or a `PackedSequence` if not all is trained on or documents are not to see each other: then the
-    last token of one does not predict the first of the next either.
+    Sequence i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly once.
+    The last partial sequence is left out, and so are those that a loss mask leaves without a label. A sequence is a
+    plain array, or a `PackedSequence` if not all is trained on or documents are not to see each other: then the last
+    token of one does not predict the first of the next either.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class PackedDataset(Dataset):
 
     @functools.cached_property
     def kept(self) -> np.ndarray | range:
-        """The indices, among all sequences, of those of the data set. With a loss mask these have a label that counts.
-        Without one these are all: a document mask may leave one of them, of one-token documents, without a label."""
+        """The indices, among all sequences, of those of the data set: with a loss mask those with a label that counts,
+        without one all, even one of one-token documents, of which a document mask leaves no label."""
         return np.flatnonzero(self.label_counts) if self.has_loss_mask else range(self.total_sequences)
 
     @property
@@ -257,8 +257,7 @@ class WholeDocumentDataset(PackedDataset):
 def pack_once(
     tokens: Tokens, seq_len: int, packing: str, seed: int, cache_dir: str | os.PathLike | None
 ) -> tuple[pathlib.Path, dict]:
-    """Pack documents, unless the cache has the packing; return (its folder, its record). One process of a node calls
-    this."""
+    """Pack documents, unless the cache has that; return (its folder, its record). One process of a node calls this."""
 
     def make(folder: pathlib.Path) -> dict:
         arrays, record = pack_documents(tokens, seq_len, packing, seed)

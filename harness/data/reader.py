@@ -98,8 +98,7 @@ class CorpusReader:
     def _tokenize(
         self, corpus: Corpus, split_files: list[DataFile], rows: tuple[int, int] | None
     ) -> tuple[pathlib.Path, dict]:
-        """Tokenize files, or some of their rows, unless the cache has them; return (the folder of the cache, its
-        record).
+        """Tokenize files, or some of their rows, unless the cache has them; return (the cache's folder, its record).
 
         A cache that was made with --skip-bad-records lacks bad records. Without that flag they are an error: then the
         records are read again up to the first bad one.

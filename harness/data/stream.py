@@ -187,8 +187,8 @@ class Stream:
         sent: list[list[tuple]] = [[] for _ in range(dist.get_world_size())]
         for first, encoded in parts.items():
             last, doc_ends = first + len(encoded.tokens), first + np.cumsum(encoded.lengths)
-            first_number = max(0, (first - 1) // length)  # of the sequences with the token `first`, also as last label
-            for number in range(first_number, min(num_sequences, -(-last // length))):
+            # from the first sequence that has the token `first`, if only as its last label
+            for number in range(max(0, (first - 1) // length), min(num_sequences, -(-last // length))):
                 sequence_start = number * length
                 start, stop = max(sequence_start, first), min(sequence_start + length + 1, last)
                 first_end, last_end = np.searchsorted(doc_ends, (start, stop), "right")
@@ -197,15 +197,15 @@ class Stream:
                 for rank in ranks_of_sequence(number):
                     sent[rank].append((number, start - sequence_start, stretch, doc_ends_inside))
         tokens: dict[int, np.ndarray] = {}  # by number
-        doc_ends_found: dict[int, list[np.ndarray]] = {}
+        all_doc_ends: dict[int, list[np.ndarray]] = {}
         for number, start, stretch, doc_ends_inside in itertools.chain.from_iterable(base.all_to_all_lists(sent)):
             if number not in tokens:
                 tokens[number] = np.zeros(length + 1, self.encoder.dtype)
             tokens[number][start : start + len(stretch)] = stretch
-            doc_ends_found.setdefault(number, []).append(doc_ends_inside)
+            all_doc_ends.setdefault(number, []).append(doc_ends_inside)
         held = {}
-        for number, parts_of_ends in doc_ends_found.items():
-            held[number] = self.make_sequence(tokens[number], np.sort(np.concatenate(parts_of_ends)))
+        for number, doc_ends_of_ranks in all_doc_ends.items():
+            held[number] = self.make_sequence(tokens[number], np.sort(np.concatenate(doc_ends_of_ranks)))
         held[0] = base.broadcast_from_rank_0(lambda: held[0])
         content = [self.files_digest(), self.selection, hashlib.sha256(sequence_tokens(held[0]).tobytes()).hexdigest()]
         checksum = f"{content}, {base.counted(num_sequences, 'sequence')}"

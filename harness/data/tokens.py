@@ -57,8 +57,8 @@ def map_numbers(file: str, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
         raise damaged_error(file, "it is empty, or ends within its header")
     content = np.memmap(file, np.uint8, "r", offset=offset)
     if len(content) % np.dtype(dtype).itemsize:
-        fault = f"{len(content):,} bytes are no whole number of {np.dtype(dtype).itemsize}-byte numbers"
-        raise damaged_error(file, fault)
+        number_bytes = np.dtype(dtype).itemsize
+        raise damaged_error(file, f"{len(content):,} bytes are no whole number of {number_bytes}-byte numbers")
     return content.view(np.ndarray).view(dtype)
 
 
@@ -162,7 +162,8 @@ class Tokens:
             file_index = int(np.searchsorted(self.file_offsets, start_in_files, "right")) - 1
             end_of_file = int(self.file_offsets[file_index + 1])
             stop_in_files = min(start_in_files + last - first, int(self.stops[stretch]), end_of_file)
-            start, length = start_in_files - int(self.file_offsets[file_index]), stop_in_files - start_in_files
+            length = stop_in_files - start_in_files
+            start = start_in_files - int(self.file_offsets[file_index])
             parts.append(read(self.files[file_index], start, start + length))
             first += length
         if not parts:

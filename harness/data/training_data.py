@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from harness.data.eval_split import EvalData
-from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder, SourceSpec, first_record
+from harness.data.mixture import DataRecord, Mixture, Segment, SequenceOrder, SourceSpec
 from harness.data.packing import EvalSequences, PackedSequence, WholeDocumentDataset
 from harness.data.stream import SHARD_START, Position, ShardReader, Stream
 
@@ -135,9 +135,14 @@ def mix(sequences: dict[str, Any], weights: dict[str, Fraction | None], seq_len:
     """The sequences of sources in the order of a run without stages, by these weights or by size."""
     tokens_per_sample = {name: mean_sample_tokens(source, seq_len) for name, source in sequences.items()}
     resolved = {name: Fraction(sequences[name].total_tokens()) if w is None else w for name, w in weights.items()}
-    specs: dict[str, SourceSpec] = {name: {} for name in sequences}
-    segments = [Segment(0, resolved, tokens_per_sample)]
-    record = first_record(specs, num_shards=1, typed_weights={}, typed_stages=[], segments=segments)
+    record = DataRecord(
+        sources={name: {} for name in sequences},
+        ordered_without_name=next(iter(sequences)) if len(sequences) == 1 else None,
+        num_shards=1,
+        typed_weights={},
+        typed_stages=[],
+        segments=[Segment(0, resolved, tokens_per_sample)],
+    )
     return TrainingData(sequences, record, seq_len, seed)
 
 
