@@ -40,7 +40,7 @@ from harness.data.prompts import end_tokens, read_prompts, render_prompt, trains
 from harness.data.reader import CorpusReader
 from harness.data.schema import Conversation
 from harness.data.stream import Position
-from harness.data.tokenize import vocabulary_of
+from harness.data.tokenize import serialize_tokenizer
 from harness.data.training_data import Positions, TrainingData, mix
 
 __all__ = [
@@ -74,8 +74,8 @@ __all__ = [
     "read_data_record",
     "read_prompts",
     "render_prompt",
+    "serialize_tokenizer",
     "show_samples",
     "training_batches",
     "trains_on_chats",
-    "vocabulary_of",
 ]

@@ -171,7 +171,7 @@ class ChatEncoder(TextEncoder):
                 fault = f"the chat template fails, {base.first_line(error)}"
                 refuse_or_count(conversation.position, fault, self.skip_bad, counts)
         encoded = self.encode_rendered(rendered) if rendered else ()  # a slow tokenizer takes no empty list
-        return self.join_trained(encoded, counts, "conversations")
+        return self.join_masked(encoded, counts, "conversations without a trained token")
 
     def render(self, conversation: Conversation) -> Rendered:
         """Render a conversation as `apply_chat_template` does and find what is trained on."""

@@ -8,7 +8,8 @@ from harness import base
 from harness.data import stores
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # suffix: Arrow's name
-LFS_BEGINNING, LFS_MAX_BYTES = b"version https://git-lfs.github.com/spec/", 1024  # of a pointer
+LFS_BEGINNING = b"version https://git-lfs.github.com/spec/"  # first bytes of a Git LFS pointer
+LFS_MAX_BYTES = 1024  # pointers are shorter
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,16 @@ class DataFile:
     path: str  # local, or a URL
     size: int  # bytes
     version: tuple[str, str]  # (name, value) that changes with the content: the mtime, an ETag
+
+    @classmethod
+    def from_path(cls, path: str) -> "DataFile":
+        status = os.stat(path)
+        return cls(path, status.st_size, ("mtime", str(status.st_mtime_ns)))
+
+    @classmethod
+    def from_store(cls, url: str, info: dict) -> "DataFile":
+        """Make it from the store's information on a file."""
+        return cls(url, *stores.size_and_version(url, info))
 
     def __str__(self) -> str:
         return stores.without_query(self.path)

@@ -19,15 +19,10 @@ SPLIT_KEYWORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 SEPARATOR = r"[-._ 0-9]"  # around a keyword in a name
-SHARD = re.compile(r"data/([^/]*)-[0-9]{5}-of-[0-9]{5}[^/]*\.[^/]*")  # with any name of a split
+SHARD = re.compile(r"data/([^/]*)-[0-9]{5}-of-[0-9]{5}[^/]*\.[^/]*")  # SPLIT-00000-of-00001.*, any name
 NO_DATA = re.compile(  # in a folder; cache-*.arrow are the results of maps and filters of `datasets`
     r"readme\.md|config\.json|dataset_infos?\.json|dataset_dict\.json|state\.json|cache-.*\.arrow"
 )
-
-
-def size_and_version(status: os.stat_result) -> tuple[int, tuple[str, str]]:
-    """Return (size, version) of a local file."""
-    return status.st_size, ("mtime", str(status.st_mtime_ns))
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,7 @@ def find_files(dataset: str, subset: str | None = None) -> Listing:
     left_out: list[str] = []
     if base.is_url(path):
         is_pattern = stores.has_pattern(path)
-        candidates = [DataFile(url, *stores.size_and_version(url, info)) for url, info in stores.list_url(path)]
+        candidates = [DataFile.from_store(url, info) for url, info in stores.list_url(path)]
     elif os.path.exists(path) or glob.has_magic(path):
         is_pattern = not os.path.exists(path)
         candidates, left_out = list_paths(path)
@@ -73,12 +68,13 @@ def find_files(dataset: str, subset: str | None = None) -> Listing:
         raise base.UserError(f"--dataset {dataset}: no such file or folder{hint}")
     else:
         return find_on_hub(dataset, subset)
-    if [file.path for file in candidates] == [path]:  # a file
+    if [file.path for file in candidates] == [path]:  # a single file, no folder or pattern
         if formats.find_format(candidates[0].name):
             return Listing(dataset, {"train": candidates}, [])
-        raise base.UserError(f"--dataset {dataset}: {describe_nothing([candidates[0].name])}")
+        raise base.UserError(f"--dataset {dataset}: {describe_no_data([candidates[0].name])}")
     top = stores.before_pattern(path) if is_pattern else path.rstrip("/")  # names below it tell their splits
     names = {file: str(file).removeprefix(top).lstrip("/") for file in candidates}
+    is_dataset_dict = "dataset_dict.json" in names.values()  # of `save_to_disk`: each folder is a split
     files = []
     for file in sorted(candidates, key=lambda file: file.path.split("/")):
         name = names[file]
@@ -92,13 +88,10 @@ def find_files(dataset: str, subset: str | None = None) -> Listing:
         left_out += [names[file] for file in files if is_fallback(file)]
         files = [file for file in files if not is_fallback(file)]
     if not files:
-        raise base.UserError(f"--dataset {dataset}: {describe_nothing(left_out)}")
+        raise base.UserError(f"--dataset {dataset}: {describe_no_data(left_out)}")
     splits: dict[str, list[DataFile]] = {}
     paths = [names[file] for file in files]
-    if "dataset_dict.json" in left_out:  # of `save_to_disk`: each folder is a split
-        found_splits = [path.partition("/")[0] for path in paths]
-    else:
-        found_splits = find_splits(dataset, paths)
+    found_splits = [path.partition("/")[0] for path in paths] if is_dataset_dict else find_splits(dataset, paths)
     for file, split in zip(files, found_splits, strict=True):
         splits.setdefault(split, []).append(file)
     unnamed = splits.pop("", [])
@@ -128,10 +121,11 @@ def find_splits(dataset: str, names: list[str]) -> list[str]:
     if "train" in splits or all(splits):
         return splits
     path_splits = [split or split_in(dataset, name, name.split("/")) for split, name in zip(splits, names, strict=True)]
-    if any(splits):  # files of no split are trained on then, but not those whose own names have another split
-        # "train" too is "": next to a split train, the files without one would be left out
-        return ["" if split == "train" else split for split in path_splits]
-    return path_splits
+    if not any(splits):
+        return path_splits
+    # Folders name splits, but not train: the files outside of them are trained on, unless a file's own name has another
+    # split. A file there that is named train is no split: next to that split, `find_files` would leave out the others.
+    return ["" if split == "train" else split for split in path_splits]
 
 
 def split_in(dataset: str, name: str, parts: list[str]) -> str:
@@ -144,7 +138,7 @@ def split_in(dataset: str, name: str, parts: list[str]) -> str:
     return found[0] if found else ""
 
 
-def describe_nothing(left_out: list[str]) -> str:
+def describe_no_data(left_out: list[str]) -> str:
     suffixes, compressions = "/".join(formats.suffixes()), "/".join(COMPRESSIONS)
     seen = f"there is only {base.shortened(left_out)}; convert it" if left_out else "there are no files"
     return f"needs {suffixes} files, which may be compressed as {compressions}; {seen}"
@@ -160,13 +154,13 @@ def list_paths(path: str) -> tuple[list[DataFile], list[str]]:
         paths = [found for found in glob.glob(path, recursive=True) if not os.path.isdir(found)]
     files: dict[str, DataFile] = {}
     left_out = []
-    for found in sorted(paths, key=lambda found: (os.path.islink(found), found)):  # of a file and a link the file stays
+    for found in sorted(paths, key=lambda found: (os.path.islink(found), found)):  # files before links to them
         name = os.path.relpath(found, path) if os.path.isdir(path) else found
         real = os.path.realpath(found)
         if real in files:
             left_out.append(f"{name} (the same as {os.path.relpath(files[real].path, os.path.dirname(found))})")
         elif os.path.isfile(found):
-            files[real] = DataFile(found, *size_and_version(os.stat(found)))
+            files[real] = DataFile.from_path(found)
         else:
             left_out.append(f"{name} (no regular file)")
     return list(files.values()), left_out
@@ -193,7 +187,7 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
     import datasets
     from huggingface_hub import constants, snapshot_download
 
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # the UserError reports it
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # it logs what the UserError says
     source = dataset
     try:
         if constants.HF_HUB_OFFLINE:
@@ -204,22 +198,29 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
         problem = f"neither a local file or folder, nor available from the hub ({cause})"
         hint = f"without a network use a local {'/'.join(formats.suffixes())} file or folder, 'synthetic' or 'demo'"
         raise base.UserError(f"--dataset {dataset}: {problem}; {hint}") from error
-    splits, left_out = {}, []
     # one request lists the files of each data set at a revision, hf://datasets/OWNER/NAME@REVISION
     matches = [re.match("hf://[^/]+/[^/]+/[^/]+", path) for paths in found.values() for path in paths]
-    infos = dict(entry for root in {match[0] for match in matches if match} for entry in stores.list_url(root))
+    infos: dict[str, dict] = {}
+    for root in {match[0] for match in matches if match}:
+        infos.update(stores.list_url(root))
+    splits, left_out = {}, []
     for split, paths in found.items():
-        files = [hub_file(path, infos) for path in paths if is_data(path.rpartition("/")[2])]
-        left_out += [name for path in paths if not is_data(name := path.rpartition("/")[2])]
+        files = []
+        for path in paths:
+            name = path.rpartition("/")[2]
+            if is_data(name):
+                files.append(hub_file(path, infos))
+            else:
+                left_out.append(name)
         if files:
             splits[str(split)] = files
     if not splits:
-        raise base.UserError(f"--dataset {dataset}: {describe_nothing(left_out)}")
+        raise base.UserError(f"--dataset {dataset}: {describe_no_data(left_out)}")
     return Listing(dataset, splits, left_out, is_hub=True)
 
 
 def hub_file(path: str, infos: dict[str, dict]) -> DataFile:
     """Return a file that `datasets` resolved; `infos` has the hub's information on files, by URL."""
     if not base.is_url(path):
-        return DataFile(path, *size_and_version(os.stat(path)))
-    return DataFile(path, *stores.size_and_version(path, infos.get(path) or stores.ask(path, "info")))
+        return DataFile.from_path(path)
+    return DataFile.from_store(path, infos.get(path) or stores.request(path, "info"))

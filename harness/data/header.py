@@ -213,7 +213,7 @@ def mark_trained(encoded: Encoded, tokenizer: "PreTrainedTokenizerBase") -> str:
         halves = [slice(EXAMPLE_TOKENS // 2), slice(-EXAMPLE_TOKENS // 2, None)]
     texts = []
     for half in halves:
-        tokens, trained = encoded.tokens[half], encoded.trained[half].astype(bool)
+        tokens, trained = encoded.tokens[half], encoded.loss_mask[half].astype(bool)
         borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
         parts = []
         for first, last in itertools.pairwise(borders):

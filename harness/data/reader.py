@@ -21,7 +21,7 @@ from harness.data.files import DataFile
 from harness.data.formats import read_records
 from harness.data.packing import PackedDataset, WholeDocumentDataset, pack_once
 from harness.data.schema import read_documents
-from harness.data.tokenize import RowEncoder, TextEncoder, take
+from harness.data.tokenize import RowEncoder, TextEncoder, next_batch
 from harness.data.tokens import Tokens, describe_files, differing_tokenizer, map_numbers
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
@@ -113,7 +113,7 @@ class CorpusReader:
             if rows:
                 records = itertools.islice(records, *rows)  # type: ignore[assignment]
             documents = read_documents(records, self.vocab_size, self.skip_bad_records, counts, corpus.kind)
-            while batch := list(take(documents, TOKENIZE_BATCH)):
+            while batch := list(next_batch(documents, TOKENIZE_BATCH)):
                 yield encoder.encode(batch, counts)
 
         def make(folder: pathlib.Path) -> dict:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from harness import base, flags, job
 from harness.data.cache import make_once
 
-MAX_RECORDS = 10_000_000  # without a limit; more are taken for an endless function
-COMPARED = 100  # first records, which a second call has to give again
+MAX_RECORDS = 10_000_000  # of a function without a limit; one that gives more is refused as endless
+COMPARED_RECORDS = 100  # first records that a second call of the function must give again
 SAMPLE_BYTES = 2**16  # at the end of a file, compared between machines
 
 
@@ -48,7 +48,7 @@ def write_once(name: str, cache_dir: str | os.PathLike | None) -> pathlib.Path:
     dataset = flags.DATASETS[name]
 
     def make(folder: pathlib.Path) -> dict:
-        return {"records": write(folder / f"{name}.jsonl", name)}
+        return {"records": write_records(folder / f"{name}.jsonl", name)}
 
     key = [sorted(flags.IMPORTED.values()), name, dataset.version, dataset.limit]
     folder, counts = make_once(name, key, make, cache_dir)
@@ -58,30 +58,33 @@ def write_once(name: str, cache_dir: str | os.PathLike | None) -> pathlib.Path:
     return path
 
 
-def write(path: pathlib.Path, name: str) -> int:
+def write_records(path: pathlib.Path, name: str) -> int:
     """Write the records of a registered data set and return their number."""
     first, count = [], 0  # the first records, to compare
     with path.open("w", encoding="utf-8") as file:
-        for count, line in enumerate(read(name), 1):
+        for count, line in enumerate(json_lines(name), 1):
             if count > MAX_RECORDS and flags.DATASETS[name].limit is None:
                 problem = f"it has not ended after {MAX_RECORDS:,} records"
                 raise base.UserError(f"--dataset {name}: {problem}; register it with limit=N, which takes the first N")
-            if count <= COMPARED:
+            if count <= COMPARED_RECORDS:
                 first.append(line)
             file.write(line)
     if not count:
         raise base.UserError(f"--dataset {name}: its function gives no records")
-    if first != [*itertools.islice(read(name), COMPARED)]:  # a resumed run may call it again, on another machine
+    # a resumed run may call it again, on another machine
+    if first != [*itertools.islice(json_lines(name), COMPARED_RECORDS)]:
         problem = "its function gives other records when it is called again"
         raise base.UserError(f"--dataset {name}: {problem}; let it make its random numbers from a seed")
     return count
 
 
-def read(name: str) -> Iterator[str]:
+def json_lines(name: str) -> Iterator[str]:
     """Yield each record as a line of JSON."""
     dataset = flags.DATASETS[name]
     for number, record in enumerate(itertools.islice(dataset.records(), dataset.limit), 1):
-        fields = record if isinstance(record, dict) else {"text" if isinstance(record, str) else "input_ids": record}
+        fields = record
+        if not isinstance(record, dict):
+            fields = {"text": record} if isinstance(record, str) else {"input_ids": record}
         try:
             yield json.dumps(fields, default=lambda value: value.tolist()) + "\n"  # arrays and tensors have it
         except (TypeError, ValueError, AttributeError) as error:

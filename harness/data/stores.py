@@ -6,6 +6,7 @@ import glob
 import io
 import itertools
 import logging
+import re
 import time
 import urllib.parse
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ TIMEOUT_SECONDS = 30  # of a request for a range, or for information on a file
 LISTING_SECONDS = 600  # of a request for the names in a folder
 TRIES = 8
 FIRST_WAIT = 0.5  # seconds before the second try, doubled for each further one
-# What changes with a file's content; the first that a store gives counts.
+# Fields of a store's information that identify a version of a file; the first that is present is compared.
 VERSIONS = ("generation", "ETag", "etag", "blob_id", "md5Hash", "mtime", "size")
 
 
@@ -46,12 +47,12 @@ def has_pattern(url: str) -> bool:
 
 def before_pattern(path: str) -> str:
     """Return the folder of a path or URL before its pattern."""
-    return path[: min(path.find(sign) for sign in "*?[" if sign in path)].rpartition("/")[0]
+    return re.split(r"[*?\[]", path)[0].rpartition("/")[0]
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """Return (fsspec's file system for a URL, the path in it); a UserError if there is none. Called for each request:
-    a forked process needs a file system of its own."""
+    """Return (fsspec's file system for a URL, the path in it); a UserError if there is none. fsspec caches it in each
+    process; a forked one must not use its parent's, so no caller keeps it."""
     import fsspec
 
     scheme = url.partition(":")[0].lower()
@@ -62,21 +63,22 @@ def filesystem_of(url: str) -> tuple[Any, str]:
         raise base.UserError(f"--dataset {scheme}://: {problem}; give it as {scheme}'s package takes it")
     base.set_hub_offline_without_network(url)
     options: dict[str, Any] = {"use_listings_cache": False}  # files may change during a run
-    if scheme in ("s3", "s3a"):  # retried here
+    is_s3 = scheme in ("s3", "s3a")
+    if is_s3:  # retries of botocore
         user_options = fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1}} | user_options
     try:
         filesystem, path = fsspec.core.url_to_fs(url, **options)
     except Exception as error:  # also for an unknown scheme, or a missing package
         raise describe_failure(error, url) from error
-    if hasattr(filesystem, "retries"):
+    if is_s3:  # retries of s3fs, around those of botocore
         filesystem.retries = 1
-    for package in ("s3fs", "gcsfs"):  # the UserError reports it
+    for package in ("s3fs", "gcsfs"):  # they log what the UserError says
         logging.getLogger(package).setLevel(logging.CRITICAL)
     return filesystem, path
 
 
-def ask(url: str, operation: str, seconds: float | None = None, **options: Any) -> Any:
+def request(url: str, operation: str, timeout: float | None = None, **options: Any) -> Any:
     """Call an operation of the URL's file system with the path in it; retry it if the error is transient.
 
     A FileNotFoundError if the store has no such file; a UserError if the operation fails for good.
@@ -90,7 +92,7 @@ def ask(url: str, operation: str, seconds: float | None = None, **options: Any) 
             if filesystem.async_impl:
                 # the private coroutine of the operation, as only that takes a timeout
                 coroutine = getattr(filesystem, f"_{operation}")
-                return sync(filesystem.loop, coroutine, path, timeout=seconds or TIMEOUT_SECONDS, **options)
+                return sync(filesystem.loop, coroutine, path, timeout=timeout or TIMEOUT_SECONDS, **options)
             return getattr(filesystem, operation)(path, **options)
         except Exception as error:
             if status_of(error) == 404 or isinstance(root_of(error), FileNotFoundError):
@@ -110,16 +112,16 @@ def list_url(url: str) -> list[tuple[str, dict]]:
     try:
         if has_pattern(url):
             top = before_pattern(url)
-            found = ask(url, "glob", detail=True, seconds=LISTING_SECONDS)
+            found = request(url, "glob", detail=True, timeout=LISTING_SECONDS)
         else:
-            # folders of an HTTP server are pages of links, which `info` takes for files
+            # a name without a dot is listed, which finds a file too: `info` of HTTP takes a page of links for a file
             is_folder = "." not in without_query(url).rpartition("/")[2]
             if not is_folder:
-                info = ask(url, "info")
+                info = request(url, "info")
                 is_folder = info["type"] == "directory"
             if not is_folder:
                 return [(url, info)]
-            found = ask(url, "find", detail=True, seconds=LISTING_SECONDS)
+            found = request(url, "find", detail=True, timeout=LISTING_SECONDS)
     except FileNotFoundError:
         return []
     # the store gives paths in its file system: bucket/folder/a.txt for s3://bucket/folder/
@@ -131,7 +133,7 @@ def list_url(url: str) -> list[tuple[str, dict]]:
         if info["type"] == "directory" or path.endswith("/"):  # an empty folder
             continue
         if info.get("size") is None:  # a page of links
-            info = ask(file, "info")
+            info = request(file, "info")
         files.append((file, info))
     return files
 
@@ -152,7 +154,7 @@ class RangeReader(io.RawIOBase):
     def __init__(self, url: str, size: int, version: tuple[str, str]):
         self.url, self.size, self.position = url, size, 0
         name, value = version
-        now = self._ask("info")
+        now = self._request("info")
         if now.get("size") != size or str(now.get(name)) != value:
             raise changed(without_query(url))
 
@@ -171,7 +173,7 @@ class RangeReader(io.RawIOBase):
         end = min(self.position + len(view), self.size)
         if self.position >= end:
             return 0
-        content = self._ask("cat_file", start=self.position, end=end)
+        content = self._request("cat_file", start=self.position, end=end)
         if len(content) > end - self.position:
             problem = "the server sends no ranges of a file"
             raise base.UserError(f"--dataset {without_query(self.url)}: {problem}; copy it to a local disk")
@@ -181,9 +183,9 @@ class RangeReader(io.RawIOBase):
         self.position += len(content)
         return len(content)
 
-    def _ask(self, operation: str, **options: Any) -> Any:
+    def _request(self, operation: str, **options: Any) -> Any:
         try:
-            return ask(self.url, operation, **options)
+            return request(self.url, operation, **options)
         except FileNotFoundError as error:
             raise changed(without_query(self.url)) from error
 
@@ -214,11 +216,11 @@ def is_transient(error: Exception) -> bool:
     status, root = status_of(error), root_of(error)
     if status is not None:
         return status in (408, 425, 429) or status >= 500
-    lasting = (IsADirectoryError, NotADirectoryError, ImportError, ValueError, TypeError, LookupError)
-    return not (isinstance(root, lasting) or is_refusal(root))
+    permanent = (IsADirectoryError, NotADirectoryError, ImportError, ValueError, TypeError, LookupError)
+    return not (isinstance(root, permanent) or is_access_error(root))
 
 
-def is_refusal(error: BaseException) -> bool:
+def is_access_error(error: BaseException) -> bool:
     """True for an error about credentials, by the name of its type: botocore's errors have no common base."""
     words = ("Permission", "Credential", "Token", "Auth", "ProfileNotFound")
     return any(word in type(error).__name__ for word in words)
@@ -230,7 +232,7 @@ def describe_failure(error: Exception, url: str, tried: str = "") -> base.UserEr
     if status and str(status) not in cause:
         cause = f"HTTP {status}, {cause}"
     advice = "check the name and the network"
-    if status in (401, 403) or is_refusal(root):
+    if status in (401, 403) or is_access_error(root):
         cause, advice = f"no access, {cause}", "check the credentials of the store's package"
     elif tried:
         cause = f"{cause}, {tried}"

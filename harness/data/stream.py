@@ -32,7 +32,7 @@ from harness.data.formats import find_format, read_records
 from harness.data.mixture import SourceSpec
 from harness.data.packing import PackedSequence, StreamEvalSequences, mask_boundaries, sequence_tokens
 from harness.data.schema import read_documents
-from harness.data.tokenize import Encoded, TextEncoder, take
+from harness.data.tokenize import Encoded, TextEncoder, next_batch
 from harness.data.tokens import BEGINNING_TOKENS, checksum_of_beginning
 
 MIN_CHUNK = 2**12  # bytes; limits the number of shards, as each needs a chunk
@@ -132,7 +132,7 @@ class Stream:
             order = np.random.default_rng([self.seed, shard, epoch]).permutation(len(chunks))
             documents = self.documents(chunks[order[index_in_epoch]], counts if epoch == 0 else None)
             for portion in itertools.count():
-                portion_documents = list(take(documents, characters=MAX_CHUNK))
+                portion_documents = list(next_batch(documents, max_characters=MAX_CHUNK))
                 if not portion_documents:
                     break
                 if chunk > first_chunk or portion >= first_portion:
@@ -144,7 +144,7 @@ class Stream:
         """The first documents of chunks, with at least this number of tokens if there are that many."""
         found = [Encoded(np.empty(0, self.encoder.dtype), np.empty(0, np.int64))]
         documents, length = itertools.chain.from_iterable(map(self.documents, chunks)), 0
-        while length < num_tokens and (batch := list(take(documents, BATCH))):
+        while length < num_tokens and (batch := list(next_batch(documents, BATCH))):
             found.append(self.encoder.encode(batch, Counter()))
             length += len(found[-1].tokens)
         return Encoded(

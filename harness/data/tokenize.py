@@ -1,6 +1,5 @@
-"""Tokenize: documents as token ids, for a stream and for the token cache, in which a corpus is tokenized once, on all
-cores, and mapped afterwards. Next to the tokens of a cache are the ends of its documents and, for conversations and
-labels, the mask of what is trained on."""
+"""Tokenize: encoders of documents, and the token cache. A corpus is tokenized once, on all cores, into files that later
+starts map: its tokens, the ends of its documents and, for conversations and labels, the loss mask."""
 
 import functools
 import itertools
@@ -24,8 +23,12 @@ if TYPE_CHECKING:
 
 BATCH_CHARACTERS = 2**21  # per call of the tokenizer, which takes a hundred times this in memory
 VERSION = 8  # of the files; another version is not read
-LEFT_OUT = ["empty documents", "bad records"]  # keys of the counts
-LEFT_OUT += [f"{name} without a trained token" for name in ("conversations", "rows")]
+LEFT_OUT = (  # keys of the counts
+    "empty documents",
+    "bad records",
+    "conversations without a trained token",
+    "rows without a trained token",
+)
 FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # until the first line of progress, and between lines
 
 
@@ -34,20 +37,24 @@ class Encoded(NamedTuple):
 
     tokens: np.ndarray  # flat
     lengths: np.ndarray  # of each document, int64
-    trained: np.ndarray | None = None  # loss mask, uint8: 1 for each token that is trained on; None: all are
+    loss_mask: np.ndarray | None = None  # uint8, 1 for each token that is trained on; None: all are
 
 
-def take(documents: Iterator, count: int | None = None, characters: int = BATCH_CHARACTERS) -> Iterator:
-    """Yield the next documents: up to `count`, if it is given, fewer if these have more than `characters`."""
-    for document in itertools.islice(documents, count):
+def next_batch(
+    documents: Iterator, max_documents: int | None = None, max_characters: int = BATCH_CHARACTERS
+) -> Iterator:
+    """Yield the next documents: at most `max_documents`, and none after their sizes (in characters, of token ids in
+    ids) exceed `max_characters`."""
+    size = 0
+    for document in itertools.islice(documents, max_documents):
         yield document
-        characters -= len(document)
-        if characters < 0:
+        size += len(document)
+        if size > max_characters:
             return
 
 
 class TextEncoder:
-    """Encoder of texts, with an end-of-text token after each that has none, and of token ids, which are kept."""
+    """Encoder of texts, which get an end-of-text token unless they end with one; token ids pass unchanged."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
@@ -58,7 +65,7 @@ class TextEncoder:
         tokenizer = self.tokenizer
         if not tokenizer:
             return [self.vocab_size]
-        identity = [vocabulary_of(tokenizer), tokenizer.eos_token_id, self.vocab_size]
+        identity = [serialize_tokenizer(tokenizer), tokenizer.eos_token_id, self.vocab_size]
         if not tokenizer.is_fast:  # its class and arguments (lower case, normalization) decide how it splits text
             identity += [type(tokenizer).__name__, json.dumps(tokenizer.init_kwargs, sort_keys=True, default=str)]
         return identity
@@ -69,9 +76,9 @@ class TextEncoder:
         texts = [document for document in documents if isinstance(document, str)]
         if not texts:
             return self.join(documents, counts)
-        if self.tokenizer is None or self.tokenizer.eos_token_id is None:
-            if self.tokenizer is None:
-                raise base.UserError("--tokenizer: there is none, and text needs one; name it")
+        if self.tokenizer is None:
+            raise base.UserError("--tokenizer: there is none, and text needs one; name it")
+        if self.tokenizer.eos_token_id is None:
             problem = "it has no end-of-text token (eos_token), which text needs"
             raise base.UserError(f"--tokenizer {self.tokenizer.name_or_path}: {problem}")
         encoded, end = iter(encode_texts(self.tokenizer, texts)), self.tokenizer.eos_token_id
@@ -84,21 +91,21 @@ class TextEncoder:
                 arrays.append(document)
         return self.join(arrays, counts)
 
-    def join_trained(self, documents: Iterable[tuple[np.ndarray, np.ndarray]], counts: Counter, name: str) -> Encoded:
-        """Join (token ids, mask) of documents. Documents without a token to train on are left out and counted as `name`
-        without a trained token."""
+    def join_masked(self, documents: Iterable[tuple[np.ndarray, np.ndarray]], counts: Counter, key: str) -> Encoded:
+        """Join (token ids, loss mask) of documents. Documents without a token to train on are left out and counted in
+        `counts[key]`."""
         arrays, masks = [], [np.empty(0, np.uint8)]
-        for ids, trained in documents:
-            trained = trained.astype(np.uint8)
-            trained[:1] = 0  # no token precedes it
-            if trained.any():
+        for ids, loss_mask in documents:
+            loss_mask = loss_mask.astype(np.uint8)
+            loss_mask[:1] = 0  # no token precedes it
+            if loss_mask.any():
                 arrays.append(ids)
-                masks.append(trained)
+                masks.append(loss_mask)
             else:
-                counts[f"{name} without a trained token"] += 1
+                counts[key] += 1
         return self.join(arrays, counts, np.concatenate(masks))
 
-    def join(self, arrays: list[np.ndarray], counts: Counter, trained: np.ndarray | None = None) -> Encoded:
+    def join(self, arrays: list[np.ndarray], counts: Counter, loss_mask: np.ndarray | None = None) -> Encoded:
         """Lay token ids end to end, in the cache's dtype."""
         lengths = np.array([len(array) for array in arrays], np.int64)
         tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
@@ -108,14 +115,15 @@ class TextEncoder:
                 f"--tokenizer: it gave token id {largest}, the model has {self.vocab_size}; use the model's own"
             )
         counts.update(documents=len(arrays), tokens=len(tokens))
-        return Encoded(tokens.astype(self.dtype), lengths, trained)
+        return Encoded(tokens.astype(self.dtype), lengths, loss_mask)
 
 
 class RowEncoder(TextEncoder):
-    """Encoder of token ids with labels, which are kept."""
+    """Encoder of token ids with labels, which pass unchanged."""
 
     def encode(self, documents: list[LabelledIds], counts: Counter) -> Encoded:
-        return self.join_trained([(row.ids, row.trained) for row in documents], counts, "rows")
+        rows = [(row.ids, row.trained) for row in documents]
+        return self.join_masked(rows, counts, "rows without a trained token")
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> Iterator[list[int]]:
@@ -137,11 +145,10 @@ def backend_of(tokenizer: "PreTrainedTokenizerBase") -> "tokenizers.Tokenizer":
     return backend
 
 
-def vocabulary_of(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return what decides how a tokenizer splits text, as one string: all of a fast tokenizer, the vocabulary of a slow
-    one."""
-    vocabulary = backend_of(tokenizer).to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
-    return f"{vocabulary}, special tokens as text" if tokenizer.split_special_tokens else vocabulary
+def serialize_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return all that decides how a tokenizer splits text, as one string; of a slow one only its vocabulary."""
+    content = backend_of(tokenizer).to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+    return f"{content}, special tokens as text" if tokenizer.split_special_tokens else content
 
 
 def added_special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
@@ -164,13 +171,13 @@ def write_tokens(batches: Iterator[Encoded], folder: pathlib.Path) -> None:
     with (
         open(folder / "tokens.bin", "wb") as tokens,
         open(folder / "doc_ends.bin", "wb") as doc_ends,
-        open(folder / "trained.bin", "wb") as trained,
+        open(folder / "trained.bin", "wb") as loss_mask,
     ):
         for encoded in batches:
             tokens.write(encoded.tokens.data)
             doc_ends.write((total + np.cumsum(encoded.lengths)).data)
-            if encoded.trained is not None:
-                trained.write(encoded.trained.data)
+            if encoded.loss_mask is not None:
+                loss_mask.write(encoded.loss_mask.data)
             total += len(encoded.tokens)
 
 
@@ -186,13 +193,13 @@ def open_cache(folder: pathlib.Path, vocab_size: int) -> MappedTokens:
     )
 
 
-def describe_cache(folder: pathlib.Path, counts: dict) -> str:
-    """Describe a folder of the cache and its counts in one line."""
+def describe_cache(folder: pathlib.Path, record: dict) -> str:
+    """Describe a folder of the cache and its record in one line."""
     line = f"cached in {folder}"
-    if "seconds" in counts:
-        tokenized = f"tokenized {base.counted(counts['documents'], 'document')}"
-        line = f"{tokenized} in {counts['seconds']:.1f} s, {line}"
-    left_out = [f"{kind} {counts[kind]:,}" for kind in LEFT_OUT if counts.get(kind)]
+    if "seconds" in record:
+        tokenized = f"tokenized {base.counted(record['documents'], 'document')}"
+        line = f"{tokenized} in {record['seconds']:.1f} s, {line}"
+    left_out = [f"{kind} {record[kind]:,}" for kind in LEFT_OUT if record.get(kind)]
     if left_out:
         line += f", left out: {', '.join(left_out)}"
     return line

@@ -36,7 +36,7 @@ def describe_identity(
     whose changes are reported."""
     vocabulary = None
     if tokenizer and not data.from_token_files:  # token files do not use the tokenizer
-        vocabulary = hashlib.sha256(corpora.vocabulary_of(tokenizer).encode()).hexdigest()
+        vocabulary = hashlib.sha256(corpora.serialize_tokenizer(tokenizer).encode()).hexdigest()
     return {
         "model": as_json(config_fields(config)),
         "base": base_digest(settings, config),

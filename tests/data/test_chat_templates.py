@@ -151,7 +151,7 @@ def test_without_marks_the_same_characters_and_tokens_are_trained_on_as_with_the
     assert (text, spans) == by_hand.render(documents[0])
     expected, encoded = (chat.encode(documents, Counter()) for chat in (by_hand, found))
     assert np.array_equal(encoded.tokens, expected.tokens)
-    assert np.array_equal(encoded.trained, expected.trained) and encoded.trained.any()
+    assert np.array_equal(encoded.loss_mask, expected.loss_mask) and encoded.loss_mask.any()
 
 
 class Changing(NamedTuple):
@@ -206,7 +206,7 @@ def test_a_template_that_changes_what_came_before_is_refused_and_all_tokens_can_
     assert CHANGING[name].becomes in message and "\n" not in message
     assert "{% generation %}" in message and message.endswith("train on all tokens with --chat-loss all")
     assert describe_examples(iter(documents), chat_encoder(tokenizer, template)) == ""  # of the header
-    assert chat_encoder(tokenizer, template, "all").encode(documents, Counter()).trained[1:].all()
+    assert chat_encoder(tokenizer, template, "all").encode(documents, Counter()).loss_mask[1:].all()
 
 
 def test_what_a_template_drops_is_found_where_nothing_came_before_it(tokenizer):

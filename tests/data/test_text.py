@@ -139,7 +139,7 @@ CUTTABLE = {
 @pytest.mark.parametrize("name", [*CUTTABLE, "rows.parquet"])
 def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_path, monkeypatch, name):
     monkeypatch.setattr("harness.data.formats.text.READ_BYTES", 7)
-    monkeypatch.setattr("harness.data.formats.text.FIRST_TAIL", 5)
+    monkeypatch.setattr("harness.data.formats.text.TAIL_BYTES", 5)
     if name == "rows.parquet":
         write_records(tmp_path / name, LONG * 9, row_group_size=7)
     else:

@@ -3,13 +3,13 @@
 A format has `SUFFIXES`, the ends of its files' names, and one of these:
 
 - `read(stream, names)`, a generator: for each record its text, its token ids, a conversation, a `schema.BadRecord` that
-  says what is wrong, or None for nothing. `stream` has the file's bytes, decompressed; `names` are those of fields and
-  layouts, the best first. In `schema`, `find_document` (for objects) or `choose_name` and `read_named` (for columns)
-  find what is read of a record and check it.
-- `open_tokens(file, vocab_size)`: maps a file of token ids as a `tokens.MappedTokens`. Tokens are neither copied nor
+  says what is wrong, or None for nothing. `stream` has the file's bytes, decompressed; `names` are field names and keys
+  of `schema.LAYOUTS`, of which the first that a record has is read. In `schema`, `find_document` (for objects) or
+  `choose_name` and `read_named` (for columns) find what is read of a record and check it.
+- `open_tokens(path, vocab_size)`: maps a file of token ids as a `tokens.MappedTokens`. Tokens are neither copied nor
   read. What is cheap to check is checked here; a fault is `tokens.damaged_error`.
 
-A format that has `read` must have the first of these, and may have the others:
+A format that has `read` also has `RECORD_NAME`, and may have the others:
 
 - `RECORD_NAME`: what a record is called in messages ("line", "row").
 - `CAN_BE_CUT = True`: `read(stream, names, start, end)` gives the records that begin within these bytes, so parts end
@@ -41,7 +41,7 @@ from harness.data.data_file import COMPRESSIONS, DataFile
 from harness.data.schema import Record
 from harness.data.tokens import MappedTokens, damaged_error
 
-READ_BYTES = 2**18  # at once
+READ_BYTES = 2**18  # bytes per read
 
 
 @functools.cache
@@ -95,9 +95,10 @@ def decompressed(file: DataFile, raw: io.RawIOBase) -> Iterator[BinaryIO]:
         return
     buffered: Any = io.BufferedReader(raw, READ_BYTES)
     stream: Any
-    if file.compression == "gzip":  # Arrow refuses zeros after the end, as padding to a block leaves them
+    # gzip and bz2 by Python's readers: Arrow's fail on zeros after the end, such as padding to a disk block
+    if file.compression == "gzip":
         stream = gzip.GzipFile(fileobj=buffered)
-    elif file.compression == "bz2":  # as gzip
+    elif file.compression == "bz2":
         stream = bz2.BZ2File(buffered)
     else:
         import pyarrow
@@ -118,7 +119,7 @@ def read_records(
     with report_read_errors(file), file.open() as raw, decompressed(file, raw) as stream:
         for number, record in enumerate(file_format.read(stream, names, *part), 1):
             yield f"{file}, {file_format.RECORD_NAME} {number:,}{after}", record
-    if end is None:  # reading a whole file may take hours: this compares it with the listing again
+    if end is None:  # opened once more: that raises if the file has changed while it was read
         with report_read_errors(file):
             file.open().close()
 

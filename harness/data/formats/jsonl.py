@@ -26,11 +26,11 @@ def parse(line: bytes, position: int, names: tuple[str, ...]) -> Record:
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        kind = describe_other_file(line, position)
-        if position == 0 and line.startswith(UTF16_BOMS):
-            kind = kind or "UTF-16, not UTF-8"
-        place = f"byte {position + error.start:,} of the file: 0x{line[error.start]:02x} is not UTF-8"
-        return BadRecord(kind or place)
+        fault = describe_other_file(line, position)
+        if not fault and position == 0 and line.startswith(UTF16_BOMS):
+            fault = "UTF-16, not UTF-8"
+        byte = f"byte {position + error.start:,} of the file: 0x{line[error.start]:02x}"
+        return BadRecord(fault or f"{byte} is not UTF-8")
     except (ValueError, RecursionError) as error:
-        return BadRecord(f"broken JSON, {error}".replace("line 1 ", ""))
+        return BadRecord(f"broken JSON, {error}".replace("line 1 ", ""))  # the parser's number of lines in this line
     return find_document(record, names)

@@ -79,12 +79,12 @@ def choose_columns(schema: "pyarrow.Schema", names: tuple[str, ...]) -> tuple[st
     """Return (the field or layout that is read, the columns that it needs)."""
     flat_columns = {column.name for column in schema if not is_nested(column.type)}
     field = choose_name(schema.names, flat_columns, names)
-    item_types = {column.name: getattr(column.type, "value_type", column.type) for column in schema}  # of lists' items
+    item_types = {column.name: getattr(column.type, "value_type", column.type) for column in schema}  # or of the column
     if field in item_types and not is_nested(item_types[field]):  # a column of texts or token ids, not of messages
         columns = [field]
         if field not in flat_columns:
-            lists = [name for name in schema.names if name not in flat_columns and is_named_like_mask(name)]
-            columns += [*(name for name in ID_FIELDS if name in schema.names), *lists]
+            masks = [name for name in schema.names if name not in flat_columns and is_named_like_mask(name)]
+            columns += [*(name for name in ID_FIELDS if name in schema.names), *masks]
     else:
         columns = [*layout_of(field).needs, *optional_columns(layout_of(field), schema.names)]
     columns = list(dict.fromkeys(columns))
@@ -151,7 +151,8 @@ def rows_of_integers(column: "pyarrow.Array") -> list[np.ndarray] | None:
     from pyarrow import types
 
     kind = column.type
-    if not (types.is_nested(kind) and types.is_integer(getattr(kind, "value_type", None) or kind)) or column.null_count:
+    is_list = types.is_nested(kind) and hasattr(kind, "value_type")  # not a struct or map
+    if not is_list or not types.is_integer(kind.value_type) or column.null_count:
         return None
     integers = column.flatten()
     if integers.null_count:

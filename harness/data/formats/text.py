@@ -12,7 +12,7 @@ SUFFIXES = (".txt", ".md")
 RECORD_NAME = "document"
 CAN_BE_CUT = True
 
-FIRST_TAIL = 2**13  # bytes of the first read after the end of a part, for the end of its last record
+TAIL_BYTES = 2**13  # first read beyond the end of a part, to complete its last record
 UTF8_BOM, UTF16_BOMS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")  # byte order marks
 OTHER_FILES = {  # first bytes of files that are no text: what they are
     b"%PDF-": "a PDF, not text",
@@ -38,31 +38,36 @@ def read(stream: BinaryIO, names: tuple[str, ...], start: int = 0, end: int | No
         if kind:
             yield BadRecord(kind)
         else:
-            yield from read_lines(content, position)
+            yield from read_document(content, position)
 
 
 def describe_other_file(content: bytes, position: int) -> str:
     """Describe a file that is no text from its first record; "" for text and for later records."""
-    return next((kind for start, kind in OTHER_FILES.items() if position == 0 and content.startswith(start)), "")
+    if position:
+        return ""
+    return next((kind for start, kind in OTHER_FILES.items() if content.startswith(start)), "")
 
 
-def read_lines(content: bytes, position: int) -> Iterator[Record]:
+def read_document(content: bytes, position: int) -> Iterator[Record]:
     """Yield a bad record for each line that cannot be decoded or has a NUL, then the document of the other lines.
     `position` is that of `content` in the file, in bytes."""
     encoding = "utf-16" if position == 0 and content.startswith(UTF16_BOMS) else "utf-8"
+    fault = ""  # the first one; `before` is the text before it
     try:
         text = content.decode(encoding)
-        before, fault = text.partition("\0")[0], "a NUL byte"  # before the first fault, if there is one
     except UnicodeDecodeError as error:
-        text, before = content.decode(encoding, AS_NUL), content[: error.start].decode(encoding)
         fault = f"0x{content[error.start]:02x} is not {encoding.upper()} (iconv converts other encodings)"
+        text, before = content.decode(encoding, AS_NUL), content[: error.start].decode(encoding)
+    if not fault and "\0" in text:
+        fault, before = "a NUL byte", text.partition("\0")[0]
     if position == 0:
         text = text.removeprefix("\ufeff")
     text = text.replace("\r\n", "\n")
-    if "\0" in text:
+    if fault:
         place = f"line {before.count(chr(10)) + 1:,}, byte {position + len(before.encode(encoding)):,} of the file"
         lines = text.split("\n")
         good = [line for line in lines if "\0" not in line]
+        # one per line, so that they are counted; all name the first
         yield from [BadRecord(f"{place}: {fault}")] * (len(lines) - len(good))
         text = "\n".join(good)
     yield text.strip("\n") or None
@@ -81,8 +86,8 @@ def split_records(stream: BinaryIO, separator: bytes, start: int, end: int | Non
     is_ours = start == 0  # False until a separator is found: what is before it is of a record that began earlier
     record_start, rest = position, b""
     while is_ours or position < end:
-        size = min(READ_BYTES, end - position) if position < end else FIRST_TAIL
-        block = stream.read(max(size, len(rest)))  # blocks grow with a record, which is joined less often
+        size = min(READ_BYTES, end - position) if position < end else TAIL_BYTES
+        block = stream.read(max(size, len(rest)))  # as much as is left of a record: joining it stays linear
         if not block:
             break
         position += len(block)
