@@ -19,7 +19,7 @@ SPLIT_KEYWORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 SEPARATOR = r"[-._ 0-9]"  # around a keyword in a name
-SHARD = re.compile(r"data/([^/]*)-[0-9]{5}-of-[0-9]{5}[^/]*\.[^/]*")  # SPLIT-00000-of-00001.*, any name
+SHARD = re.compile(r"data/([^/]*)-[0-9]{5}-of-[0-9]{5}[^/]*\.[^/]*")  # data/SPLIT-00000-of-00001.*
 NO_DATA = re.compile(  # in a folder; cache-*.arrow are the results of maps and filters of `datasets`
     r"readme\.md|config\.json|dataset_infos?\.json|dataset_dict\.json|state\.json|cache-.*\.arrow"
 )

@@ -1,6 +1,7 @@
 """Stores: the files at a URL such as `s3://bucket/folder`, listed and read through fsspec without a local copy.
 
-Requests are retried here: fsspec's HTTP has no retries of its own, and those of s3fs give up after two seconds."""
+Requests are retried here: fsspec's HTTP has no retries of its own, and those of s3fs give up after two seconds. gcsfs
+tries 6 times, which takes up to 36 s and cannot be turned off."""
 
 import glob
 import io
@@ -16,7 +17,7 @@ from harness import base
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-TIMEOUT_SECONDS = 30  # of a request for a range, or for information on a file
+TIMEOUT_SECONDS = 45  # of a request for a range, or for information on a file; gcsfs' retries fit in
 LISTING_SECONDS = 600  # of a request for the names in a folder
 TRIES = 8
 FIRST_WAIT = 0.5  # seconds before the second try, doubled for each further one
@@ -56,22 +57,22 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     import fsspec
 
     scheme = url.partition(":")[0].lower()
-    if "::" in url:
-        raise base.UserError(f"--dataset {url}: chained URLs are not read; give the file's own")
+    if "::" in url:  # not printed, as it may have a signature
+        raise base.UserError(f"--dataset {scheme}::...: chained URLs are not read; give the file's own")
     if has_password(url):
         problem = "a password in a URL would be logged"
         raise base.UserError(f"--dataset {scheme}://: {problem}; give it as {scheme}'s package takes it")
     base.set_hub_offline_without_network(url)
     options: dict[str, Any] = {"use_listings_cache": False}  # files may change during a run
     is_s3 = scheme in ("s3", "s3a")
-    if is_s3:  # retries of botocore
+    if is_s3:  # requests are retried here, not by botocore
         user_options = fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1}} | user_options
     try:
         filesystem, path = fsspec.core.url_to_fs(url, **options)
     except Exception as error:  # also for an unknown scheme, or a missing package
         raise describe_failure(error, url) from error
-    if is_s3:  # retries of s3fs, around those of botocore
+    if is_s3:  # nor by s3fs
         filesystem.retries = 1
     for package in ("s3fs", "gcsfs"):  # they log what the UserError says
         logging.getLogger(package).setLevel(logging.CRITICAL)
@@ -205,6 +206,8 @@ def status_of(error: BaseException | None) -> int | None:
     """Return the HTTP status of an error or of one of its causes; None without one."""
     while error is not None:
         status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+        if type(error).__module__.startswith(("gcsfs.", "google.")):  # `code` of aiohttp's errors is no status
+            status = getattr(error, "code", None)
         if isinstance(status, int):
             return status
         error = error.__cause__
@@ -221,9 +224,10 @@ def is_transient(error: Exception) -> bool:
 
 
 def is_access_error(error: BaseException) -> bool:
-    """True for an error about credentials, by the name of its type: botocore's errors have no common base."""
+    """True for an error about credentials or permissions, by the name of its type, as botocore's errors have no common
+    base; by its text for gcsfs, which raises an OSError."""
     words = ("Permission", "Credential", "Token", "Auth", "ProfileNotFound")
-    return any(word in type(error).__name__ for word in words)
+    return any(word in type(error).__name__ for word in words) or str(error).startswith("Forbidden: ")
 
 
 def describe_failure(error: Exception, url: str, tried: str = "") -> base.UserError:

@@ -143,7 +143,7 @@ def test_a_file_that_changed_since_it_was_listed_or_is_gone_is_refused(store):
     "url, printed",
     [
         ("memory://bucket/nothing", "needs .* files"),
-        ("filecache::memory://bucket/a.txt", "chained URLs are not read"),
+        ("simplecache::https://host/a.txt?sig=secret", "chained URLs are not read"),
         ("s3://me:secret@bucket/a.txt", "a password in a URL would be logged"),
         ("s3://bucket/a.txt", r"(?i)cannot be read \(.*install s3fs"),
     ],
@@ -153,6 +153,21 @@ def test_a_wrong_url_or_a_missing_package_is_one_line_at_once(monkeypatch, url, 
     with pytest.raises(UserError, match=printed) as raised:
         find_files(url)
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_missing_access_to_a_google_bucket_is_one_line_at_once(monkeypatch, status):
+    retry = pytest.importorskip("gcsfs.retry", reason="needs the package gcsfs")
+    requests = []
+
+    def info(self, path):
+        requests.append(path)
+        retry.validate_response(status, b'{"error": {"message": "no storage.objects.get"}}', path)
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "info", info)
+    with pytest.raises(UserError, match=r"\(no access, .*\); check the credentials of the store's package"):
+        find_files("memory://bucket/a.txt")
+    assert len(requests) == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
