@@ -228,6 +228,14 @@ def test_messages_and_their_tools_are_read_whatever_the_type_of_their_column(tmp
     assert of_table == of_lines
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_message_that_is_a_map_with_a_key_twice_is_refused(tmp_path, load, suffix):
+    column = pyarrow.array([[[("role", "user"), ("content", "A"), ("content", "B")]]], MESSAGES["maps"])
+    file = write_records(tmp_path / f"a.{suffix}", pyarrow.table({"messages": column}))
+    with pytest.raises(UserError, match=r"row 1: .*duplicate key was 'content'"):
+        load(file, with_tokenizer=demo_tokenizer(EVERYTHING))
+
+
 @pytest.mark.parametrize("value", [decimal.Decimal("1.5"), datetime.date(2024, 7, 26)])
 def test_an_argument_that_json_does_not_have_is_refused(tmp_path, load, value):
     """transformers renders its type."""

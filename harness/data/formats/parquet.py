@@ -12,6 +12,7 @@ from harness.data.formats import READ_BYTES, report_read_errors
 from harness.data.schema import (
     ID_FIELDS,
     MAX_TOKEN_ID,
+    BadRecord,
     Record,
     check_ids,
     choose_name,
@@ -113,13 +114,19 @@ def count(stream: io.RawIOBase) -> int:
 def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
     """Yield the documents of Arrow rows: token ids and what is read with them as slices of arrays, all else through
     Python objects."""
-    columns = {name: rows_of_integers(batch[name]) for name in batch.schema.names}
+    arrays = {name: batch[name] for name in batch.schema.names}
+    columns = {name: rows_of_integers(array) for name, array in arrays.items()}
     ids = columns.pop(field, None)
     has_others = None in columns.values()  # columns that are not lists of integers
     if ids is None or has_others or not are_token_ids(ids):
-        kinds = {column.name: column.type for column in batch.schema}
-        for fields in batch.to_pylist(maps_as_pydicts="strict"):
-            yield read_named({name: convert(value, kinds[name]) for name, value in fields.items()}, field)
+        for row in range(batch.num_rows):
+            scalars = {name: array[row] for name, array in arrays.items()}
+            try:
+                fields = {name: scalar.as_py(maps_as_pydicts="strict") for name, scalar in scalars.items()}
+            except (KeyError, ValueError) as error:  # a map has a key twice
+                yield BadRecord(error.args[0], field)
+            else:
+                yield read_named({name: convert(value, scalars[name].type) for name, value in fields.items()}, field)
         return
     for row, values in enumerate(ids):
         yield check_ids(values, {name: rows[row] for name, rows in columns.items()})
