@@ -302,6 +302,7 @@ UNUSABLE = [  # file, content, what the error printed after the file's name
     ("data.jsonl", GOOD * 5000 + b'{"text": "A", }\n' + GOOD, ", line 5,001: broken JSON"),
     ("data.jsonl", b'{"text": null}\n' + GOOD, ", line 1: null instead of text; fix it, or leave bad records out"),
     ("data.jsonl", GOOD + b'{"text": "caf\xe9"}\n', ", line 2: byte 91 of the file: 0xe9 is not UTF-8"),
+    ("data.jsonl", b'\xef\xbb\xbf{"text": "caf\xe9"}\n', ", line 1: byte 16 of the file: 0xe9 is not UTF-8"),
     ("data.jsonl", b"\xff\xfe" + GOOD.decode().encode("utf-16-le"), ", line 1: UTF-16, not UTF-8; fix it"),
     ("data.jsonl", gzip.compress(GOOD, mtime=0), ", line 1: gzip data, whose name ends in .gz; fix it"),
     ("data.jsonl", GOOD + b'{"text": "a\\ud800b"}\n', ', line 2: "a\\ud800b" with half a surrogate pair'),

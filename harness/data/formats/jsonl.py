@@ -19,8 +19,8 @@ def read(stream: BinaryIO, names: tuple[str, ...], start: int = 0, end: int | No
 
 def parse(line: bytes, position: int, names: tuple[str, ...]) -> Record:
     """Return the document of a line at `position` in the file; None for a blank one, which is no error."""
-    if position == 0:
-        line = line.removeprefix(UTF8_BOM)
+    if position == 0 and line.startswith(UTF8_BOM):
+        line, position = line.removeprefix(UTF8_BOM), len(UTF8_BOM)
     if not line.strip():
         return None
     try:
