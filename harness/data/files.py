@@ -169,7 +169,12 @@ def list_paths(path: str) -> tuple[list[DataFile], list[str]]:
 def walk(top: str) -> Iterator[str]:
     """Yield the files in a folder and its subfolders, each real folder once, without hidden ones."""
     entered: set[str] = set()
-    for folder, below, names in os.walk(top, followlinks=True):
+
+    def refuse(error: OSError) -> None:
+        problem = f"cannot be read ({base.first_line(error)})"
+        raise base.UserError(f"--dataset {top}: {problem}; make it readable, or give the files")
+
+    for folder, below, names in os.walk(top, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder)
         if real in entered:
             below.clear()

@@ -130,6 +130,20 @@ def test_each_real_file_and_folder_is_read_once(tmp_path):
     assert found.left_out == ["0.txt (the same as a.txt)", "pipe.txt (no regular file)"]
 
 
+@pytest.mark.parametrize("folder", ["data", "data/sub"])
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch, folder):
+    data, unreadable, scandir = make(tmp_path / "data", "a.txt", "sub/b.txt"), str(tmp_path / folder), os.scandir
+
+    def scan(path):
+        if path == unreadable:  # whose permissions root does not need
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    with pytest.raises(UserError, match=f"^--dataset {data}: cannot be read .*Permission denied: '{unreadable}'"):
+        files.find_files(str(data))
+
+
 @pytest.mark.parametrize("pattern", ["da[st]a/story-[0-9].txt", "**/story*", "data/../d*/*"])
 def test_a_pattern_is_local_whatever_its_signs_are(tmp_path, monkeypatch, pattern):
     make(tmp_path / "data", "story-0.txt", "story-1.txt", "story-2.txt")
