@@ -323,9 +323,10 @@ def bad_slice(bounds: list[str], problem: str) -> base.UserError:
 
 def slice_rows(split_files: list[DataFile], bounds: list[str]) -> tuple[int, int] | None:
     """(start, stop) of the rows of a slice of a hub data set, so that only these are tokenized; None if its files do
-    not say how many rows they have, or if there are too few for a percentage."""
-    count = getattr(find_format(split_files[0].name), "count", None)
-    if count is None or any(find_format(file.name) is not find_format(split_files[0].name) for file in split_files):
+    not say how many rows they have, as compressed ones, or if there are too few for a percentage."""
+    file_format = find_format(split_files[0].name)
+    count = getattr(file_format, "count", None)
+    if count is None or any(file.compression or find_format(file.name) is not file_format for file in split_files):
         return None
     rows = 0
     for file in split_files:

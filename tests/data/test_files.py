@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gzip
 import os
 import types
 
@@ -14,6 +15,7 @@ from corpora import write_records
 from harness import base, data
 from harness.base.errors import UserError
 from harness.data import corpora, files
+from harness.data.data_file import DataFile
 from harness.data.formats import open_token_file
 
 TEXT = "Once upon a time there was a fox."
@@ -203,6 +205,11 @@ def test_the_files_of_a_hub_data_set_are_read_as_local_ones_and_of_a_slice_only_
     assert load("someone/stories", split="validation").tokens[:].tolist() == encoded([TEXT * 9])
     with pytest.raises(UserError, match="has no split 'test'"):
         load("someone/stories", split="test")
+
+
+def test_the_rows_of_compressed_parquet_are_not_counted(tmp_path):
+    (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(write_records(tmp_path / "a.parquet", [TEXT]).read_bytes()))
+    assert corpora.slice_rows([DataFile.from_path(str(tmp_path / "a.parquet.gz"))], ["0", "1"]) is None
 
 
 def test_a_hub_data_set_that_cannot_be_had_is_one_line(monkeypatch, load):
