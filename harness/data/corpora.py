@@ -178,7 +178,7 @@ def inspect_source(
     if path == "demo":
         path = str(flags.ASSETS / "demo" / "stories")
     elif path in flags.DATASETS:
-        path = str(registered.write_once(path, cache_dir))
+        path = str(registered.write_once(path, cache_dir)[0])
     listing = files.find_files(path, subset)
     split = next((split for split in splits if parse_split(split)[0] in listing.splits), splits[-1])
     split_files = listing.files_in_split(parse_split(split)[0])

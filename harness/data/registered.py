@@ -29,17 +29,20 @@ def write_all(settings: flags.Flags) -> None:
         names.append(settings.eval_split)
     for name in names:
         if name in flags.DATASETS:
-            path = base.call_on_all_ranks(functools.partial(write_once, name, settings.cache_dir))
+            path, record = base.call_on_all_ranks(functools.partial(write_once, name, settings.cache_dir))
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - SAMPLE_BYTES))
                 sample = hashlib.sha256(file.read()).hexdigest()
+            if any(base.all_gather_objects("seconds" in record)):
+                job.print0("data      ", f"{name}: {base.counted(record['records'], 'record')} written to {path}")
             if len({*base.all_gather_objects((path.stat().st_size, sample))}) > 1:
                 problem = "its function gives other records on another machine"
                 raise base.UserError(f"--dataset {name}: {problem}; the order of a set is a usual cause")
 
 
-def write_once(name: str, cache_dir: str | os.PathLike | None) -> pathlib.Path:
-    """Call the function of a registered data set and write its records, unless the cache has them; return their file.
+def write_once(name: str, cache_dir: str | os.PathLike | None) -> tuple[pathlib.Path, dict]:
+    """Call the function of a registered data set and write its records, unless the cache has them; return (their file,
+    the record of its folder in the cache).
 
     Raises:
         UserError: the function fails, gives no records or others in a second call, or does not end; a record is of no
@@ -51,11 +54,8 @@ def write_once(name: str, cache_dir: str | os.PathLike | None) -> pathlib.Path:
         return {"records": write_records(folder / f"{name}.jsonl", name)}
 
     key = [sorted(flags.IMPORTED.values()), name, dataset.version, dataset.limit]
-    folder, counts = make_once(name, key, make, cache_dir)
-    path = folder / f"{name}.jsonl"
-    if "seconds" in counts:
-        job.print0("data      ", f"{name}: {base.counted(counts['records'], 'record')} written to {path}")
-    return path
+    folder, record = make_once(name, key, make, cache_dir)
+    return folder / f"{name}.jsonl", record
 
 
 def write_records(path: pathlib.Path, name: str) -> int:
