@@ -25,9 +25,8 @@ The files, in an order in which none needs a later one, but `opening`, where rea
     loader                      samples -> batches of a rank
     header, prompts             what is printed about it; the texts that samples continue
 
-`args` are flags as typed, `settings` resolved ones; a `flags.Flags` may be either. An int named `samples` is a count of
-samples, `num_samples` where the samples themselves are in scope too. `doc_ends` and `doc_starts` are positions of
-tokens: after each document, and of its first token.
+`args` are flags as typed, `settings` resolved ones; a `flags.Flags` may be either. `doc_starts` are the positions of
+documents' first tokens, `doc_ends` those after their last ones.
 """
 
 from harness.data.corpora import Corpora, Corpus, find, masks_documents, needs_tokenizer

@@ -369,6 +369,7 @@ def open_split(settings: flags.Settings, corpus: Corpus, reader: CorpusReader, s
         fields=corpus.fields_to_read,
         seq_len=settings.sequence_length,
         seed=settings.seed,
+        kind=corpus.kind,
         skip_bad=settings.skip_bad_records,
         num_shards=num_shards,
         document_mask=bool(settings.document_mask),

@@ -75,6 +75,7 @@ class Stream:
         fields: tuple[str, ...],
         seq_len: int,
         seed: int,
+        kind: str = "text",
         skip_bad: bool = False,
         num_shards: int = 1,
         document_mask: bool = False,
@@ -82,6 +83,7 @@ class Stream:
         self.files, self.encoder, self.fields = files, encoder, fields
         self.seq_len, self.seed, self.skip_bad, self.document_mask = seq_len, seed, skip_bad, document_mask
         self.is_uniform = not document_mask  # True if all labels of each sequence count
+        self.kind = kind  # of its records, "text" or "ids": a stream of conversations or labels is refused
         self.selection: Selection = "all"
         self.num_shards = num_shards
         self.chunks = cut_into_chunks(files, num_shards)
@@ -97,8 +99,8 @@ class Stream:
         counts = Counter() if counts is None else counts
         for part in chunk:
             records = read_records(part.file, self.fields, part.start, part.end)
-            # texts and token ids only: a stream of conversations is refused
-            documents: Iterator[Any] = read_documents(records, self.encoder.vocab_size, self.skip_bad, counts)
+            vocab_size = self.encoder.vocab_size
+            documents: Iterator[Any] = read_documents(records, vocab_size, self.skip_bad, counts, self.kind)
             for document in documents:
                 if self.selection == "all" or is_eval_document(document) == (self.selection == "eval"):
                     yield document

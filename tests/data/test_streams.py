@@ -179,6 +179,9 @@ def test_a_stream_says_how_many_bad_records_it_leaves_out_or_names_the_first(dev
     with pytest.raises(UserError, match=r"bad.jsonl, line \d+( after byte [\d,]+)?: broken JSON") as raised:
         train(run, device)
     assert raised.value.exit_code == 1 and "\n" not in str(raised.value)
+    rows = [{"input_ids": [5] * 100}] * 40 + [{"input_ids": [5, 6], "labels": [5, 6]}] * 40
+    with pytest.raises(UserError, match="token ids with labels instead of token ids, as the first record has"):
+        train([*flags, "--dataset", write_records(tmp_path / "rows.jsonl", rows)], device)
 
 
 def test_what_cannot_be_streamed_is_refused(mistake, corpus, tmp_path):
