@@ -80,7 +80,8 @@ def choose_columns(schema: "pyarrow.Schema", names: tuple[str, ...]) -> tuple[st
     """Return (the field or layout that is read, the columns that it needs)."""
     flat_columns = {column.name for column in schema if not is_nested(column.type)}
     field = choose_name(schema.names, flat_columns, names)
-    item_types = {column.name: getattr(column.type, "value_type", column.type) for column in schema}  # or of the column
+    # the type of a list's items, or of the column
+    item_types = {column.name: getattr(column.type, "value_type", column.type) for column in schema}
     if field in item_types and not is_nested(item_types[field]):  # a column of texts or token ids, not of messages
         columns = [field]
         if field not in flat_columns:
