@@ -68,9 +68,9 @@ def get_dataset(
         split: with an optional slice; by default `train`, of hub data its first 5 %.
         vocab_size: embeddings of the model; by default the tokenizer's own size. Required without a tokenizer.
         cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.
-        text_field: column of the text, of messages, or, if it is `input_ids`, of token ids. A single name wins over
-            conversations in other columns; of several names the first that a record has is read, unless it has a
-            conversation. With ids, `labels`, `attention_mask` and masks of the loss are read.
+        text_field: column of the text, of messages, or, if it is `input_ids`, of token ids. One name: that column.
+            Several names: a record's conversation if it has one, else the first of these columns that it has. With ids,
+            `labels`, `attention_mask` and masks of the loss are read.
         skip_bad_records: leave out, and count, records that have no text; otherwise the first is a UserError.
         packing: "concatenate" cuts documents where sequences end, "best-fit" fills sequences with whole ones, "none"
             pads each to a sequence of its own; by default conversations and rows with labels are packed best-fit and
@@ -111,8 +111,8 @@ def get_dataset(
 
 
 def get_gpu_peak_tflops(name: str | None = None) -> float | None:
-    """Dense bf16 peak in TFLOPS, from assets/gpus.csv, of the GPU that its driver gives this name, by default the
-    current one; None for a GPU that is not listed, and for a CPU."""
+    """Dense bf16 peak in TFLOPS, from assets/gpus.csv, of the GPU with this name of its driver, by default the current
+    GPU; None for a GPU that is not listed, and for a CPU."""
     if name is None and not torch.cuda.is_available():
         return None
     gpu = base.find_gpu(torch.cuda.get_device_name() if name is None else name)
@@ -148,52 +148,54 @@ def get_model_flops_per_token(
 def get_flops_by_length(
     model: "transformers.PreTrainedModel | transformers.PretrainedConfig", lengths: np.ndarray, causal: bool = False
 ) -> np.ndarray:
-    """FLOPs per token, as `get_model_flops_per_token` counts them, of documents of these lengths, which ascend;
-    attention stays inside a document. Returns float64 of the same shape."""
+    """For each of the ascending `lengths`: FLOPs per token, as `get_model_flops_per_token` counts them, in a document of
+    so many tokens, with attention inside it. Returns float64 of the same shape."""
     import transformers
 
     from harness import model as models  # it loads the models of transformers, which takes seconds
 
     config = model if isinstance(model, transformers.PretrainedConfig) else model.config
-    on_meta = models.eager_on_meta(config)
-    text = on_meta.config.get_text_config()
-    matmuls = 6 * matmul_parameters(on_meta, text)
+    meta_model = models.eager_on_meta(config)
+    text_config = meta_model.config.get_text_config()
+    matmuls = 6 * matmul_parameters(meta_model, text_config)
     skips_masked = not models.computes_every_score(config)
-    formula_holds = models.count_flops(on_meta, 4) == 4 * (matmuls + attention_flops(text, np.array([4])).sum())
+    by_formula = 4 * (matmuls + attention_flops(text_config, np.array([4])).sum())
+    formula_holds = models.count_flops(meta_model, 4) == by_formula
     if causal and not formula_holds:
-        problem = f"the FLOPs of {text.model_type} come from torch's counter, which knows no causal masks"
+        problem = f"the FLOPs of {text_config.model_type} come from torch's counter, which knows no causal masks"
         raise ValueError(f"causal=True: {problem}")
     has_frozen = isinstance(model, torch.nn.Module) and models.has_frozen(model)
     if formula_holds and not has_frozen:
-        return matmuls + attention_flops(text, lengths, skips_masked, causal).sum(0)
+        return matmuls + attention_flops(text_config, lengths, skips_masked, causal).sum(0)
     if has_frozen:
-        models.freeze_as_in(model, on_meta)
-    # torch counts whole score matrices, also what masks leave out
-    masked_out = attention_flops(text, lengths) - attention_flops(text, lengths, skips_masked, causal)
-    if has_frozen and masked_out.any():  # of the products only those are computed whose gradients something needs
-        all_products = attention_flops(text, np.array([1]))  # of a key, in each layer
-        masked_out *= models.attention_flops_per_key(on_meta)[:, None] / np.maximum(all_products, 1)
-    return counted_by_length(on_meta, lengths) - masked_out.sum(0)
+        models.freeze_as_in(model, meta_model)
+    # torch counts whole score matrices; what masks leave out of them is subtracted
+    masked_out = attention_flops(text_config, lengths) - attention_flops(text_config, lengths, skips_masked, causal)
+    if has_frozen and masked_out.any():
+        # with frozen weights a layer may compute a part of attention's products only: the part that torch counts
+        formula_per_key = attention_flops(text_config, np.array([1]))
+        masked_out *= models.attention_flops_per_key(meta_model)[:, None] / np.maximum(formula_per_key, 1)
+    return counted_by_length(meta_model, lengths) - masked_out.sum(0)
 
 
-def counted_by_length(on_meta: torch.nn.Module, lengths: np.ndarray) -> np.ndarray:
+def counted_by_length(meta_model: torch.nn.Module, lengths: np.ndarray) -> np.ndarray:
     """FLOPs per token of sequences of these ascending lengths, as torch counts them. They are linear in the length, so
     two counts give all."""
     from harness import model as models
 
     longest = int(lengths[-1])
-    at_longest = models.count_flops(on_meta, longest) / longest
+    at_longest = models.count_flops(meta_model, longest) / longest
     if len(lengths) == 1:
         return np.array([at_longest])
     half = max(longest // 2, 1)
-    at_half = models.count_flops(on_meta, half) / half
+    at_half = models.count_flops(meta_model, half) / half
     per_position = (at_longest - at_half) / max(longest - half, 1)
     return at_longest - per_position * (longest - lengths)
 
 
 def matmul_parameters(model: torch.nn.Module, config: "transformers.PretrainedConfig") -> int:
-    """Parameters of the matmuls that one token passes. Of a mixture's experts, modules in a list named `experts` or one
-    weight of three dimensions (experts, outputs, inputs), as many count as the config says are active."""
+    """Parameters of the matmuls that one token passes. Of a mixture's experts only the active ones count, by the config.
+    Experts are modules in a list named `experts`, or one weight of three dimensions (experts, outputs, inputs)."""
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
     active = next((getattr(config, name) for name in names if getattr(config, name, None)), 1)
     active = active[0] if isinstance(active, list) else active  # one for each layer
@@ -221,10 +223,9 @@ def attention_flops(
     A query meets all keys of its sequence, or with `skips_masked` those of its layer's window or chunk. If `causal`, it
     meets, on average over the sequence, those of them that come before it.
     """
-    layer_types = getattr(config, "layer_types", None)
-    if not layer_types:  # all alike; a sliding layer without a window has full attention, and Moshi ignores its window
-        layer_types = ["full_attention" if config.model_type == "moshi" else "sliding_attention"]
-        layer_types *= config.num_hidden_layers
+    # Without types all layers are alike: sliding, which without a window is full attention. Moshi ignores its window.
+    default = "full_attention" if config.model_type == "moshi" else "sliding_attention"
+    layer_types = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
     flops, positive = np.zeros((len(layer_types), len(lengths))), np.maximum(lengths, 1)
     for index, layer_type in enumerate(layer_types):
         layer = config.per_layer_config[index]  # transformers' view: the config as this layer has it
@@ -236,14 +237,13 @@ def attention_flops(
         keys = lengths
         if skips_masked and layer_type == "sliding_attention":
             keys = np.minimum(getattr(layer, "sliding_window", None) or lengths, lengths)
-        if layer_type == "chunked_attention":
-            if skips_masked:
-                chunk = np.minimum(getattr(layer, "attention_chunk_size", None) or positive, positive)
-                last_chunk = lengths % chunk
-                keys = (lengths // chunk * chunk**2 + last_chunk**2) / positive
-            keys = keys / 2 if causal else keys
-        elif causal:
-            # the first queries of a sequence have no full window before them
+        if skips_masked and layer_type == "chunked_attention":
+            chunk = np.minimum(getattr(layer, "attention_chunk_size", None) or positive, positive)
+            last_chunk = lengths % chunk
+            keys = (lengths // chunk * chunk**2 + last_chunk**2) / positive
+        if causal and layer_type == "chunked_attention":  # each chunk begins anew
+            keys = keys / 2
+        elif causal:  # the first queries have no full window before them
             keys = keys * (1 - keys / (2 * positive))
         flops[index] = 6 * heads * (qk_dim + v_dim) * keys
     return flops
@@ -279,9 +279,9 @@ def estimate_mfu(
 class PerformanceTracker:
     """Speed of the steps after warmup.
 
-    An interval is the steps between two calls of `step` that read the clock; the very first such call ends the warmup.
-    The device is synchronized at these two ends, and around a pause. Give every step its tokens; with
-    `synchronize=False` a step is only counted and costs nothing.
+    An interval is the steps between two readings of the clock: at the end of the warmup (without one, at the start), and
+    in each call of `step` with `synchronize`. The device is synchronized at both ends, and around a pause. Give every
+    step its tokens; with `synchronize=False` a step is only counted and costs nothing.
     """
 
     warmup_steps: int = 10  # left out at the start: compilation, allocator, autotuning
