@@ -148,8 +148,8 @@ def get_model_flops_per_token(
 def get_flops_by_length(
     model: "transformers.PreTrainedModel | transformers.PretrainedConfig", lengths: np.ndarray, causal: bool = False
 ) -> np.ndarray:
-    """For each of the ascending `lengths`: FLOPs per token, as `get_model_flops_per_token` counts them, in a document of
-    so many tokens, with attention inside it. Returns float64 of the same shape."""
+    """For each of the ascending `lengths`: FLOPs per token, as `get_model_flops_per_token` counts them, in a document
+    of so many tokens, with attention inside it. Returns float64 of the same shape."""
     import transformers
 
     from harness import model as models  # it loads the models of transformers, which takes seconds
@@ -194,8 +194,8 @@ def counted_by_length(meta_model: torch.nn.Module, lengths: np.ndarray) -> np.nd
 
 
 def matmul_parameters(model: torch.nn.Module, config: "transformers.PretrainedConfig") -> int:
-    """Parameters of the matmuls that one token passes. Of a mixture's experts only the active ones count, by the config.
-    Experts are modules in a list named `experts`, or one weight of three dimensions (experts, outputs, inputs)."""
+    """Parameters of the matmuls that one token passes. Of a mixture's experts only those count that are active by the
+    config. Experts are modules in a list named `experts`, or one weight (experts, outputs, inputs)."""
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
     active = next((getattr(config, name) for name in names if getattr(config, name, None)), 1)
     active = active[0] if isinstance(active, list) else active  # one for each layer
@@ -279,9 +279,9 @@ def estimate_mfu(
 class PerformanceTracker:
     """Speed of the steps after warmup.
 
-    An interval is the steps between two readings of the clock: at the end of the warmup (without one, at the start), and
-    in each call of `step` with `synchronize`. The device is synchronized at both ends, and around a pause. Give every
-    step its tokens; with `synchronize=False` a step is only counted and costs nothing.
+    An interval is the steps between two readings of the clock: at the end of the warmup (without one, at the start),
+    and in each call of `step` with `synchronize`. The device is synchronized at both ends, and around a pause. Give
+    every step its tokens; with `synchronize=False` a step is only counted and costs nothing.
     """
 
     warmup_steps: int = 10  # left out at the start: compilation, allocator, autotuning
