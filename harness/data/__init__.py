@@ -4,7 +4,7 @@
     train_set = data.load(settings, corpora, tokenizer, config, manifest)
     for batch in data.training_batches(settings, train_set, state, device): ...
 
-The files, in an order in which none needs a later one, but `opening`, where reading begins:
+Each file imports only files above it, except `opening`, which is the one to read first:
 
     opening                     sources -> the data of a run
     stores, data_file           a file, local or at a URL

@@ -18,9 +18,9 @@ def make_once(
 ) -> tuple[pathlib.Path, dict]:
     """Make a folder of files unless it is complete in the cache; return (the folder, its record).
 
-    `make` writes files into an empty folder and returns the record, such as counts. With `seconds` in the record, the
-    files were made now. `kind` begins the folder's name, `identity` is its key: all that decides what `make` writes. A
-    UserError if the cache cannot be written.
+    `make` writes files into an empty folder and returns the record, such as counts. The record has `seconds` only if
+    this call made the files. `kind` begins the folder's name, `identity` is its key: all that decides what `make`
+    writes. A UserError if the cache cannot be written.
     """
     from filelock import FileLock
 

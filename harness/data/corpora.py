@@ -28,9 +28,8 @@ class Corpus:
     source: flags.Source
     listing: Listing
     split: str  # with its slice: to train on, or to evaluate if it is an eval dataset
-    # The first field or layout of these that a record has is read; of a chat corpus its layout alone.
-    fields_to_read: tuple[str, ...]
-    from_token_files: bool  # True if the files of its split are token files; those of another split may have text
+    # The first of these that a record has is read: fields, or keys of LAYOUTS; of a chat corpus its layout alone.
+    names_to_read: tuple[str, ...]
     kind: str  # of its records, one of `schema.KINDS`; "ids" for token files
 
     @property
@@ -43,13 +42,18 @@ class Corpus:
         return self.listing.files_in_split(parse_split(self.split)[0])
 
     @property
+    def from_token_files(self) -> bool:
+        """True if the files of its split are token files; those of another split may have text."""
+        return is_token_file(self.files[0].name)
+
+    @property
     def is_chat(self) -> bool:
         return self.kind == "chat"
 
     @property
     def layout(self) -> str:
         """The layout of the conversations of a chat corpus."""
-        return self.fields_to_read[0]
+        return self.names_to_read[0]
 
     @property
     def has_loss_mask(self) -> bool:
@@ -61,7 +65,7 @@ class Corpus:
 class Corpora:
     """The corpora that a run reads."""
 
-    sources: list[Corpus]  # of --dataset; none for synthetic data, and if nothing is trained but an eval dataset read
+    sources: list[Corpus]  # of --dataset; empty for synthetic data, and if only an eval dataset is read
     eval_dataset: Corpus | None = None  # --eval-split, if it is a dataset of its own: evaluated in full, never trained
 
     @property
@@ -69,7 +73,7 @@ class Corpora:
         return [*self.sources, self.eval_dataset] if self.eval_dataset else self.sources
 
     @property
-    def leading(self) -> list[Corpus]:
+    def sources_or_eval(self) -> list[Corpus]:
         """Those whose records decide defaults: the sources, or the eval dataset if it is read alone."""
         return self.sources or self.all
 
@@ -164,7 +168,7 @@ def inspect_source(
     source: flags.Source,
     splits: list[str],
     fields: tuple[str, ...],
-    fields_win: bool,
+    fields_first: bool,
     subset: str | None = None,
     cache_dir: str | os.PathLike | None = None,
 ) -> Corpus:
@@ -172,7 +176,7 @@ def inspect_source(
 
     Args:
         splits: the first of these that the source has is its split.
-        fields_win: True if a field wins over a conversation in the same record.
+        fields_first: True if a field is preferred to a conversation in the same record.
     """
     path = source.dataset
     if path == "demo":
@@ -183,13 +187,13 @@ def inspect_source(
     split = next((split for split in splits if parse_split(split)[0] in listing.splits), splits[-1])
     split_files = listing.files_in_split(parse_split(split)[0])
     if are_token_files(split_files):
-        return Corpus(source, listing, split, fields, True, "ids")
-    # a typed field is tried alone first: together with LAYOUTS, one that is named as a layout has to hold messages
-    names_to_try = [fields, (*fields, *LAYOUTS)] if fields_win else [(*LAYOUTS, *fields)]
+        return Corpus(source, listing, split, names_to_read=fields, kind="ids")
+    # a typed field is tried alone first: a column of texts that is named like a layout, as `messages`, is found only so
+    names_to_try = [fields, (*fields, *LAYOUTS)] if fields_first else [(*LAYOUTS, *fields)]
     tries = itertools.product(split_files[:MAX_INSPECTED], names_to_try)
     kinds = (inspect_records(file, names) for file, names in tries)
     kind, layout = next(filter(None, kinds), ("text", ""))
-    return Corpus(source, listing, split, (layout,) if layout else fields, False, kind)
+    return Corpus(source, listing, split, names_to_read=(layout,) if layout else fields, kind=kind)
 
 
 def inspect_records(file: DataFile, names: tuple[str, ...]) -> tuple[str, str] | None:
@@ -243,10 +247,12 @@ def needs_tokenizer(settings: flags.Flags, corpora: Corpora) -> bool:
 
 
 def takes_eval_documents(settings: flags.Flags, corpora: Corpora) -> bool:
-    """True if eval documents are taken out of the training data, as there is no split to evaluate; also if a checkpoint
-    may say so."""
-    if not settings.eval_interval or settings.resume != "none":
-        return bool(settings.eval_interval)
+    """True if eval documents are taken out of the training data, as there is no split to evaluate, or may be by a
+    checkpoint."""
+    if not settings.eval_interval:
+        return False
+    if settings.resume != "none":  # the checkpoint may say so
+        return True
     if settings.eval_split:
         return False
     return any(
@@ -261,7 +267,7 @@ def masks_documents(document_mask: bool | None, packing: str | None, corpora: Co
     if packing == "none":
         return False
     if document_mask is None:
-        return any(corpus.has_loss_mask for corpus in corpora.leading)
+        return any(corpus.has_loss_mask for corpus in corpora.sources_or_eval)
     return document_mask
 
 
@@ -273,7 +279,8 @@ def parse_split(split: str) -> tuple[str, list[str]]:
     """(name, bounds of its slice) of a split, such as `train` or `train[:95%]`; no bounds without a slice."""
     part = re.fullmatch(r"([\w.-]+)(\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
     if not part:
-        raise base.UserError(f"--dataset-split {split}: cannot be read; such as train, 'train[:95%]', 'train[9:99]'")
+        advice = "give one such as train, 'train[:95%]' or 'train[9:99]'"
+        raise base.UserError(f"--dataset-split {split}: cannot be read; {advice}")
     if not part[2]:
         return part[1], []
     return part[1], [part[3] or "0%", part[4] or "100%"]

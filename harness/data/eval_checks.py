@@ -36,17 +36,17 @@ def refuse_trained_tokens(eval_split: str, beginning: str, trained_on: Sequence[
         raise base.UserError(f"--eval-split {eval_split}: its tokens were trained on; give what was not")
 
 
-def refuse_trained_splits(opened: dict[str, OpenedSource], trained_on: Sequence[SourceSpec]) -> None:
+def refuse_trained_splits(by_name: dict[str, OpenedSource], trained_on: Sequence[SourceSpec]) -> None:
     """Raise a UserError if an evaluated split of a source begins with tokens that were trained on."""
-    for source in opened.values():
+    for source in by_name.values():
         if source.eval_data and source.eval_data.other_split:
             refuse_trained_tokens(source.eval_data.other_split, source.eval_data.beginning, trained_on)
 
 
-def refuse_other_eval_documents(opened: dict[str, OpenedSource], trained_on: Sequence[SourceSpec]) -> None:
+def refuse_other_eval_documents(by_name: dict[str, OpenedSource], trained_on: Sequence[SourceSpec]) -> None:
     """Raise a UserError if the weights that a new run begins with were trained on the eval documents that it takes out:
     on the same source with other eval documents, or none, taken out."""
-    for name, source in opened.items():
+    for name, source in by_name.items():
         trained = find_trained_spec(trained_on, source.spec.get("beginning", ""))
         evaluates_documents = source.eval_data is not None and not source.eval_data.other_split
         if evaluates_documents and trained and trained.get("eval_rule") != source.spec["eval_rule"]:
@@ -54,15 +54,15 @@ def refuse_other_eval_documents(opened: dict[str, OpenedSource], trained_on: Seq
             raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that they were not trained on")
 
 
-def refuse_shared_files(sources: list[Corpus], opened: dict[str, OpenedSource]) -> None:
+def refuse_shared_files(corpora: Corpora, by_name: dict[str, OpenedSource]) -> None:
     """Raise a UserError if a file has eval documents of one source and is training data of another. Not if both sources
     leave out the same documents: those of the same files, and those that are chosen by content."""
-    paths = {corpus.name: [file.real_path for file in corpus.files] for corpus in sources}
-    for corpus, other in itertools.permutations(sources, 2):
-        eval_data = opened[corpus.name].eval_data
+    paths = {corpus.name: [file.real_path for file in corpus.files] for corpus in corpora.sources}
+    for corpus, other in itertools.permutations(corpora.sources, 2):
+        eval_data = by_name[corpus.name].eval_data
         if eval_data is None:
             continue
-        rules = {opened[name].spec["eval_rule"] for name in (corpus.name, other.name)}
+        rules = {by_name[name].spec["eval_rule"] for name in (corpus.name, other.name)}
         have_same_files = corpus.split == other.split and paths[corpus.name] == paths[other.name]
         if have_same_files or (rules == {BY_CONTENT} and not eval_data.other_split):
             continue
@@ -113,14 +113,14 @@ def evaluates_own_data(settings: flags.Flags, corpora: Corpora, manifest: dict) 
         return manifest["flags"]["dataset"] == "synthetic"
     for corpus in corpora.sources:
         refuse_trained_split(corpus, settings.eval_split, trained)
-    read = {file.real_path: corpus.split for corpus in corpora.sources for file in corpus.files}
-    shared = trained.keys() & read.keys()
+    splits = {file.real_path: corpus.split for corpus in corpora.sources for file in corpus.files}
+    shared = trained.keys() & splits.keys()
     shared_sources = {trained[path].source for path in shared}
-    their_files = {path: file.split for path, file in trained.items() if file.source in shared_sources}
-    if shared and read == their_files:
+    run_splits = {path: file.split for path, file in trained.items() if file.source in shared_sources}
+    if shared and splits == run_splits:
         return True
     for path in shared:
-        if flags.splits_overlap(trained[path].split, read[path]):
+        if flags.splits_overlap(trained[path].split, splits[path]):
             problem = f"the run trained on {trained[path].split!r} of {path}"
             advice = "leave out --dataset and --dataset-split, or give what it did not train on"
             raise base.UserError(f"--dataset {settings.describe_dataset()}: {problem}; {advice}")
@@ -128,8 +128,7 @@ def evaluates_own_data(settings: flags.Flags, corpora: Corpora, manifest: dict) 
 
 
 def trained_files(settings: flags.Flags, manifest: dict) -> dict[str, TrainedFile]:
-    """What the run of a manifest trained on, by the real paths of files; of a source that is gone, by what --dataset
-    names."""
+    """What the run of a manifest trained on, by the real paths of files, without files that are gone."""
     run_flags = manifest["flags"]
     if run_flags["dataset"] == "synthetic":
         return {}
@@ -140,8 +139,7 @@ def trained_files(settings: flags.Flags, manifest: dict) -> dict[str, TrainedFil
     for source in run.sources():
         try:
             corpus = find_corpus(run, source)
-        except base.UserError:  # deleted since: if it is to be evaluated, opening it raises the error
-            trained[source.dataset] = TrainedFile(source.name, run.dataset_split or "train")
+        except base.UserError:  # deleted since, so it is not evaluated
             continue
         trained |= {file.real_path: TrainedFile(source.name, corpus.split) for file in corpus.files}
     return trained

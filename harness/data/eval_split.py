@@ -38,7 +38,7 @@ class EvalChoice(NamedTuple):
     """What of a source is evaluated, and which documents are not trained on. A resumed run keeps out of training the
     eval documents that it began with, although it may evaluate a split now."""
 
-    split: str | None = None  # that is evaluated; the training split itself if nothing is trained; None: no split
+    split: str | None = None  # the evaluated one: the training split itself only if nothing is trained; None: no split
     removed_by: str | None = None  # the rule by which eval documents are taken out of the training split; None: none
     evaluates_removed: bool = False  # True if these eval documents are evaluated
 

@@ -1,5 +1,5 @@
 """Files: the data files that a name of --dataset stands for (a file, folder, pattern, URL or data set of the hub), the
-split of each, and what is left out. A corpus is listed once, by rank 0."""
+split of each, and what is left out. A run lists a corpus once, on rank 0."""
 
 import glob
 import logging

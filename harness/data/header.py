@@ -164,7 +164,7 @@ def cut_warning(train: WholeDocumentDataset, document: str) -> str:
 
 def find_examples(corpus: Corpus, reader: CorpusReader) -> str:
     """The examples among the first records of the files of a corpus, whether or not its slice has them."""
-    records = itertools.chain.from_iterable(read_records(file, corpus.fields_to_read) for file in corpus.files)
+    records = itertools.chain.from_iterable(read_records(file, corpus.names_to_read) for file in corpus.files)
     first = itertools.islice(records, EXAMPLE_RECORDS)
     documents = read_documents(first, reader.vocab_size, True, Counter(), corpus.kind)
     return describe_examples(documents, dataclasses.replace(reader, skip_bad_records=True).encoder(corpus))

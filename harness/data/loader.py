@@ -39,9 +39,9 @@ class Batches:
         # With padding the tokens of all ranks are summed, on the host: on a device the sum would wait for the step.
         # Without padding all ranks have equal tokens.
         self.gloo_group = job.new_gloo_group() if has_padding else None
-        self.newest: dict[str, Any] = {}
-        self.last: dict[str, Any] = {}  # of the last complete step
-        self.checked: dict[str, Any] = {}  # what `batch_to_check` last returned
+        self.newest_batch: dict[str, Any] = {}
+        self.step_batch: dict[str, Any] = {}  # the last microbatch of the last complete step
+        self.checked_batch: dict[str, Any] = {}  # the one that `batch_to_check` last returned
         self.document_lengths: list[np.ndarray] = []  # of each microbatch since the last complete step
 
     def __iter__(self) -> "Batches":
@@ -52,7 +52,7 @@ class Batches:
         with self.tracker.data_wait():
             batch = next(self.batches)
         self.document_lengths.append(batch.pop("document_lengths"))
-        self.newest = batch
+        self.newest_batch = batch
         return dict(batch)  # a copy: `train_step` pops `loss_divisor`
 
     def complete_step(self) -> tuple[int, np.ndarray]:
@@ -60,7 +60,7 @@ class Batches:
         padding; the tokens of each document on this rank). Every rank calls this."""
         lengths = np.concatenate(self.document_lengths)
         self.document_lengths.clear()
-        self.last = self.newest
+        self.step_batch = self.newest_batch
         if self.gloo_group is None:
             return int(lengths.sum()) * dist.get_world_size() // self.ranks_per_sequence, lengths
         total = torch.tensor(lengths.sum())
@@ -69,10 +69,11 @@ class Batches:
 
     def batch_to_check(self, was_skipped: bool) -> dict[str, Any]:
         """Return the microbatch of the pass that looks for NaN before a save: the last one of the last complete step.
-        If that was skipped, its batch may be the cause: the one of the previous check, if there was one."""
-        if not (was_skipped and self.checked):
-            self.checked = {name: value for name, value in self.last.items() if name != "loss_divisor"}
-        return self.checked
+        If that step was skipped, its batch may be the cause of a NaN, so that of the previous check is returned, if
+        there was one."""
+        if not (was_skipped and self.checked_batch):
+            self.checked_batch = {name: value for name, value in self.step_batch.items() if name != "loss_divisor"}
+        return self.checked_batch
 
 
 def training_batches(
@@ -82,9 +83,10 @@ def training_batches(
 
     `state` is the run's `TrainState`; it gets the positions of streams with each batch. A batch has `document_lengths`,
     the tokens of each document in it, by which its FLOPs are counted. If not every label counts, a batch has a
-    `loss_divisor`: its mean loss divided by it, summed over a step's microbatches and averaged over ranks, is the mean
-    over each trained token of the global batch. A UserError that a data worker met is raised here. The number of bad
-    records of streams that rank 0 has left out is printed at the first one and whenever it is ten times as large.
+    `loss_divisor`: mean losses of batches, divided by it, summed over a step's microbatches and averaged over ranks,
+    are the mean over all trained tokens of the global batch. A UserError that a data worker met is raised here. The
+    number of bad records of streams that rank 0 has left out is printed at the first one and whenever it is ten times
+    as large.
     """
     batches = read_batches(settings, data, state, device)
     return batches if data.is_uniform else add_loss_divisors(batches, settings.gradient_accumulation_steps)

@@ -252,7 +252,7 @@ def read_data_record(manifest: dict[str, Any]) -> DataRecord:
 def make_record(
     *,
     settings: flags.Flags,
-    sources: dict[str, SourceSpec],
+    specs: dict[str, SourceSpec],
     weights: dict[str, Fraction],
     tokens_per_sample: dict[str, Fraction],
     samples_per_step: int,
@@ -264,8 +264,7 @@ def make_record(
     """The record of a run that begins, or resumes after `step` steps and `num_samples` samples.
 
     Args:
-        sources: the spec of each.
-        weights: of each source; `tokens_per_sample` likewise, on average.
+        specs: of each source; `weights` likewise, and `tokens_per_sample`, on average.
         before: what its checkpoint recorded; None for a new run.
     """
     planned = [Segment(num_samples, weights, tokens_per_sample, step, samples_per_step)]
@@ -276,8 +275,8 @@ def make_record(
         first = num_samples + (begin - step) * samples_per_step
         planned.append(Segment(first, stage.weights, tokens_per_sample, begin, samples_per_step))
     typed = {source.name: None if source.weight is None else str(source.weight) for source in settings.sources()}
-    only_source = next(iter(sources)) if len(sources) == 1 else None
-    now = DataRecord(sources, only_source, num_shards, typed, list(settings.mixture_stage or ()), planned)
+    only_source = next(iter(specs)) if len(specs) == 1 else None
+    now = DataRecord(specs, only_source, num_shards, typed, list(settings.mixture_stage or ()), planned)
     if before is None:
         return now
     segments = before.segments
@@ -285,8 +284,8 @@ def make_record(
         segments = [segment for segment in segments if segment.first < num_samples] + planned
     elif segments[-1].samples_per_step != samples_per_step:
         segments = with_batch(segments, samples_per_step, step, num_samples)
-    sources = before.sources | sources
-    return DataRecord(sources, before.ordered_without_name, before.num_shards, typed, now.typed_stages, segments)
+    specs = before.sources | specs
+    return DataRecord(specs, before.ordered_without_name, before.num_shards, typed, now.typed_stages, segments)
 
 
 def normalize(weights: Mapping[str, str | Fraction | None]) -> dict[str, Fraction | None]:

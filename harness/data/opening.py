@@ -41,6 +41,7 @@ from harness.data.packing import PackedDataset, SyntheticDataset
 from harness.data.prompts import demo_prompt
 from harness.data.reader import CorpusReader
 from harness.data.stream import Stream, max_shards
+from harness.data.tokens import Tokens
 from harness.data.training_data import OpenedSource, TrainingData, mean_sample_tokens, mix
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class OpenedSources:
         checksum of its first tokens, as it may have had another name."""
         recorded = self.recorded.sources if self.recorded else {}
         specs = [*recorded.values()]
-        if not settings.num_steps:  # a new run on exported weights divides its data itself, see `check_eval_data`
+        if not settings.num_steps:  # an evaluation; a new run on exported weights divides its data itself
             specs += self.trained_on
         return recorded.get(corpus.name) or eval_checks.find_trained_spec(specs, beginning)
 
@@ -99,20 +100,20 @@ def load(
         data.eval_sets, data.header = {name: evaluated.sequences}, {"eval data": describe_eval_data(evaluated)}
         return data
     opened = opened or open_sources(settings, corpora, tokenizer, config, manifest, trained_on)
-    sources, length = opened.by_name, settings.sequence_length
+    by_name, length = opened.by_name, settings.sequence_length
     record = make_record(
         settings=settings,
-        sources={name: source.spec for name, source in sources.items()},
-        weights=source_weights(settings, sources),
-        tokens_per_sample={name: mean_sample_tokens(source.train, length) for name, source in sources.items()},
+        specs={name: source.spec for name, source in by_name.items()},
+        weights=source_weights(settings, by_name),
+        tokens_per_sample={name: mean_sample_tokens(source.train, length) for name, source in by_name.items()},
         samples_per_step=opened.samples_per_step,
         num_shards=opened.num_shards,
         before=opened.recorded,
         step=manifest["step"] if manifest else 0,
         num_samples=manifest["samples"] if manifest else 0,
     )
-    data = TrainingData({name: source.train for name, source in sources.items()}, record, length, settings.seed)
-    evaluated_sources = {name: source.eval_data for name, source in sources.items() if source.eval_data}
+    data = TrainingData({name: source.train for name, source in by_name.items()}, record, length, settings.seed)
+    evaluated_sources = {name: source.eval_data for name, source in by_name.items() if source.eval_data}
     if corpora.eval_dataset:
         specs = [*trained_on, *record.sources.values()]
         evaluated = open_eval_dataset(settings, corpora.eval_dataset, opened.reader, specs)
@@ -121,12 +122,12 @@ def load(
         data.eval_sets = {name: eval_data.sequences for name, eval_data in evaluated_sources.items()}
         data.eval_fingerprints = {name: sequences.fingerprint() for name, sequences in data.eval_sets.items()}
     if settings.num_steps:
-        check_size(settings, data, corpora.sources, opened.samples_per_step)
-    data.header = describe(settings, data, sources, corpora.sources, opened.samples_per_step, tokenizer)
+        check_size(settings, data, corpora, opened.samples_per_step)
+    data.header = describe(settings, data, by_name, corpora.sources, opened.samples_per_step, tokenizer)
     if corpora.eval_dataset:
         data.header["eval data"] = describe_eval_data(evaluated)
     if settings.demo:
-        # of the eval data if there are any: of a stream only these are read already
+        # the first words of the eval data, if there are any: nothing else of a stream has been read yet
         data.demo_prompt = base.broadcast_from_rank_0(
             lambda: demo_prompt(corpora.sources, data.eval_sets or data.sources, tokenizer)
         )
@@ -166,59 +167,54 @@ def open_sources(
     recorded = recorded_data(settings, manifest)
     counts_epochs = settings.num_epochs or settings.eval_interval == "epoch"
     if recorded and counts_epochs and settings.num_steps:
-        refuse_changed_epochs(settings, corpora.sources, recorded)
+        refuse_changed_epochs(settings, corpora, recorded)
     samples_per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
-    num_shards = choose_num_shards(settings, corpora.sources, recorded, samples_per_step)
+    num_shards = choose_num_shards(settings, corpora, recorded, samples_per_step)
     reader = make_reader(settings, tokenizer, config)
     opened = OpenedSources(reader, recorded, trained_on, samples_per_step, num_shards)
     if settings.dataset == "synthetic":
         opened.by_name["synthetic"] = open_synthetic(settings, reader.vocab_size)
     for corpus in corpora.sources:
-        if recorded and corpus.name not in recorded.sources and not settings.num_steps:
-            known = ", ".join(recorded.sources)
-            raise base.UserError(
-                f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}"
-            )
         open_source = open_stream if settings.streaming and not corpus.from_token_files else open_mapped
         opened.by_name[corpus.name] = open_source(settings, corpus, opened)
     if recorded:
         refuse_renamed_sources(opened.by_name, recorded)
-    check_eval_data(settings, corpora.sources, opened)
+    check_eval_data(settings, corpora, opened)
     return opened
 
 
-def check_eval_data(settings: flags.Settings, sources: list[Corpus], opened: OpenedSources) -> None:
+def check_eval_data(settings: flags.Settings, corpora: Corpora, opened: OpenedSources) -> None:
     """Raise a UserError if eval data of the sources were trained on by the weights, or are trained on by the run."""
-    reads_own = settings.num_steps > 0 or opened.recorded is not None  # else other data than the run's are evaluated
+    evaluates_other_data = not settings.num_steps and opened.recorded is None  # than the weights were trained on
     specs = list(opened.trained_on)
     if opened.recorded:
         specs += opened.recorded.sources.values()
-    if reads_own:
+    if not evaluates_other_data:
         specs += [source.spec for source in opened.by_name.values()]
     eval_checks.refuse_trained_splits(opened.by_name, specs)
     if settings.num_steps:
         eval_checks.refuse_other_eval_documents(opened.by_name, opened.trained_on)
-    if reads_own and len(sources) > 1:
-        base.broadcast_from_rank_0(lambda: eval_checks.refuse_shared_files(sources, opened.by_name))
+    if not evaluates_other_data and len(corpora.sources) > 1:
+        base.broadcast_from_rank_0(lambda: eval_checks.refuse_shared_files(corpora, opened.by_name))
 
 
-def refuse_renamed_sources(opened: dict[str, OpenedSource], recorded: DataRecord) -> None:
+def refuse_renamed_sources(by_name: dict[str, OpenedSource], recorded: DataRecord) -> None:
     """Raise a UserError if a source of the checkpoint has another name now: it would be read from its beginning again.
     A default name changes if another source with a file of the same name is added or removed."""
-    for name, source in opened.items():
+    for name, source in by_name.items():
         for old_name, spec in recorded.sources.items():
             is_same = all(spec.get(key) == source.spec.get(key) for key in ("dataset", "beginning"))
-            if is_same and name not in recorded.sources and old_name not in opened:
+            if is_same and name not in recorded.sources and old_name not in by_name:
                 problem = f"it has the data of the run's source {old_name}, which continues under that name only"
                 raise base.UserError(f"--dataset {name}: {problem}; give --dataset {old_name}=FILE")
 
 
-def refuse_changed_epochs(settings: flags.Flags, sources: list[Corpus], recorded: DataRecord) -> None:
-    """Raise a UserError if no step of a run that counts epochs ends one of every source: it has other sources than its
-    checkpoint, or had weights or stages."""
+def refuse_changed_epochs(settings: flags.Flags, corpora: Corpora, recorded: DataRecord) -> None:
+    """Raise a UserError if the sources of a resumed run have no common epoch: some were added or removed, or the run
+    had weights or stages."""
     had_weights = len(recorded.names) > 1 and any(recorded.typed_weights.values())
     has_changed = any(segment.weights != recorded.segments[0].weights for segment in recorded.segments)
-    if had_weights or has_changed or {corpus.name for corpus in sources} != set(recorded.names):
+    if had_weights or has_changed or {corpus.name for corpus in corpora.sources} != set(recorded.names):
         flag, advice = "--eval-interval epoch", "a number of steps"
         if settings.num_epochs:
             flag, advice = "--num-epochs", "--num-steps or --num-tokens"
@@ -244,14 +240,20 @@ def open_eval_dataset(
     if corpus.is_chat:
         lines = base.broadcast_from_rank_0(lambda: reader.chat_encoder(corpus).describe())
         job.print0("format    ", f"{name}: {lines['format']}")
-    documents = f", {base.counted(len(tokens.doc_ends), 'document')}" if tokens.knows_doc_ends else ""
     split = f", {corpus.split}" if len(corpus.listing.splits) > 1 else ""
-    return EvalData(sequences, f"{name}{split}, all of it{documents}")
+    return EvalData(sequences, f"{name}{split}, {describe_all(tokens)}")
+
+
+def describe_all(tokens: Tokens) -> str:
+    """The description of eval data that are all of a split."""
+    if not tokens.knows_doc_ends:  # all tokens would be read to count the documents
+        return "all of it"
+    return f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
 
 
 def recorded_data(settings: flags.Flags, manifest: dict | None) -> DataRecord | None:
-    """The data record of a checkpoint's manifest. A UserError if its only source has another name now: positions and
-    the order of samples are recorded by name."""
+    """The data record of a checkpoint's manifest. A UserError if its only source, or one that is evaluated, has another
+    name now: positions, orders and eval documents are recorded by name."""
     if not manifest:
         return None
     recorded, sources = read_data_record(manifest), settings.sources()
@@ -259,6 +261,10 @@ def recorded_data(settings: flags.Flags, manifest: dict | None) -> DataRecord | 
         old, new = base.one_or_more(manifest["flags"]["dataset"]), settings.describe_dataset()
         advice = f"if it is a copy, give --dataset {recorded.names[0]}={sources[0].dataset}"
         raise base.UserError(f"--dataset was {old} in the checkpoint and is {new} now; {advice}")
+    unknown = [source.name for source in sources if source.name not in recorded.sources]
+    if unknown and not settings.num_steps:
+        advice = f"give the source the name that the run gave it, one of {', '.join(recorded.sources)}"
+        raise base.UserError(f"--dataset {unknown[0]}: {advice}")
     return recorded
 
 
@@ -276,7 +282,7 @@ def open_mapped(settings: flags.Settings, corpus: Corpus, opened: OpenedSources)
     """Open a source whose tokens are mapped, from the token cache or from token files."""
     reader, data_name = opened.reader, f"{corpus.source.dataset}, split {corpus.split!r}"
     prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
-    # needed even if only another split is evaluated: its first tokens tell if the weights were trained on this source
+    # opened even if only another split is evaluated: its first tokens show whether the weights were trained on it
     tokens, origin = reader.open_tokens(corpus, corpus.split)
     beginning = tokens.beginning_checksum()
     recorded = opened.recorded_spec(settings, corpus, beginning)
@@ -292,11 +298,8 @@ def open_mapped(settings: flags.Settings, corpus: Corpus, opened: OpenedSources)
             evaluated = reader.pack(eval_documents, f"{data_name}, {RULE_TEXTS[choice.removed_by]}")
             eval_data = EvalData(evaluated, describe_taken_out(len(eval_documents.doc_ends), num_documents))
     if choice.split == corpus.split:  # nothing is trained: all of it is evaluated
-        description = corpus.split
-        if tokens.knows_doc_ends:  # else all tokens would be read to count them
-            description = f"all of it, {base.counted(len(tokens.doc_ends), 'document')}"
         evaluated = reader.pack(tokens, data_name)
-        eval_data = EvalData(evaluated, description)
+        eval_data = EvalData(evaluated, describe_all(tokens))
     elif choice.split:
         with blame_eval_split():
             eval_tokens, origin = reader.open_tokens(corpus, choice.split)
@@ -306,8 +309,10 @@ def open_mapped(settings: flags.Settings, corpus: Corpus, opened: OpenedSources)
         evaluated = reader.pack(eval_tokens, f"{corpus.source.dataset}, split {choice.split!r}")
         eval_beginning = eval_tokens.beginning_checksum()
         eval_data = EvalData(evaluated, choice.split, other_split=choice.split, beginning=eval_beginning)
-    # without training nothing reads `train`, and a training split that is too short to pack is no error
-    train = reader.pack(tokens, data_name) if settings.num_steps or evaluated is None else evaluated
+    # without training the eval sequences stand in, as in `load`: a training split that is too short is no error then
+    train = evaluated
+    if settings.num_steps or train is None:
+        train = reader.pack(tokens, data_name)
     with_example = settings.num_steps > 0 and not settings.show_samples
     for title, line in describe_packing(corpus, train, reader, with_example).items():
         job.print0(f"{title:10}", prefix + line)
@@ -366,7 +371,7 @@ def open_split(settings: flags.Settings, corpus: Corpus, reader: CorpusReader, s
     return Stream(
         files=split_files,
         encoder=reader.encoder(corpus),
-        fields=corpus.fields_to_read,
+        fields=corpus.names_to_read,
         seq_len=settings.sequence_length,
         seed=settings.seed,
         kind=corpus.kind,
@@ -377,7 +382,7 @@ def open_split(settings: flags.Settings, corpus: Corpus, reader: CorpusReader, s
 
 
 def choose_num_shards(
-    settings: flags.Settings, sources: list[Corpus], recorded: DataRecord | None, samples_per_step: int
+    settings: flags.Settings, corpora: Corpora, recorded: DataRecord | None, samples_per_step: int
 ) -> int:
     """The number N of stream shards: --streams, or on a resume the checkpoint's. Sample i is read from shard i % N. By
     default it is the number of files, rounded up to a multiple of a step's samples, so a step takes at most one
@@ -386,7 +391,7 @@ def choose_num_shards(
     Raises:
         UserError: --streams differs from the checkpoint's number, or an added source has fewer chunks than that.
     """
-    streamed = [corpus for corpus in sources if settings.streaming and not corpus.from_token_files]
+    streamed = [corpus for corpus in corpora.sources if settings.streaming and not corpus.from_token_files]
     most_shards = {corpus.name: max_shards(corpus.files) for corpus in streamed}
     if recorded:
         shards = base.counted(recorded.num_shards, "stream shard")
@@ -405,14 +410,14 @@ def choose_num_shards(
     return min(num_shards, *most_shards.values())
 
 
-def source_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
+def source_weights(settings: flags.Settings, by_name: dict[str, OpenedSource]) -> dict[str, Fraction]:
     """The weight of each source: as given, or its number of tokens."""
     weights = {}
     for source in settings.sources():
-        train = opened[source.name].train
+        train = by_name[source.name].train
         if source.weight is not None:
             weights[source.name] = source.weight
-        elif len(opened) == 1 or not settings.num_steps:
+        elif len(by_name) == 1 or not settings.num_steps:
             weights[source.name] = Fraction(1)
         elif isinstance(train, Stream):
             problem = "the size of a stream is unknown"
@@ -423,7 +428,7 @@ def source_weights(settings: flags.Settings, opened: dict[str, OpenedSource]) ->
     return weights
 
 
-def check_size(settings: flags.Settings, data: TrainingData, sources: list[Corpus], samples_per_step: int) -> None:
+def check_size(settings: flags.Settings, data: TrainingData, corpora: Corpora, samples_per_step: int) -> None:
     """Raise a UserError if a single source has fewer sequences than one step takes, or if a source would be repeated
     more often than --max-epochs."""
     if len(data.sources) == 1 and not data.has_streams:
@@ -432,7 +437,7 @@ def check_size(settings: flags.Settings, data: TrainingData, sources: list[Corpu
             sequences = f"{base.counted(order.num_sequences, 'sequence')} of {settings.sequence_length} tokens"
             problem = f"{sequences}, too few for one global batch"
             advice = "use a smaller batch, a shorter sequence or more text"
-            split = f", split {sources[0].split!r}" if sources else ""
+            split = f", split {corpora.sources[0].split!r}" if corpora.sources else ""
             raise base.UserError(
                 f"--dataset {settings.describe_dataset()}{split}: {problem} of {samples_per_step}; {advice}"
             )
@@ -463,7 +468,7 @@ def show_samples(
 ) -> None:
     """Print the samples of the step --show-samples, in the order that the run recorded in its `manifest` or
     config.json, if it has one."""
-    # from the checkpoint on, `data.record` has the weights and the batch of this command
+    # the run's own record: from the checkpoint on, `data.record` has this command's weights and batch
     if recorded := recorded_data(settings, manifest):
         data = dataclasses.replace(data, record=recorded)
     job.print0(describe_step(data, tokenizer, settings.show_samples))
@@ -486,11 +491,11 @@ def open_sequences(
     if problem := flags.mixture_problem(dataset, None):
         raise base.UserError(problem)
     fields = (text_field,) if isinstance(text_field, str) else text_field
-    field_is_typed = isinstance(text_field, str)  # by the caller; the default is a tuple
+    fields_first = isinstance(text_field, str)  # a caller's choice; the default is a tuple
 
     def inspect(source: flags.Source) -> Corpus:
         split_name = split or flags.default_split(source.dataset, streaming=False)
-        return inspect_source(source, [split_name], fields, field_is_typed, subset, reader.cache_dir)
+        return inspect_source(source, [split_name], fields, fields_first, subset, reader.cache_dir)
 
     sources = flags.parse_sources(dataset)
     corpora = Corpora(base.broadcast_from_node_main(lambda: [inspect(source) for source in sources], reader.is_main))

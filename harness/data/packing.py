@@ -81,8 +81,8 @@ class PackedDataset(Dataset):
 
     @functools.cached_property
     def kept(self) -> np.ndarray | range:
-        """The indices, among all sequences, of those of the data set: with a loss mask those with a label that counts,
-        without one all, even one of one-token documents, of which a document mask leaves no label."""
+        """The indices, among all sequences, of those of the data set. With a loss mask: those that have a label that
+        counts. Without: all, even one of one-token documents, in which a document mask leaves no label."""
         return np.flatnonzero(self.label_counts) if self.has_loss_mask else range(self.total_sequences)
 
     @property
@@ -265,7 +265,8 @@ def pack_once(
             array.tofile(folder / f"{name}.bin")
         return record
 
-    # token files have no key: as they have no loss mask, only the lengths of documents matter
+    # Lengths of documents decide a packing, and loss masks which sequences are left out. Only a token cache has a mask,
+    # and its key stands for it; the key of a token file is empty.
     keys = [file.cache_key for file in tokens.files]
     digests = [hashlib.sha256(array.data).hexdigest() for array in (tokens.starts, tokens.stops, tokens.doc_ends)]
     return make_once("packing", [VERSION, keys, digests, seq_len, packing, seed], make, cache_dir)
@@ -312,8 +313,8 @@ def count_trained(tokens: Tokens, starts: np.ndarray, lengths: np.ndarray) -> np
     if not tokens.has_loss_mask:
         return lengths - 1
     trained, first = np.zeros(len(lengths), np.int64), 0
-    parts = range(MASK_PART, len(tokens) + MASK_PART, MASK_PART)
-    for last in np.searchsorted(starts, parts).tolist():  # the pieces that begin in this part
+    part_ends = range(MASK_PART, len(tokens) + MASK_PART, MASK_PART)
+    for last in np.searchsorted(starts, part_ends).tolist():  # the pieces from `first` to before `last` begin in a part
         if first < last:
             begin, end = int(starts[first]), int(starts[last - 1] + lengths[last - 1])
             # sums[i]: trained tokens before token i of the part; the first token of a piece is no label
@@ -349,6 +350,7 @@ def best_fit(lengths: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.
     items = generator.permutation(len(lengths)).astype(np.int32)
     items = items[np.argsort(-lengths[items].astype(np.int64), kind="stable")]
     items_by_length = np.bincount(lengths, minlength=size + 1)
+    # by room: a stack of bins, of which the last are taken; new ones are put on it in descending order
     bins_with_room: list[list[int]] = [[] for _ in range(size + 1)]
     rooms = 0  # bit r is set if a bin has room for r more: 0b1010 for bins with room for 1 and for 3
     chosen = np.empty(len(lengths), np.int32)  # the bin of each item
@@ -373,10 +375,11 @@ def best_fit(lengths: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.
             chosen[placed : placed + count] = np.repeat(taken, per_bin)[:count]
             placed, left = placed + count, left - count
             in_last = count - (filled - 1) * per_bin
-            for some_bins, rest in ((taken[:-1], room - per_bin * length), (taken[-1:], room - in_last * length)):
-                if some_bins and rest:
-                    bins_with_room[rest].extend(some_bins)
-                    rooms |= 1 << rest
+            # put the bins back by the room that is left in them, which in the last may be more
+            for some_bins, left_room in ((taken[:-1], room - per_bin * length), (taken[-1:], room - in_last * length)):
+                if some_bins and left_room:
+                    bins_with_room[left_room].extend(some_bins)
+                    rooms |= 1 << left_room
     item_bins = generator.permutation(bins).astype(np.int32)[chosen]
     first_items = np.concatenate([[0], np.cumsum(np.bincount(item_bins, minlength=bins))])
     return items[np.argsort(item_bins, kind="stable")], first_items

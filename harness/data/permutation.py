@@ -22,14 +22,14 @@ def permuted(number: int, size: int, key: str) -> int:
     while True:
         left, right = divmod(number, right_size)
         for round_number in range(0, ROUNDS, 2):
-            left = (left + keyed(f"{key} {round_number} {right}")) % left_size
-            right = (right + keyed(f"{key} {round_number + 1} {left}")) % right_size
+            left = (left + hash64(f"{key} {round_number} {right}")) % left_size
+            right = (right + hash64(f"{key} {round_number + 1} {left}")) % right_size
         number = left * right_size + right
         if number < size:
             return number
 
 
-def keyed(text: str) -> int:
+def hash64(text: str) -> int:
     """64 bits that look random, a pure function of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 

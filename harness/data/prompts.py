@@ -110,7 +110,7 @@ def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None) 
 
 def trains_on_chats(corpora: Corpora) -> bool:
     """True if some of the corpora that a run trains on, or else evaluates, are conversations."""
-    return any(corpus.is_chat for corpus in corpora.leading)
+    return any(corpus.is_chat for corpus in corpora.sources_or_eval)
 
 
 def demo_prompt(sources: list[Corpus], sequences: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:

@@ -105,11 +105,11 @@ class CorpusReader:
         """
         encoder = self.encoder(corpus)
         content = [file.identity() for file in split_files]
-        identity = [tokenize.VERSION, content, rows, corpus.fields_to_read, corpus.has_loss_mask, *encoder.identity()]
+        identity = [tokenize.VERSION, content, rows, corpus.names_to_read, corpus.has_loss_mask, *encoder.identity()]
 
         def encoded_batches(counts: Counter) -> Iterator[tokenize.Encoded]:
             """Encode all documents; `counts` gets the numbers of documents and tokens, and of what is left out."""
-            records = itertools.chain.from_iterable(read_records(file, corpus.fields_to_read) for file in split_files)
+            records = itertools.chain.from_iterable(read_records(file, corpus.names_to_read) for file in split_files)
             if rows:
                 records = itertools.islice(records, *rows)  # type: ignore[assignment]
             documents = read_documents(records, self.vocab_size, self.skip_bad_records, counts, corpus.kind)
@@ -142,7 +142,8 @@ class CorpusReader:
             return {}
 
         # the dtype too: that of datatrove's .ds without metadata depends on the vocabulary, not on the file
-        identity = [[[file.identity, file.tokens.dtype.str] for file in tokens.files], tokens.end_of_text]
+        files = [[file.identity, file.tokens.dtype.str, file.read_doc_ends is not None] for file in tokens.files]
+        identity = [files, tokens.end_of_text]
         folder, _ = base.broadcast_from_node_main(
             lambda: make_once("ends", identity, write, self.cache_dir), self.is_main
         )
@@ -173,7 +174,9 @@ class CorpusReader:
             )
             packed = WholeDocumentDataset(tokens, self.seq_len, folder, record, padding, mask)
         else:
-            if mask:
+            if mask and any(file.read_doc_ends for file in tokens.files):
+                tokens = self.with_doc_ends(tokens)
+            elif mask:  # each sequence finds its own, by the end-of-text token
                 self.check_doc_ends(tokens)
             packed = PackedDataset(tokens, self.seq_len, mask)
         if packed.left_out and not len(packed):

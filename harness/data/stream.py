@@ -113,7 +113,8 @@ class Stream:
             documents = itertools.chain.from_iterable(map(self.documents, chunks))
             if next(documents, None) is not None:
                 return chunks
-        raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
+        held = "nothing but eval documents" if self.selection == "training" else "no text"
+        raise base.UserError(f"--dataset {self.files[0]}: it holds {held}; give it more documents")
 
     def shard_sizes(self) -> np.ndarray:
         """The bytes of each shard, as they are stored, float64."""
@@ -228,6 +229,7 @@ class Stream:
             # ceil(width * number / world) chunks of the round are before those of rank `number`
             begin, end = (first + -(-width * number // world) for number in (rank, rank + 1))
             chunks = self.chunks[begin:end]
+            # a rank that stops within its chunks has all missing tokens: those of later ranks lie beyond what is wanted
             encoded = base.call_on_all_ranks(functools.partial(self.first_documents, chunks, num_tokens - found))
             sizes = base.all_gather_objects(len(encoded.tokens))
             mine[found + sum(sizes[:rank])] = encoded
@@ -318,7 +320,7 @@ class ShardReader:
         self.portion_starts: collections.deque[tuple[int, int, int]] = collections.deque()
         # each `next` appends a batch to the buffer
         self.appending = self._append_batches(stream.portions(shard, position.chunk, position.portion, counts))
-        self.newest = position.sequence  # number of the sequence that was asked for last; at first that of the position
+        self.last_requested = position.sequence  # the number of a sequence
 
     def _append_batches(self, portions: Iterator[tuple[int, int, list]]) -> Iterator[None]:
         for chunk, portion, documents in portions:
@@ -333,7 +335,7 @@ class ShardReader:
 
     def sequence(self, number: int) -> np.ndarray | PackedSequence:
         """A sequence of the shard; those between the last call's and this one are skipped."""
-        self.newest = number
+        self.last_requested = number
         first = number * self.stream.seq_len
         stop = first + self.stream.seq_len + 1
         while self.start + len(self.tokens) < stop:
@@ -355,5 +357,5 @@ class ShardReader:
     def position(self) -> Position:
         """The position from which the sequence that was asked for last, and those after it, are read again."""
         begin, chunk, portion = self.portion_starts[0]
-        offset = self.newest * self.stream.seq_len - begin
-        return Position(self.newest, chunk, portion, offset)
+        offset = self.last_requested * self.stream.seq_len - begin
+        return Position(self.last_requested, chunk, portion, offset)

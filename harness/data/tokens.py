@@ -141,11 +141,16 @@ class Tokens:
     def __len__(self) -> int:
         return int(self.stretch_offsets[-1])
 
+    @property
+    def is_cached(self) -> bool:
+        """True for tokens of the token cache, which are one file."""
+        return bool(self.files[0].cache_key)
+
     def __getitem__(self, span: slice) -> np.ndarray:
         """These tokens, unsigned integers: a view if they are one stretch of one file with this dtype. A UserError if
         a token has no embedding."""
         first, last, _ = span.indices(len(self))
-        return self._read(first, last, self._read_file)
+        return self._read(first, max(first, last), self._read_file)  # the slice 5:3 is empty
 
     def loss_mask(self, first: int, last: int) -> np.ndarray:
         """The mask of the tokens from `first` to before `last`, uint8: 1 if trained on; only if there is a mask."""
@@ -154,7 +159,7 @@ class Tokens:
     def _read(self, first: int, last: int, read: Callable[[MappedTokens, int, int], np.ndarray]) -> np.ndarray:
         if len(self.files) == len(self.starts) == 1:  # one stretch of one file
             start = int(self.starts[0])
-            return read(self.files[0], start + first, start + max(first, last))
+            return read(self.files[0], start + first, start + last)
         parts = []
         while first < last:
             stretch = int(np.searchsorted(self.stretch_offsets, first, "right")) - 1
@@ -171,7 +176,7 @@ class Tokens:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _read_file(self, file: MappedTokens, start: int, stop: int) -> np.ndarray:
-        """Tokens of a file in the smallest type that holds the vocabulary."""
+        """Tokens of a file in `self.dtype`; those of a token cache, or without a vocabulary, as they are."""
         tokens = file.tokens[start:stop]
         if file.cache_key or self.vocab_size is None:  # tokens of the cache were checked when they were written
             return tokens
@@ -242,7 +247,7 @@ class Tokens:
         if self.knows_doc_ends:
             ends = doc_ends_in(self.file_doc_ends, *self.stretches_between(first, last))[:-1]
         else:
-            # `cut` makes the ends known, so these are no stretches: a position is one in the files
+            # tokens that were cut have known ends, so these are all of the files, and positions are those in the files
             ends = np.flatnonzero(self[first : last - 1] == self.end_of_text) + first + 1
             ends = np.union1d(ends, self.file_offsets)
             ends = ends[(ends > first) & (ends < last)] - first
@@ -281,7 +286,7 @@ def doc_ends_in(file_doc_ends: np.ndarray, starts: np.ndarray, stops: np.ndarray
     the ends 2, 3, 5: the end 3, and the two stops.
     """
     first, last = np.searchsorted(file_doc_ends, (starts[0], stops[-1]), "right")
-    ends = np.sort(np.concatenate([file_doc_ends[first:last], stops]), kind="stable")  # joins two sorted arrays
+    ends = np.sort(np.concatenate([file_doc_ends[first:last], stops]), kind="stable")  # merges two sorted arrays
     ends = ends[np.diff(ends, prepend=-1) > 0]
     stretch = np.searchsorted(stops, ends)  # of each end: the first stretch that does not stop before it
     is_inside = ends > starts[stretch]

@@ -87,8 +87,8 @@ class TrainingData:
     @property
     def from_token_files(self) -> bool:
         """True if all tokens are in token files: the run's tokenizer has not made them."""
-        tokens = [getattr(source, "tokens", None) for source in self.sources.values()]
-        return all(found is not None and not found.files[0].cache_key for found in tokens)
+        opened = [getattr(source, "tokens", None) for source in self.sources.values()]
+        return all(tokens is not None and not tokens.is_cached for tokens in opened)
 
     def find_sequence(self, sample: int) -> tuple[Any, int]:
         """(the sequences of the source that a global sample comes from, its index among them); not of streams."""

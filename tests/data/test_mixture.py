@@ -33,7 +33,7 @@ def record(
     ones, rules = dict.fromkeys("abcde", Fraction(1)), {name: {} for name in weights}
     return make_record(
         settings=settings,
-        sources=rules,
+        specs=rules,
         weights=weights,
         tokens_per_sample=ones,
         samples_per_step=samples_per_step,

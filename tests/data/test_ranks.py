@@ -76,7 +76,7 @@ def report_of_ranks(act) -> None:
 def slicing_rank(folder: str) -> None:
     """Half of a data set of the hub on this rank, and how many of its files were opened; then with a broken one."""
     listing = dataclasses.replace(find_files(folder), is_hub=True)
-    corpus = corpora.Corpus(Source("a", folder, None), listing, "train[:50%]", ("text",), False, "text")
+    corpus = corpora.Corpus(Source("a", folder, None), listing, "train[:50%]", ("text",), "text")
     reading = CorpusReader(
         tokenizer=demo_tokenizer(),
         seq_len=16,

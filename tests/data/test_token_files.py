@@ -79,6 +79,15 @@ def test_a_document_of_megatron_may_be_several_sequences_or_none(tmp_path):
     assert tokens.doc_ends.tolist() == [5, 10]
 
 
+def test_an_index_beside_files_without_one_says_where_its_documents_end(tmp_path, load):
+    flat(tmp_path / "b.bin")
+    before = load(tmp_path, 8, document_mask=True)
+    flat(tmp_path / "a.bin", range(10, 18))
+    formats.write_index(tmp_path / "a.idx", [3, 5], [0, 6], [0, 1, 2])
+    sequence = load(tmp_path, 8, document_mask=True)[0]
+    assert sequence.doc_starts.tolist() == [0, 3] and len(before) == len(FLAT[:-1]) // 8
+
+
 def test_a_slice_is_cut_at_the_ends_of_documents(tmp_path, load):
     for file in (datatrove(tmp_path), flat(tmp_path / "a.bin")):
         packed = load(file, 16, split="train[10%:50%]")

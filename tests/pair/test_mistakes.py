@@ -276,8 +276,8 @@ def test_an_odd_value_is_in_the_flags_range_or_is_one_line_that_names_the_flag(n
 RUNS = {  # flags beside those of a run that works: the beginning of the error, with {} for the folder of the test
     "--dataset {}/short.txt": "--dataset {}/short.txt",
     "--dataset {}/data.txt --batch-size 1000": "--dataset {}/data.txt",
-    "--dataset-split train[5]": "--dataset-split train[5]: cannot be read; such as train, 'train[:95%]'",
-    "--eval-interval 1 --eval-split validation[5]": "--eval-split validation[5]: cannot be read; such as",
+    "--dataset-split train[5]": "--dataset-split train[5]: cannot be read; give one such as train, 'train[:95%]'",
+    "--eval-interval 1 --eval-split validation[5]": "--eval-split validation[5]: cannot be read; give one such as",
     "--dp-replicate-size 2": "--dp-replicate-size 2: ",
     "--output-dir {}/data.txt": "--output-dir {}/data.txt: ",
     "--tokenizer /absent/path": "--tokenizer /absent/path: no such folder; ",
