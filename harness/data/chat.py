@@ -127,7 +127,7 @@ class ChatEncoder(TextEncoder):
     def check(self, dataset: str) -> None:
         """Raise a UserError if there is no chat template or end-of-text token, or no offsets for the loss mask."""
         if not self.has_template and self.layout != COMPLETIONS:
-            raise self.no_template(f"--dataset {dataset}: holds conversations")
+            raise self.no_template_error(f"--dataset {dataset}: holds conversations")
         if not self.has_template and self.tokenizer.eos_token is None:
             problem = "it has no end-of-text token (eos_token), which completions end with"
             raise base.UserError(f"{self.template_origin}: {problem}")
@@ -147,7 +147,7 @@ class ChatEncoder(TextEncoder):
             for text, (first_position, count) in self.warned.items()
         ]
 
-    def no_template(self, problem: str) -> base.UserError:
+    def no_template_error(self, problem: str) -> base.UserError:
         missing = f"and --tokenizer {self.tokenizer.name_or_path} has no chat template to render them"
         return base.UserError(f"{problem}, {missing}; give one with --chat-template FILE, or --chat-template chatml")
 
@@ -164,7 +164,8 @@ class ChatEncoder(TextEncoder):
                 refuse_or_count(conversation.position, str(error), self.skip_bad, counts)
             except jinja2.TemplateSyntaxError as error:
                 template = self.template_for(conversation)
-                line = error.lineno - with_fixed_date(template).count("\n") + template.count("\n")
+                added_lines = with_fixed_date(template).count("\n") - template.count("\n")
+                line = error.lineno - added_lines
                 problem = f"its chat template has a syntax error in line {line}, {error.message}"
                 raise base.UserError(f"{self.template_origin}: {problem}; fix it") from error
             except Exception as error:  # a template may raise anything
@@ -259,12 +260,12 @@ class ChatEncoder(TextEncoder):
         change = f"{prefix[nearby]!r} becomes {text[nearby]!r}"
         problem = f"its chat template changes earlier messages when more follow ({change})"
         why = "such as one that moves a system prompt or drops thoughts"
-        raise no_assistant_mask(f"--dataset {conversation.position}: {problem}, {why}")
+        raise no_mask_error(f"--dataset {conversation.position}: {problem}, {why}")
 
     def render_without_template(self, conversation: Conversation) -> Rendered:
         """Render a prompt and its completion without a template, followed by the end-of-text token."""
         if not conversation.is_text_completion or len(conversation.messages) != 2 or conversation.tools:
-            raise self.no_template(f"--dataset {conversation.position}: holds messages, a system prompt or tools")
+            raise self.no_template_error(f"--dataset {conversation.position}: holds messages, a system prompt or tools")
         prompt, completion = (message["content"] for message in conversation.messages)
         text = prompt + completion.removesuffix(self.tokenizer.eos_token) + self.tokenizer.eos_token
         return Rendered(text, [(0 if self.loss == "all" else len(prompt), len(text))])
@@ -283,7 +284,7 @@ class ChatEncoder(TextEncoder):
             num_messages = len(conversation.messages)
             if has_spans and self.render_messages(conversation, template, num_messages).text != text:
                 change = "its chat template changes what it has marked with {% generation %}"
-                raise no_assistant_mask(f"--dataset {conversation.position}: {change}")
+                raise no_mask_error(f"--dataset {conversation.position}: {change}")
             self.problems_by_shape[shape] = [
                 *self.find_unknown_roles(conversation, template),
                 *self.find_omissions(conversation, template),
@@ -379,8 +380,8 @@ class ChatEncoder(TextEncoder):
 
 
 def was_rendered_before(part: str, token: str, text: str) -> bool:
-    """True if `part`, a text of a message, is the output of a template: `token` begins a turn in it, or is at an end of
-    it where the template writes the same token in the rendered `text`."""
+    """True if `part`, a text of a message, is the output of a template: a role follows `token` in it; or it begins or
+    ends with `token`, next to the same token in the rendered `text`, which the template wrote."""
     before, _, after = text.partition(part)
     roles = "|".join({*ROLE_BY_SPEAKER, "developer"})
     return (
@@ -391,8 +392,8 @@ def was_rendered_before(part: str, token: str, text: str) -> bool:
 
 
 def with_fixed_date(template: str) -> str:
-    """Return a template for which today is TODAY, by a macro `strftime_now`. It hides transformers' function of that
-    name, which reads the clock; transformers passes a template data but no other functions."""
+    """Return a template for which today is TODAY: a macro `strftime_now` hides transformers' function of that name, the
+    only thing a template gets that reads the clock."""
     if "strftime_now" not in template:
         return template
     replaced = "".join(f".replace('{code}', '{TODAY.strftime(code)}')" for code in DATE_CODES)
@@ -405,8 +406,10 @@ def has_generation(template: str) -> bool:
 
 
 def with_marked_spans(template: str) -> str:
-    """Return a template that writes BEGIN and END around what it marks with {% generation %}. A tag becomes a `with`
-    before the mark, which has the tag's scope and its left dash, and one behind it, which has its right dash."""
+    """Return a template that writes BEGIN and END around what it marks with {% generation %}.
+
+    `{%- generation -%}` becomes `{%- with %}BEGIN{% with -%}`, and `{%- endgeneration -%}` becomes
+    `{%- endwith %}END{% endwith -%}`: white space is trimmed on the outer sides alone, and the block keeps a scope."""
     opening, closing = rf"{{%\1 with %}}{BEGIN}{{% with \3%}}", rf"{{%\1 endwith %}}{END}{{% endwith \3%}}"
     return GENERATION.sub(lambda tag: tag.expand(closing if tag[2] else opening), template)
 
@@ -485,35 +488,35 @@ def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
         for name, value in message.items():
             if name == "content" and isinstance(value, str) and value.strip():
                 with_call = " beside a call" if calls_of(message) else ""
-                omitted = f"the chat template leaves out the content of the {role}{with_call}"
-                message[name] += new_mark(f"{omitted}; give one that writes it")
+                problem = f"the chat template leaves out the content of the {role}{with_call}"
+                message[name] += new_mark(f"{problem}; give one that writes it")
             elif isinstance(value, str) and value.strip() and name not in FIELDS_WITHOUT_MARK:
-                omitted = f"the chat template leaves out {name} of {speaker}"
-                message[name] += new_mark(f"{omitted}; {advice}", is_error=False)
+                problem = f"the chat template leaves out {name} of {speaker}"
+                message[name] += new_mark(f"{problem}; {advice}", is_error=False)
         for call in calls_of(message):
             called = f"its call of {call['name']}"
             call["name"] += new_mark(f"the chat template leaves out {called}; give one that writes tool_calls")
             arguments = call.get("arguments")
-            omitted = f"the chat template leaves out arguments of {called}; give one that writes them"
+            problem = f"the chat template leaves out arguments of {called}; give one that writes them"
             if isinstance(arguments, dict):
-                call["arguments"] = {name: new_mark(omitted) for name in arguments}
+                call["arguments"] = {name: new_mark(problem) for name in arguments}
             elif arguments:
-                word = new_mark(omitted)
+                word = new_mark(problem)
                 call["arguments"] = f'{{"{word}": 0}}'
-                quoted = f"the chat template writes arguments of {called}, which are JSON text, as a quoted text"
-                quoted += "; give them as an object"
+                problem = f"the chat template writes arguments of {called}, which are JSON text, as a quoted text"
+                problem += "; give them as an object"
                 # JSON text that is quoted once more has \" before the word
-                marks.append(Mark(f'\\"{word}', False, TemplateProblem(quoted, is_error=False)))
+                marks.append(Mark(f'\\"{word}', False, TemplateProblem(problem, is_error=False)))
         for part in parts_of(message):
-            has_parts = f"the content of its {role} is a list of parts, which the chat template"
+            parts_problem = f"the content of its {role} is a list of parts, which the chat template"
             parts_advice = "give the text alone, or a template that reads parts"
             if isinstance(part.get("text"), str):
-                part["text"] += new_mark(f"{has_parts} leaves out; {parts_advice}")
+                part["text"] += new_mark(f"{parts_problem} leaves out; {parts_advice}")
             if isinstance(part.get("thinking"), str):
-                omitted = f"the chat template leaves out thinking of {speaker}"
-                part["thinking"] += new_mark(f"{omitted}; {advice}", is_error=False)
+                problem = f"the chat template leaves out thinking of {speaker}"
+                part["thinking"] += new_mark(f"{problem}; {advice}", is_error=False)
             # appears only if the template writes the part as an object
-            part["unknown field"] = new_mark(f"{has_parts} writes as it is; {parts_advice}", must_appear=False)
+            part["unknown field"] = new_mark(f"{parts_problem} writes as it is; {parts_advice}", must_appear=False)
     for tool in tools or []:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if isinstance(function, dict) and isinstance(function.get("name"), str):
@@ -568,7 +571,7 @@ def texts_in(value: Any) -> Iterator[str]:
             yield from texts_in(item)
 
 
-def no_assistant_mask(problem: str) -> base.UserError:
+def no_mask_error(problem: str) -> base.UserError:
     """Make the error for conversations whose assistant tokens cannot be found."""
     advice = "give a template that has {% generation %} around what the assistant writes with --chat-template FILE"
     return base.UserError(

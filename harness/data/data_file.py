@@ -54,7 +54,7 @@ class DataFile:
         opened = open(self.path, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
         if os.fstat(opened.fileno()).st_size != self.size:  # a copy on another node may have another mtime
             opened.close()
-            raise stores.changed(self.path)
+            raise stores.changed_error(self.path)
         if self.size < LFS_MAX_BYTES:
             if opened.read(len(LFS_BEGINNING)) == LFS_BEGINNING:
                 opened.close()

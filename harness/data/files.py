@@ -72,10 +72,11 @@ def find_files(dataset: str, subset: str | None = None) -> Listing:
         if formats.find_format(candidates[0].name):
             return Listing(dataset, {"train": candidates}, [])
         raise base.UserError(f"--dataset {dataset}: {describe_no_data([candidates[0].name])}")
-    top = stores.before_pattern(path) if is_pattern else path.rstrip("/")  # names below it tell their splits
+    top = stores.before_pattern(path) if is_pattern else path.rstrip("/")  # the splits are in the paths below it
     names = {file: str(file).removeprefix(top).lstrip("/") for file in candidates}
     is_dataset_dict = "dataset_dict.json" in names.values()  # of `save_to_disk`: each folder is a split
     files = []
+    # by folder: a/z before a-b/a, though "-" is before "/"
     for file in sorted(candidates, key=lambda file: file.path.split("/")):
         name = names[file]
         if any(part.startswith(".") for part in name.split("/")):
@@ -124,7 +125,8 @@ def find_splits(dataset: str, names: list[str]) -> list[str]:
     if not any(splits):
         return path_splits
     # Folders name splits, but not train: the files outside of them are trained on, unless a file's own name has another
-    # split. A file there that is named train is no split: next to that split, `find_files` would leave out the others.
+    # split. A file named train among them gets no split either: with a split "train", `find_files` would leave out the
+    # other files outside.
     return ["" if split == "train" else split for split in path_splits]
 
 

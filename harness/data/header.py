@@ -46,11 +46,13 @@ def describe(
         return {"data": "synthetic, random tokens"}
     is_single = len(corpora) == 1
     epochs = data.epochs(data.record.samples_of_step(settings.num_steps).stop)
-    texts: dict[str, list[str]] = {"data": [], "files": [], "eval data": []}  # of each source, by name of the line
+    texts_by_line: dict[str, list[str]] = {"data": [], "files": [], "eval data": []}  # a text for each source
     for corpus in corpora:
         source = opened[corpus.name]
-        train, size = source.train, "streamed"
-        if corpus.name in epochs:
+        train = source.train
+        if isinstance(train, Stream):
+            size = "streamed"
+        else:
             amount = f"{epochs[corpus.name]:.1f} epochs"
             if is_single:
                 amount = f"{len(train) / samples_per_step:,.1f} steps an epoch"
@@ -60,8 +62,8 @@ def describe(
         found = {"data": f"{name}: {size}", "files": files, "eval data": describe_eval_data(source.eval_data)}
         for line_name, text in found.items():
             if text:
-                texts[line_name].append(text if is_single else f"{corpus.name}: {text}")
-    lines = {line_name: "; ".join(parts) for line_name, parts in texts.items() if parts}
+                texts_by_line[line_name].append(text if is_single else f"{corpus.name}: {text}")
+    lines = {line_name: "; ".join(parts) for line_name, parts in texts_by_line.items() if parts}
     if any(corpus.kind == "text" for corpus in corpora):
         lines["documents"] = describe_eos(tokenizer)
     if not is_single:
@@ -129,10 +131,10 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader,
         lines["packing"] = packing
     if train.has_loss_mask:
         share = train.total_trained() / len(train.tokens)
-        line_name, document = ("chat", "conversation") if corpus.is_chat else ("labels", "row")
-        if isinstance(train, WholeDocumentDataset) and (warning := cut_warning(train, document)):
+        line_name, document_name = ("chat", "conversation") if corpus.is_chat else ("labels", "row")
+        if isinstance(train, WholeDocumentDataset) and (warning := cut_warning(train, document_name)):
             job.warn(warning)
-        documents = base.counted(train.num_documents(), document)
+        documents = base.counted(train.num_documents(), document_name)
         lines[line_name] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
     if train.has_loss_mask and with_example:
         if corpus.is_chat and not base.broadcast_from_rank_0(lambda: trains_special_token(train, reader.tokenizer)):
@@ -153,12 +155,12 @@ def trains_special_token(train: PackedDataset, tokenizer: "PreTrainedTokenizerBa
     return not len(trained) or bool(np.isin(trained, [*special, *tokenizer.all_special_ids]).any())
 
 
-def cut_warning(train: WholeDocumentDataset, document: str) -> str:
+def cut_warning(train: WholeDocumentDataset, document_name: str) -> str:
     """A warning if more documents than MAX_CUT_SHARE are longer than a sequence; else ""."""
     cut, documents, longest = train.record["cut"], train.num_documents(), train.record["longest"]
     if cut <= MAX_CUT_SHARE * documents:
         return ""
-    problem = f"{cut:,} of {base.counted(documents, document)} are longer and are cut into pieces"
+    problem = f"{cut:,} of {base.counted(documents, document_name)} are longer and are cut into pieces"
     return f"--sequence-length {train.seq_len}: {problem}; give a longer one (the longest has {longest:,} tokens)"
 
 
@@ -228,7 +230,7 @@ def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None
     """The samples of an optimizer step: each with its source and the beginnings of its documents. A UserError if a
     source is no longer one of the run's."""
     samples = data.record.samples_of_step(step)
-    reader = SampleReader(data, {})
+    reader = SampleReader(data, positions={})  # shards of streams from their beginning
     lines = [f"step {step:,}: {len(samples):,} samples, from sample {samples.start:,} on"]
     for sample in samples:
         lines.append("")
@@ -238,7 +240,7 @@ def describe_step(data: TrainingData, tokenizer: "PreTrainedTokenizerBase | None
                 f"--show-samples {step}: sample {sample:,} is of the source {name}, which was removed since; give it "
                 f"too, as in --dataset {name}=FILE:1 in addition to the others"
             )
-        (sequence,), _ = reader.read(range(sample, sample + 1))
+        [sequence], _positions = reader.read([sample])
         tokens = sequence_tokens(sequence)
         if not isinstance(data.sources[name], PackedDataset):  # a stream, or random tokens
             shard = sample % data.record.num_shards

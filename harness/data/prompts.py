@@ -66,8 +66,7 @@ def render_prompt(
     chat = ChatEncoder(tokenizer, len(tokenizer), base.read_template(settings.chat_template), loss="all")
     if isinstance(prompt, Conversation) and not chat.has_template:
         if not prompt.is_text_completion or len(prompt.messages) > 1 or prompt.tools:
-            problem = "it holds messages, and the tokenizer has no chat template"
-            raise base.UserError(f"--sample-prompt {prompt.position}: {problem}; give one with --chat-template FILE")
+            raise chat.no_template_error(f"--sample-prompt {prompt.position}: holds messages, a system prompt or tools")
         prompt = prompt.messages[0]["content"]
     # a chat model without a template was trained on prompts and completions as plain text
     if isinstance(prompt, str) and not (is_chat_model and chat.has_template) and settings.chat_template is None:
@@ -88,24 +87,24 @@ def end_tokens(settings: flags.Settings, is_chat_model: bool, tokenizer: "PreTra
         return []
     ends = [tokenizer.eos_token_id]
     if is_chat_model:
-        ends += ends_of_answers(tokenizer, base.read_template(settings.chat_template))
+        ends.append(answer_end_token(tokenizer, base.read_template(settings.chat_template)))
     return [end for end in dict.fromkeys(ends) if end is not None]
 
 
-def ends_of_answers(tokenizer: "PreTrainedTokenizerBase", template: str | None) -> list[int]:
-    """Return the id of the special token that a chat template, by default the tokenizer's, writes after an answer; []
+def answer_end_token(tokenizer: "PreTrainedTokenizerBase", template: str | None) -> int | None:
+    """Return the id of the special token that a chat template, by default the tokenizer's, writes after an answer; None
     if it writes none."""
     answer = "Zq"  # not part of a special token
     messages = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}]
     try:
         text, _ = ChatEncoder(tokenizer, len(tokenizer), template, loss="all").render(Conversation(messages))
     except Exception:  # a template may raise anything
-        return []
+        return None
     end = text.rpartition(answer)[2]
     ids = tokenizer(end.lstrip(), add_special_tokens=False)["input_ids"]
     if ids and (token := tokenizer.added_tokens_decoder.get(ids[0])) and token.special:
-        return ids[:1]
-    return []
+        return ids[0]
+    return None
 
 
 def trains_on_chats(corpora: Corpora) -> bool:
@@ -113,10 +112,12 @@ def trains_on_chats(corpora: Corpora) -> bool:
     return any(corpus.is_chat for corpus in corpora.sources_or_eval)
 
 
-def demo_prompt(sources: list[Corpus], sequences: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """The first words of the first source of `sequences`, which --demo with another --dataset continues as its sample;
-    empty if it has no text."""
-    dataset = next(iter(sequences.values()))
+def demo_prompt(
+    sources: list[Corpus], sequences_by_name: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None"
+) -> str:
+    """The first words of the first of `sequences_by_name`, the eval sets or else the training data of `sources`. --demo
+    with another --dataset continues them as its sample. "" for conversations, or if there is no text to read."""
+    dataset = next(iter(sequences_by_name.values()))
     is_chat = bool(sources) and sources[0].is_chat
     if tokenizer is None or is_chat or isinstance(dataset, Stream | SyntheticDataset):
         return ""

@@ -15,7 +15,7 @@ import numpy as np
 from harness import base, job
 from harness.data import formats, tokenize
 from harness.data.cache import make_once
-from harness.data.chat import ChatEncoder, no_assistant_mask
+from harness.data.chat import ChatEncoder, no_mask_error
 from harness.data.corpora import Corpus, are_token_files, cut_positions, parse_split, slice_rows
 from harness.data.files import DataFile
 from harness.data.formats import read_records
@@ -193,7 +193,7 @@ def no_tokens_error(subject: str, counts: Counter) -> base.UserError:
     """The error for a corpus without a token to train on, from the counts of what was left out."""
     if left_out := counts["conversations without a trained token"]:
         problem = f"none of its {base.counted(left_out, 'conversation')} has a turn with the role assistant"
-        return no_assistant_mask(f"{subject}: {problem} that the template marks")
+        return no_mask_error(f"{subject}: {problem} that the template marks")
     if left_out := counts["rows without a trained token"]:
         problem = f"none of its {left_out:,} rows has a token to train on by its labels and masks"
         return base.UserError(f"{subject}: {problem}; fix these, or drop them")

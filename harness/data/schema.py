@@ -54,7 +54,8 @@ class Conversation:
     position: str = ""  # file and line of the record, for errors and warnings
 
     def __len__(self) -> int:
-        """The number of characters as JSON, about those of the rendered text, to measure a batch in `tokenize.take`."""
+        """The number of characters as JSON, about those of the rendered text, by which `tokenize.next_batch` measures a
+        batch."""
         return len(json.dumps([self.messages, self.tools], default=str))
 
 
@@ -108,27 +109,25 @@ def check_ids(ids: np.ndarray, fields: dict[str, Any]) -> np.ndarray | LabelledI
     label -100 or a 0 in one of LOSS_MASKS are not trained on. Attention and positions that a packed sequence
     cannot have make a bad record, as do masks and weights under other names."""
     for name, count in DOCUMENT_FIELDS.items():
-        if np.array(fields.get(name, ()), object).size > count:  # as objects, lists may differ in length
+        if np.array(fields.get(name, ()), object).size > count:  # dtype object: inner lists may differ in length
             return BadRecord(f"{name} has several documents; give each document a record")
     for name, values in fields.items():
         is_for_tokens = is_named_like_mask(name) and is_flat(values) and len(values) == len(ids)
         # equal values, such as a pad_mask of ones, change nothing, unless they exclude all tokens
         if is_for_tokens and any(value != values[0] or value in (0, base.IGNORE_INDEX) for value in values):
-            shown = excerpt(values.tolist() if isinstance(values, np.ndarray) else values)
             advice = "give a loss_mask with 1 for each token to train on, or remove it"
-            return BadRecord(f"{name} is {shown}, which is not read; {advice}")
+            return BadRecord(f"{name} is {excerpt(values)}, which is not read; {advice}")
     values_by_name = {name: fields[name] for name in PER_TOKEN_FIELDS if fields.get(name) is not None}
     if not values_by_name:
         return ids
     arrays = {name: np.asarray(values) for name, values in values_by_name.items() if is_flat(values)}
     for name, values in values_by_name.items():
         if name not in arrays or arrays[name].shape != ids.shape or (len(ids) and arrays[name].dtype.kind not in "bui"):
-            shown = excerpt(values.tolist() if isinstance(values, np.ndarray) else values)
-            return BadRecord(f"{name} is {shown} instead of {base.counted(len(ids), 'integer')}, one per token")
+            wanted = f"{base.counted(len(ids), 'integer')}, one per token"
+            return BadRecord(f"{name} is {excerpt(values)} instead of {wanted}")
     for name in ("attention_mask", *LOSS_MASKS):
         if name in arrays and not np.isin(arrays[name], (0, 1)).all():
-            shown = excerpt(arrays[name].tolist())
-            return BadRecord(f"{name} is {shown} instead of 0 and 1; give each document a record")
+            return BadRecord(f"{name} is {excerpt(arrays[name])} instead of 0 and 1; give each document a record")
     attended = np.flatnonzero(arrays.get("attention_mask", np.ones(len(ids))))
     if len(attended) and attended[-1] - attended[0] >= len(attended):
         return BadRecord("attention_mask is 0 between tokens; it may be 0 only before and after them")
@@ -169,7 +168,7 @@ def has_lone_surrogate(text: str) -> bool:
 
 def excerpt(value: Any) -> str:
     """Return the first 60 characters of a value as JSON."""
-    text = json.dumps(value, default=str)
+    text = json.dumps(value.tolist() if isinstance(value, np.ndarray) else value, default=str)
     return text if len(text) <= 60 else text[:60] + "..."
 
 
@@ -284,12 +283,12 @@ def find_document(record: Any, names: tuple[str, ...]) -> Record:
         if is_there:
             return read_named(fields, name)
     wanted = names[-1]  # what the error asks for: the layout of a chat corpus, or else its text field
-    # null, which is the error, or a text in a field that is named as a layout
+    # its value is null, which the error shows, or a text in a field that is named as a layout (--text-field messages)
     if wanted in fields and (wanted not in LAYOUTS or isinstance(fields[wanted], str)):
         return read_named(fields, wanted)
     missing = first_missing(fields, LAYOUTS[wanted]) if wanted in LAYOUTS else wanted
-    others = f", only {', '.join(fields)}" if len(fields) > 1 else ""
-    return BadRecord(f"no field {missing!r} in {excerpt(record)}{others}; {field_advice(wanted, fields)}")
+    present = f", only {', '.join(fields)}" if len(fields) > 1 else ""  # a single field is in the excerpt
+    return BadRecord(f"no field {missing!r} in {excerpt(record)}{present}; {field_advice(wanted, fields)}")
 
 
 def field_advice(wanted: str, fields: Iterable[str]) -> str:
@@ -359,14 +358,17 @@ def conversation_of(fields: dict[str, Any], name: str) -> Conversation:
     fields = {field: value for field, value in fields.items() if value is not None}
     messages, first_trained = layout.read(fields)
     for field in SYSTEM_FIELDS:
-        system, first = fields.get(field, ""), messages[0]
+        system = fields.get(field, "")
         if not isinstance(system, str):
             raise ValueError(f"{field} is {excerpt(system)} instead of text")
-        if system.strip() and first["role"] not in ("system", "developer"):
+        if not system.strip():
+            continue
+        first = messages[0]  # may be the system prompt of an earlier field
+        if first["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": system}, *messages]
             if first_trained:  # else there is no prompt, and all turns are trained on
                 first_trained += 1
-        elif system.strip() and first.get("content") != system:
+        elif first.get("content") != system:
             raise ValueError(f"{field} is {excerpt(system)}, and the first message is another system prompt")
     for field, value in fields.items():
         advice = NOT_READ.get(field) or ("name them tools" if is_named_like_tools(field) and are_tools(value) else "")
@@ -384,7 +386,7 @@ def conversation_of(fields: dict[str, Any], name: str) -> Conversation:
         raise ValueError(f"tools are {excerpt(tools)} instead of a list")
     try:
         json.dumps([tools, [calls_of(message) for message in messages]])
-    except TypeError as error:  # a decimal or date of a column, which a template would write as its type
+    except TypeError as error:  # a decimal or date of a column, which a template would write as Decimal('1')
         raise ValueError(f"its tools or calls: {error}; make it a number or text") from error
     if has_lone_surrogate(json.dumps([messages, tools], ensure_ascii=False, default=str)):
         raise ValueError(f"{excerpt(messages)} with half a surrogate pair")

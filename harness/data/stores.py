@@ -71,9 +71,9 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     try:
         filesystem, path = fsspec.core.url_to_fs(url, **options)
     except Exception as error:  # also for an unknown scheme, or a missing package
-        raise describe_failure(error, url) from error
-    if is_s3:  # nor by s3fs
-        filesystem.retries = 1
+        raise failure_error(error, url) from error
+    if is_s3:
+        filesystem.retries = 1  # nor by s3fs: requests are retried here
     for package in ("s3fs", "gcsfs"):  # they log what the UserError says
         logging.getLogger(package).setLevel(logging.CRITICAL)
     return filesystem, path
@@ -99,10 +99,10 @@ def request(url: str, operation: str, timeout: float | None = None, **options: A
             if status_of(error) == 404 or isinstance(root_of(error), FileNotFoundError):
                 raise FileNotFoundError(without_query(url)) from error
             if not is_transient(error):
-                raise describe_failure(error, url) from error
+                raise failure_error(error, url) from error
             if number == TRIES:
                 tried = f"{TRIES} tries in {time.monotonic() - start:.0f} s"
-                raise describe_failure(error, url, tried) from error
+                raise failure_error(error, url, tried) from error
         time.sleep(wait)
         wait *= 2
 
@@ -115,13 +115,11 @@ def list_url(url: str) -> list[tuple[str, dict]]:
             top = before_pattern(url)
             found = request(url, "glob", detail=True, timeout=LISTING_SECONDS)
         else:
-            # a name without a dot is listed, which finds a file too: `info` of HTTP takes a page of links for a file
-            is_folder = "." not in without_query(url).rpartition("/")[2]
-            if not is_folder:
+            # `info` of HTTP takes a page of links for a file, so a name without a dot is listed, which finds a file too
+            if "." in without_query(url).rpartition("/")[2]:
                 info = request(url, "info")
-                is_folder = info["type"] == "directory"
-            if not is_folder:
-                return [(url, info)]
+                if info["type"] != "directory":
+                    return [(url, info)]
             found = request(url, "find", detail=True, timeout=LISTING_SECONDS)
     except FileNotFoundError:
         return []
@@ -157,7 +155,7 @@ class RangeReader(io.RawIOBase):
         name, value = version
         now = self._request("info")
         if now.get("size") != size or str(now.get(name)) != value:
-            raise changed(without_query(url))
+            raise changed_error(without_query(url))
 
     def readable(self) -> bool:
         return True
@@ -179,7 +177,7 @@ class RangeReader(io.RawIOBase):
             problem = "the server sends no ranges of a file"
             raise base.UserError(f"--dataset {without_query(self.url)}: {problem}; copy it to a local disk")
         if not content:
-            raise changed(without_query(self.url))
+            raise changed_error(without_query(self.url))
         view[: len(content)] = content
         self.position += len(content)
         return len(content)
@@ -188,10 +186,10 @@ class RangeReader(io.RawIOBase):
         try:
             return request(self.url, operation, **options)
         except FileNotFoundError as error:
-            raise changed(without_query(self.url)) from error
+            raise changed_error(without_query(self.url)) from error
 
 
-def changed(name: str) -> base.UserError:
+def changed_error(name: str) -> base.UserError:
     return base.UserError(f"--dataset {name}: it has changed since it was listed, or is gone; start a new run")
 
 
@@ -230,7 +228,7 @@ def is_access_error(error: BaseException) -> bool:
     return any(word in type(error).__name__ for word in words) or str(error).startswith("Forbidden: ")
 
 
-def describe_failure(error: Exception, url: str, tried: str = "") -> base.UserError:
+def failure_error(error: Exception, url: str, tried: str = "") -> base.UserError:
     """Make the error for a request that failed for good."""
     cause, status, root = base.first_line(error), status_of(error), root_of(error)
     if status and str(status) not in cause:

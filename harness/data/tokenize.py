@@ -43,8 +43,8 @@ class Encoded(NamedTuple):
 def next_batch(
     documents: Iterator, max_documents: int | None = None, max_characters: int = BATCH_CHARACTERS
 ) -> Iterator:
-    """Yield the next documents: at most `max_documents`, and none after their sizes (in characters, of token ids in
-    ids) exceed `max_characters`."""
+    """Yield the next documents: at most `max_documents`, up to the one with which their total size, in characters or
+    token ids, exceeds `max_characters`."""
     size = 0
     for document in itertools.islice(documents, max_documents):
         yield document
@@ -146,7 +146,8 @@ def backend_of(tokenizer: "PreTrainedTokenizerBase") -> "tokenizers.Tokenizer":
 
 
 def serialize_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return all that decides how a tokenizer splits text, as one string; of a slow one only its vocabulary."""
+    """Return how a tokenizer splits text, as one string: the tokenizer.json of a fast one; of a slow one only the
+    vocabulary, to which `TextEncoder.identity` adds its class and arguments."""
     content = backend_of(tokenizer).to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     return f"{content}, special tokens as text" if tokenizer.split_special_tokens else content
 

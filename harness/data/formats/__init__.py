@@ -7,7 +7,7 @@ A format has `SUFFIXES`, the ends of its files' names, and one of these:
   of `schema.LAYOUTS`, of which the first that a record has is read. In `schema`, `find_document` (for objects) or
   `choose_name` and `read_named` (for columns) find what is read of a record and check it.
 - `open_tokens(path, vocab_size)`: maps a file of token ids as a `tokens.MappedTokens`. Tokens are neither copied nor
-  read. What is cheap to check is checked here; a fault is `tokens.damaged_error`.
+  read. It checks what is cheap to check; a fault is `tokens.damaged_error`.
 
 A format that has `read` also has `RECORD_NAME`, and may have the others:
 

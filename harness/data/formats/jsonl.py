@@ -32,5 +32,5 @@ def parse(line: bytes, position: int, names: tuple[str, ...]) -> Record:
         byte = f"byte {position + error.start:,} of the file: 0x{line[error.start]:02x}"
         return BadRecord(fault or f"{byte} is not UTF-8")
     except (ValueError, RecursionError) as error:
-        return BadRecord(f"broken JSON, {error}".replace("line 1 ", ""))  # the parser's number of lines in this line
+        return BadRecord(f"broken JSON, {error}".replace("line 1 ", ""))  # the parser counts lines within this one
     return find_document(record, names)

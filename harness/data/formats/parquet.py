@@ -80,11 +80,11 @@ def choose_columns(schema: "pyarrow.Schema", names: tuple[str, ...]) -> tuple[st
     """Return (the field or layout that is read, the columns that it needs)."""
     flat_columns = {column.name for column in schema if not is_nested(column.type)}
     field = choose_name(schema.names, flat_columns, names)
-    # the type of a list's items, or of the column
+    # the type of a list's items, or of another column's values
     item_types = {column.name: getattr(column.type, "value_type", column.type) for column in schema}
     if field in item_types and not is_nested(item_types[field]):  # a column of texts or token ids, not of messages
         columns = [field]
-        if field not in flat_columns:
+        if field not in flat_columns:  # token ids
             masks = [name for name in schema.names if name not in flat_columns and is_named_like_mask(name)]
             columns += [*(name for name in ID_FIELDS if name in schema.names), *masks]
     else:
@@ -118,8 +118,8 @@ def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
     arrays = {name: batch[name] for name in batch.schema.names}
     columns = {name: rows_of_integers(array) for name, array in arrays.items()}
     ids = columns.pop(field, None)
-    has_others = None in columns.values()  # columns that are not lists of integers
-    if ids is None or has_others or not are_token_ids(ids):
+    all_integers = None not in columns.values()
+    if ids is None or not all_integers or not are_token_ids(ids):
         for row in range(batch.num_rows):
             scalars = {name: array[row] for name, array in arrays.items()}
             try:

@@ -52,7 +52,7 @@ def read_document(content: bytes, position: int) -> Iterator[Record]:
     """Yield a bad record for each line that cannot be decoded or has a NUL, then the document of the other lines.
     `position` is that of `content` in the file, in bytes."""
     encoding = "utf-16" if position == 0 and content.startswith(UTF16_BOMS) else "utf-8"
-    fault = ""  # the first one; `before` is the text before it
+    fault = before = ""  # the first fault, and the text before it
     try:
         text = content.decode(encoding)
     except UnicodeDecodeError as error:
@@ -87,7 +87,7 @@ def split_records(stream: BinaryIO, separator: bytes, start: int, end: int | Non
     record_start, rest = position, b""
     while is_ours or position < end:
         size = min(READ_BYTES, end - position) if position < end else TAIL_BYTES
-        block = stream.read(max(size, len(rest)))  # as much as is left of a record: joining it stays linear
+        block = stream.read(max(size, len(rest)))  # reads grow with an unfinished record, so joining it stays linear
         if not block:
             break
         position += len(block)
