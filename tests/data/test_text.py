@@ -287,6 +287,8 @@ def parquet_with_a_damaged_page() -> bytes:
 
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+# Parquet does not check that its texts are UTF-8
+LATIN_1 = pyarrow.table({"text": pyarrow.array([b"caf\xe9", b"A fox."]).view(pyarrow.string())})
 UNUSABLE = [  # file, content, what the error printed after the file's name
     ("data.jsonl", b'{"text": ""}\n', ": it holds no text"),
     ("data.jsonl", b'{"text": "A"}\n', "too few for one sequence of --sequence-length"),
@@ -327,6 +329,7 @@ UNUSABLE = [  # file, content, what the error printed after the file's name
     ("data.txt", LFS_POINTER, ": it is a Git LFS pointer, not the file; run git lfs pull"),
     ("data.bin", LFS_POINTER, ": it is a Git LFS pointer, not the file; run git lfs pull"),
     ("data.parquet", ["A fox.", {"text": None}], ", row 2: null instead of text"),
+    ("data.parquet", LATIN_1, ", row 1: 'utf-8' codec can't decode byte 0xe9 in position 3"),
     ("data.parquet", [{"input_ids": [1, 2]}, {"input_ids": [3, None]}], ", row 2: [3, null] instead of token ids"),
     ("data.parquet", [{"input_ids": [1, 2]}, {"input_ids": [3, 1536]}], ", row 2: token id 1536, the model has 1,536"),
     ("data.parquet", [{"input_ids": [3, 2**40]}], ", row 1: [3, 1099511627776] instead of token ids"),
@@ -358,10 +361,10 @@ def test_json_that_is_nested_too_deep_for_a_parser_is_a_bad_record_or_a_bad_prom
 @pytest.mark.parametrize("name, content, printed", UNUSABLE, ids=itertools.count())
 def test_data_that_cannot_be_used_is_named(load, tmp_path, name, content, printed):
     file = tmp_path / name
-    if isinstance(content, list):
-        write_records(file, content)
-    else:
+    if isinstance(content, bytes):
         file.write_bytes(content)
+    else:
+        write_records(file, content)
     with pytest.raises(UserError) as raised:
         load(file, 16)
     message = str(raised.value)

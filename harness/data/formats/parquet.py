@@ -80,9 +80,8 @@ def choose_columns(schema: "pyarrow.Schema", names: tuple[str, ...]) -> tuple[st
     """Return (the field or layout that is read, the columns that it needs)."""
     flat_columns = {column.name for column in schema if not is_nested(column.type)}
     field = choose_name(schema.names, flat_columns, names)
-    # the type of a list's items, or of another column's values
-    item_types = {column.name: getattr(column.type, "value_type", column.type) for column in schema}
-    if field in item_types and not is_nested(item_types[field]):  # a column of texts or token ids, not of messages
+    column_types = dict(zip(schema.names, schema.types, strict=True))
+    if field in column_types and not may_hold_messages(column_types[field]):  # a column of texts or token ids
         columns = [field]
         if field not in flat_columns:  # token ids
             masks = [name for name in schema.names if name not in flat_columns and is_named_like_mask(name)]
@@ -100,6 +99,11 @@ def is_nested(kind: "pyarrow.DataType") -> bool:
     from pyarrow import types
 
     return types.is_nested(kind) or is_json(kind)
+
+
+def may_hold_messages(kind: "pyarrow.DataType") -> bool:
+    """True if the values of a column, or the items of its lists, may be objects."""
+    return is_nested(getattr(kind, "value_type", kind))
 
 
 def is_json(kind: "pyarrow.DataType") -> bool:
@@ -124,8 +128,10 @@ def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
             scalars = {name: array[row] for name, array in arrays.items()}
             try:
                 fields = {name: scalar.as_py(maps_as_pydicts="strict") for name, scalar in scalars.items()}
-            except (KeyError, ValueError) as error:  # a map has a key twice
-                yield BadRecord(error.args[0], field)
+            except (KeyError, ValueError) as error:  # a map has a key twice, or a text is not UTF-8
+                fault = error.args[0] if isinstance(error, KeyError) else str(error)
+                is_chat = field not in arrays or may_hold_messages(arrays[field].type)
+                yield BadRecord(fault, field if is_chat else "")
             else:
                 yield read_named({name: convert(value, scalars[name].type) for name, value in fields.items()}, field)
         return
