@@ -38,7 +38,7 @@ def read_prompt(prompt: str) -> list[str | Conversation]:
         fault = f"cannot be read ({base.first_line(error)})"
         raise base.UserError(f"{subject}: {fault}; give JSON with messages") from error
     if len(values) == 1 and isinstance(values[0], list):
-        is_conversation = is_object_list(values[0]) and "role" in values[0][0]
+        is_conversation = is_object_list(values[0]) and not {"role", "from"}.isdisjoint(values[0][0])
         values = values if is_conversation else values[0]  # else a list of records
     if not values:
         raise base.UserError(f"{subject}: it is empty; give JSON with messages")

@@ -319,6 +319,7 @@ def test_a_prompt_is_a_text_or_the_conversations_of_a_file_up_to_their_answers(t
         (prompt,) = prompts_in(tmp_path, name, content)
         assert (prompt.messages, prompt.tools) == ([SYSTEM, HI], TOOLS)
     assert prompts_in(tmp_path, "d.json", json.dumps([HI, HELLO, MORE[0]]))[0].messages == [HI, HELLO, MORE[0]]
+    assert prompts_in(tmp_path, "g.json", json.dumps([{"from": "human", "value": HI["content"]}]))[0].messages == [HI]
     assert len(prompts_in(tmp_path, "e.jsonl", f"{json.dumps(record)}\n" * 3)) == 3
     assert len(prompts_in(tmp_path, "f.jsonl", f"{json.dumps([HI])}\n" * 2)) == 2  # lists of messages
 
