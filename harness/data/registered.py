@@ -89,4 +89,5 @@ def json_lines(name: str) -> Iterator[str]:
             yield json.dumps(fields, default=lambda value: value.tolist()) + "\n"  # arrays and tensors have it
         except (TypeError, ValueError, AttributeError) as error:
             wanted = "give a text, a list of token ids, or a dict with the fields of docs/DATA.md"
-            raise base.UserError(f"--dataset {name}: record {number} is {type(record).__name__}; {wanted}") from error
+            problem = f"record {number} cannot be written as JSON ({base.first_line(error)})"
+            raise base.UserError(f"--dataset {name}: {problem}; {wanted}") from error

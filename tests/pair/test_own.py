@@ -206,7 +206,8 @@ def test_a_checkpoint_names_no_file_to_run(tmp_path, tables):
 
 UNUSABLE = {  # the function of a data set, and its error
     "none": (lambda: [], "its function gives no records"),
-    "object": (lambda: ["a text", object()], "record 2 is object; give a text, a list of token ids, or a dict"),
+    "object": (lambda: ["a text", object()], "record 2 cannot be written as JSON .*; give a text, a list of token ids"),
+    "field": (lambda: [{"text": "a", "tags": {1}}], "record 1 cannot be written as JSON .*'set' object has no"),
     "random": (lambda: [str(random.random())], "its function gives other records when it is called again"),
     "endless": (lambda: map(str, itertools.count()), "it has not ended after 1,000 records; register it with limit=N"),
 }
