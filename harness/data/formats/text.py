@@ -64,11 +64,12 @@ def read_document(content: bytes, position: int) -> Iterator[Record]:
         text = text.removeprefix("\ufeff")
     text = text.replace("\r\n", "\n")
     if fault:
-        place = f"line {before.count(chr(10)) + 1:,}, byte {position + len(before.encode(encoding)):,} of the file"
+        line_number, byte = before.count("\n") + 1, position + len(before.encode(encoding))
         lines = text.split("\n")
         good = [line for line in lines if "\0" not in line]
         # one per line, so that they are counted; all name the first
-        yield from [BadRecord(f"{place}: {fault}")] * (len(lines) - len(good))
+        bad = BadRecord(f"line {line_number:,} of the document, byte {byte:,} of the file: {fault}")
+        yield from [bad] * (len(lines) - len(good))
         text = "\n".join(good)
     yield text.strip("\n") or None
 
