@@ -307,6 +307,8 @@ UNUSABLE = [  # file, content, what the error printed after the file's name
     ("data.jsonl", b'\xef\xbb\xbf{"text": "caf\xe9"}\n', ", line 1: byte 16 of the file: 0xe9 is not UTF-8"),
     ("data.jsonl", b"\xff\xfe" + GOOD.decode().encode("utf-16-le"), ", line 1: UTF-16, not UTF-8; fix it"),
     ("data.jsonl", gzip.compress(GOOD, mtime=0), ", line 1: gzip data, whose name ends in .gz; fix it"),
+    ("data.jsonl", b"%PDF-1.7\nall of it ASCII", ", line 1: a PDF, not text; fix it"),
+    ("data.json", b"%PDF-1.7\nall of it ASCII", ": cannot be read (a PDF, not text)"),
     ("data.jsonl", GOOD + b'{"text": "a\\ud800b"}\n', ', line 2: "a\\ud800b" with half a surrogate pair'),
     ("data.jsonl", GOOD + b"[" * 100_000, ", line 2: broken JSON"),
     ("data.jsonl", GOOD + b'{"input_ids": [1, -2]}\n', ", line 2: [1, -2] instead of token ids"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from harness.data.formats import READ_BYTES
+from harness.data.formats.text import describe_other_file
 from harness.data.schema import Record, find_document
 
 SUFFIXES = (".json",)
@@ -56,6 +57,8 @@ def values_in(stream: BinaryIO) -> Iterator[Any]:
                 raise ValueError(problem) from error
         # blocks grow, so a long value is not parsed for each of them
         block = stream.read(max(READ_BYTES, len(text) - position))
+        if other_file := describe_other_file(block, bytes_read):
+            raise ValueError(other_file)
         bytes_read, file_ended = bytes_read + len(block), not block
         try:
             text, position = text[position:] + utf8.decode(block, final=file_ended), 0

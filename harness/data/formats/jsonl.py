@@ -25,12 +25,13 @@ def parse(line: bytes, position: int, names: tuple[str, ...]) -> Record:
         return None
     try:
         record = json.loads(line.decode())
-    except UnicodeDecodeError as error:
+    except (ValueError, RecursionError) as error:
         fault = describe_other_file(line, position)
         if not fault and position == 0 and line.startswith(UTF16_BOMS):
             fault = "UTF-16, not UTF-8"
-        byte = f"byte {position + error.start:,} of the file: 0x{line[error.start]:02x}"
-        return BadRecord(fault or f"{byte} is not UTF-8")
-    except (ValueError, RecursionError) as error:
-        return BadRecord(f"broken JSON, {error}".replace("line 1 ", ""))  # the parser counts lines within this one
+        elif not fault and isinstance(error, UnicodeDecodeError):
+            fault = f"byte {position + error.start:,} of the file: 0x{line[error.start]:02x} is not UTF-8"
+        elif not fault:
+            fault = f"broken JSON, {error}".replace("line 1 ", "")  # the parser counts lines within this one
+        return BadRecord(fault)
     return find_document(record, names)
