@@ -178,7 +178,7 @@ def describe_examples(documents: Iterator, encoder: TextEncoder) -> str:
     on."""
     found: dict[str, str] = {}
     for number, document in enumerate(documents, 1):
-        features, title = f"row {number}", f"row {number}"
+        features = title = f"document {number}"
         if isinstance(document, Conversation):
             features = describe_features(document)
             title = f"{document.position}: {features}"

@@ -19,8 +19,10 @@ from transformers import AutoConfig, AutoTokenizer, ByT5Tokenizer
 
 from harness.base.errors import UserError
 from harness.data.files import find_files
+from harness.data.header import describe_examples
+from harness.data.schema import LabelledIds
 from harness.data.stream import Stream
-from harness.data.tokenize import TextEncoder
+from harness.data.tokenize import RowEncoder, TextEncoder
 
 TEXTS = ["A fox saw a red ball and ran.", "Two", "The end? <|endoftext|>", "Zażółć 日本語 \n\n in lines, " * 9]
 SUFFIXES = ("jsonl", "parquet", "arrow")
@@ -391,6 +393,12 @@ def test_a_row_with_labels_is_padded_and_trained_on_as_its_labels_say(tmp_path, 
     assert sequence.tokens.tolist()[:6] == [5, 6, 7, 8, 9, 10]
     assert sequence.loss_mask.tolist() == [False, True, True, False, True, False]
     assert sequence.doc_starts.tolist() == [0, 4]
+
+
+def test_an_example_of_rows_is_named_by_the_number_of_its_document():
+    """Blank lines and empty rows are not counted."""
+    row = LabelledIds(np.array(IDS), np.ones(len(IDS), bool))
+    assert describe_examples(iter([row]), RowEncoder(demo_tokenizer(), 1536)).startswith("--- document 1\n")
 
 
 def test_rows_of_another_kind_than_the_first_are_bad_records(tmp_path, load):
