@@ -503,7 +503,8 @@ def with_marks(conversation: Conversation) -> tuple[Conversation, list[Mark]]:
             elif arguments:
                 word = new_mark(problem)
                 call["arguments"] = f'{{"{word}": 0}}'
-                problem = f"the chat template writes arguments of {called}, which are JSON text, as a quoted text"
+                # a warning about all conversations of this shape, which may call other functions
+                problem = "the chat template writes arguments of its calls, which are JSON text, as a quoted text"
                 problem += "; give them as an object"
                 # JSON text that is quoted once more has \" before the word
                 marks.append(Mark(f'\\"{word}', False, TemplateProblem(problem, is_error=False)))

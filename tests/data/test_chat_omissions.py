@@ -92,7 +92,7 @@ EXPECTED = {  # (record, template): the error or the warning; nothing of all oth
     ("thoughts, earlier", "cuts thoughts"): "cuts <think> out of earlier turns of the assistant",
     ("thoughts, earlier", "qwen3"): "cuts <think> out of earlier turns of the assistant",
     ("reasoning_content, earlier", "qwen3"): "leaves out reasoning_content of earlier turns of the assistant",
-    **{("call as JSON text", name): "writes arguments of its call of find, .*, as a quoted text" for name in TEMPLATES},
+    **{("call as JSON text", name): "writes arguments of its calls, .*, as a quoted text" for name in TEMPLATES},
     **{("another name of a role", name): "does not know its role human; name it user" for name in TEMPLATES},
     ("another name of a role", "three roles"): "error: leaves out the content of the human",
     ("another name of a role", "moves the system prompt"): "error: leaves out the content of the human",
