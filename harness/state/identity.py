@@ -89,8 +89,8 @@ def check_resume(
         refuse_changed(settings, manifest, ("tokenizer", "model", "dataset"))
         raise base.UserError(f"--tokenizer: its vocabulary is not the checkpoint's; {ADVICE}")
     changed = check_data(settings, data.record, manifest)
-    evaluated_before, evaluated = manifest["eval_data"], data.eval_fingerprints
-    if evaluated_before and evaluated and list(evaluated_before.values()) != list(evaluated.values()):
+    both_evaluate = manifest["eval_data"] and identity["eval_data"]
+    if both_evaluate and eval_identity(manifest) != eval_identity(identity | {"flags": now}):
         changed.append("other eval data, so eval losses do not compare with earlier ones")
     world_before, world = manifest["world_size"], dist.get_world_size()
     values: dict[str, tuple[Any, Any]] = {"world size": (world_before, world)}
@@ -100,6 +100,11 @@ def check_resume(
     values["imports"] = compare_imports(manifest)
     changed += [f"{name} {old} -> {new}" for name, (old, new) in values.items() if old != new]
     return ", ".join(changed)
+
+
+def eval_identity(manifest: dict) -> str:
+    """Identify the eval sequences of a checkpoint, independent of the names of their sources."""
+    return json.dumps([*manifest["eval_data"].values(), manifest["flags"]["eval_sequences"]])
 
 
 def compare_imports(manifest: dict) -> tuple[str, str]:
