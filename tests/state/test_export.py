@@ -276,21 +276,22 @@ def test_an_export_is_synced_to_disk(run, tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "export").iterdir() if path.stat().st_ino not in synced} == set()
 
 
-def test_an_export_that_cannot_be_renamed_to_its_folder_has_another_name(mistake, monkeypatch, tmp_path):
-    """As in a container, where the folder is a mounted one."""
+@pytest.mark.parametrize("suffix", ["", ".writing"])
+def test_an_export_that_cannot_be_renamed_to_its_folder_has_another_name(mistake, monkeypatch, tmp_path, suffix):
+    """The folder that was there cannot be moved away, or the new one cannot take its name; it stays."""
     rename = pathlib.Path.rename
 
-    def rename_unless_mounted(self, target):
-        if tmp_path / "export" in (self, target):
+    def rename_unless_busy(self, target):
+        if self.suffix == suffix and tmp_path / "export" in (self, target):
             raise OSError(16, "Device or resource busy", str(self))
         return rename(self, target)
 
     (tmp_path / "export").mkdir()
-    monkeypatch.setattr(pathlib.Path, "rename", rename_unless_mounted)
+    monkeypatch.setattr(pathlib.Path, "rename", rename_unless_busy)
     printed = mistake("--export", tmp_path / "export", exit_code=1)
     problem = f"{tmp_path / 'export'} cannot be replaced (Device or resource busy)"
     assert printed == f"--export: {problem}; this export is in {tmp_path / 'export-2'}"
-    assert (tmp_path / "export-2" / "config.json").exists()
+    assert (tmp_path / "export-2" / "config.json").exists() and (tmp_path / "export").is_dir()
 
 
 @pytest.mark.parametrize("has_earlier", [False, True])
@@ -317,16 +318,20 @@ def test_an_export_that_another_run_wrote_meanwhile_stays_and_this_one_has_anoth
     assert hidden_files(tmp_path) == []
 
 
-def test_an_export_is_complete_though_another_one_of_the_run_begins_and_fails_meanwhile(
-    device, tuned, monkeypatch, tmp_path
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_export_is_complete_though_another_one_of_the_run_fails_or_is_done_meanwhile(
+    device, tuned, monkeypatch, tmp_path, fails
 ):
     write_configs = exports.write_configs
     flags = ["--num-steps", 0, "--resume", tuned / "r", "--export", tmp_path / "export"]
 
     def write_late(*arguments):
         monkeypatch.setattr(exports, "write_configs", write_configs)
-        with files_of_at_most(50_000), pytest.raises(UserError, match="cannot be written"):
-            train(flags, device)
+        if fails:
+            with files_of_at_most(50_000), pytest.raises(UserError, match="cannot be written"):
+                train(flags, device)
+        else:
+            assert train(flags, device) == 0
         write_configs(*arguments)
 
     run_id = saved.read_config(tuned / "r")["run_id"]
