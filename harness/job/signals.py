@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,7 +87,11 @@ class StopRequest:
         while True:
             for number in os.read(pipe, 64):  # other signals with a Python handler arrive here too
                 if number in (*self.SIGNALS, signal.SIGINT):
-                    self.react(number)
+                    try:
+                        self.react(number)
+                    except Exception:  # without this thread, no signal would end the run
+                        traceback.print_exc()
+                        endings.end(endings.INTERRUPTED if number == signal.SIGINT else self.EXIT_CODE, timeout=3)
 
     def react(self, number: int) -> None:
         """Handle a signal, in the thread that reads signals."""

@@ -64,6 +64,22 @@ def test_child_processes_get_signals_as_usual():
     assert run.exitcode == 0
 
 
+def fail_at_a_signal(number: int) -> None:
+    signals.StopRequest.react = lambda *_: 1 / 0
+    signals.listen(parse(["--demo"]))
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("number, exit_code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_bug_in_the_answer_to_a_signal_ends_the_run(number, exit_code):
+    run = multiprocessing.get_context("fork").Process(target=fail_at_a_signal, args=(number,))
+    run.start()
+    run.join(10)
+    run.kill()
+    assert run.exitcode == exit_code
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # A stop in each phase of a run
 
