@@ -120,11 +120,11 @@ class StopRequest:
             self.request(signal.Signals(number).name)
 
     def saves_on_interrupt(self, now: float) -> bool:
-        """Return True for the first Ctrl-C in a long run without checkpoints that keeps its last state."""
+        """Return True for the first Ctrl-C in a long run without --checkpoint-interval that keeps its last state."""
         if not self.can_save or self.settings is None or self.first_request < math.inf:
             return False
-        has_only_last = self.settings.saves_final_checkpoint() and not self.settings.saves_during_training()
-        return has_only_last and now - self.began > self.LONG_RUN
+        saves_only_last = self.settings.saves_final_checkpoint() and not self.settings.checkpoint_interval
+        return saves_only_last and now - self.began > self.LONG_RUN
 
     def request(self, name: str) -> None:
         """Request that all ranks save and exit, because of the signal `name`; end this process if there is nothing to

@@ -64,6 +64,21 @@ def test_child_processes_get_signals_as_usual():
     assert run.exitcode == 0
 
 
+ON_CTRL_C = {  # in a long run: whether the first Ctrl-C saves
+    "": True,
+    "--checkpoint-interval 9": False,
+    "--keep-best --eval-interval epoch": True,  # that may be hours
+    "--no-final-checkpoint": False,
+}
+
+
+@pytest.mark.parametrize("more", ON_CTRL_C)
+def test_ctrl_c_in_a_long_run_saves_unless_checkpoints_are_saved_at_an_interval(more):
+    stop = signals.StopRequest(parse(["--demo", *words(more)]))
+    stop.can_save = True
+    assert stop.saves_on_interrupt(stop.began + 2 * stop.LONG_RUN) == ON_CTRL_C[more]
+
+
 def fail_at_a_signal(number: int) -> None:
     signals.StopRequest.react = lambda *_: 1 / 0
     signals.listen(parse(["--demo"]))
