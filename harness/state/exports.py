@@ -75,6 +75,9 @@ def check_target(settings: flags.Args, run_id: str | None, in_use: list[pathlib.
         header = read_earlier_export(settings)
     except OSError as error:
         raise base.UserError(f"--export {settings.export}: cannot be written ({error.strerror})") from error
+    if final.is_mount():
+        problem = "is a mount point, which an export cannot replace"
+        raise base.UserError(f"--export: {settings.export} {problem}; give a folder inside it")
     if os.path.realpath(os.path.expanduser(settings.model)) == os.path.realpath(final):
         raise base.UserError(f"--export: {settings.export} is the folder of --model; choose another folder")
     for folder in map(pathlib.Path.resolve, in_use):

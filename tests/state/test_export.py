@@ -276,6 +276,14 @@ def test_an_export_is_synced_to_disk(run, tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "export").iterdir() if path.stat().st_ino not in synced} == set()
 
 
+def test_an_export_to_a_mount_point_is_refused_before_it_trains(mistake, monkeypatch, tmp_path):
+    """As a volume of a container is one: it cannot be renamed."""
+    monkeypatch.setattr(pathlib.Path, "is_mount", lambda self: self == tmp_path / "volume")
+    (tmp_path / "volume").mkdir()
+    message = mistake("--export", tmp_path / "volume")
+    assert message.startswith(f"--export: {tmp_path / 'volume'} is a mount point") and "a folder inside it" in message
+
+
 @pytest.mark.parametrize("suffix", ["", ".writing"])
 def test_an_export_that_cannot_be_renamed_to_its_folder_has_another_name(mistake, monkeypatch, tmp_path, suffix):
     """The folder that was there cannot be moved away, or the new one cannot take its name; it stays."""
