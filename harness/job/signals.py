@@ -27,7 +27,7 @@ class StopRequest:
     """After SIGTERM, SIGUSR1 or SIGHUP (a closed terminal) to any rank, all ranks stop before the same forward pass (of
     a microbatch, an evaluation batch or a sampled token), save the last complete step and exit with 143. A second
     signal, or one before the first step is done, ends the job at once. So does Ctrl-C, with 130 and a summary; in a
-    long run that would lose every step, the first Ctrl-C saves as SIGTERM does, with 130."""
+    long run without --checkpoint-interval the first Ctrl-C saves as SIGTERM does, with 130."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     EXIT_CODE = endings.STOPPED
@@ -77,8 +77,10 @@ class StopRequest:
                 signal.signal(number, handler)
             unblock_signals()  # signals since the fork have their default effect
 
-        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)  # when torchrun or accelerate dies
+        has_launcher = os.environ.keys() & {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"}
+        if has_launcher and sys.platform == "linux":
+            # when torchrun dies, or accelerate, which as the launcher of one process forwards no signals
+            ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
         # With this pipe, a signal to a child would stop its parent and not the child.
         os.register_at_fork(before=block_signals, after_in_parent=unblock_signals, after_in_child=reset_in_child)
         threading.Thread(target=self._read, args=(pipe,), daemon=True).start()
