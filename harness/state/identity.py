@@ -17,10 +17,8 @@ from harness.state.train_state import Checkpoint
 # Config fields that do not identify a model.
 NOT_COMPARED = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
 # Flags that choose the text. If the text changed, an error names the first of them that changed.
-DATA_FLAGS = (
-    *("dataset", "dataset_config", "dataset_split", "text_field"),
-    *("skip_bad_records", "eval_interval", "eval_split"),
-)
+SOURCE_FLAGS = ("text_field", "skip_bad_records", "chat_template", "chat_loss", "eval_interval")  # of every source
+DATA_FLAGS = ("dataset", "dataset_config", "dataset_split", *SOURCE_FLAGS, "eval_split")
 BATCH_FLAGS = ("batch_size", "gradient_accumulation_steps")
 ADVICE = "a resumed run must have the same; to train these weights further, start a new run from an --export"
 
@@ -151,7 +149,7 @@ def check_data(settings: flags.Settings, now: corpora.DataRecord, manifest: dict
         if len(now.sources) == 1:
             refuse_changed(settings, manifest, DATA_FLAGS)
             raise base.UserError(f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}")
-        refuse_changed(settings, manifest, ("eval_interval",))
+        refuse_changed(settings, manifest, SOURCE_FLAGS)
         advice = "give the same data, or give the new data under another name"
         raise base.UserError(f"--dataset: the source {name} is not what it was at the checkpoint ({field}); {advice}")
     return corpora.describe_changes(before, now, manifest["samples"])

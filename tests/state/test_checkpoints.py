@@ -229,6 +229,17 @@ def test_data_and_a_tokenizer_that_changed_under_their_names_are_refused(run, mi
     assert mistake(*same).startswith(f"--dataset: {text} is not what it was at the checkpoint; a resumed run must")
 
 
+def test_other_trained_turns_are_refused_by_their_flag(run, mistake, tmp_path):
+    for name in ("a", "b"):
+        turns = [{"role": "user", "content": f"Hello {name}."}, {"role": "assistant", "content": "The fox. " * 9}]
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 50)
+    for name, sources in {"one": ["a"], "two": ["a", "b"]}.items():
+        same = ("--chat-template", "chatml", "--dataset", *(tmp_path / f"{source}.jsonl" for source in sources))
+        assert run(name, *same, "--num-steps", 1) == 0
+        message = mistake("--run-name", name, *same, "--resume", "auto", "--chat-loss", "all")
+        assert message.startswith("--chat-loss was assistant in the checkpoint and is all now")
+
+
 OTHER_RUNS = {
     "--sequence-length 64": "--sequence-length was 32",
     "--seed 7": "--seed was 42",
