@@ -39,6 +39,19 @@ def test_starts_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypat
     assert chosen == [f"demo-20260101-000000{number}" for number in ("", "-2", "-3")]
 
 
+def test_a_start_whose_name_another_one_takes_meanwhile_has_the_next_one(tmp_path, monkeypatch):
+    mkdir = pathlib.Path.mkdir
+
+    def after_another_start(self, *arguments, **options):
+        if self.name == "demo-20260101-000000" and not self.exists():
+            mkdir(self, parents=True)
+        mkdir(self, *arguments, **options)
+
+    monkeypatch.setattr(time, "strftime", lambda *_: "-20260101-000000")
+    monkeypatch.setattr(pathlib.Path, "mkdir", after_another_start)
+    assert folders.choose_folder(parse(["--demo", "--output-dir", tmp_path])).name == "demo-20260101-000000-2"
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run's folder, out/a, with two checkpoints and no log; the current folder is tmp_path."""
