@@ -47,7 +47,7 @@ def choose_folder(settings: flags.Args) -> pathlib.Path:
         refuse_links(folder)
         refuse_run(settings, folder, resumes_same_run)
     except OSError as error:
-        problem = f"{error.filename} cannot be written ({error.strerror})"
+        problem = f"{error.filename or 'the lock of a run'} cannot be written ({error.strerror})"
         raise base.UserError(f"--output-dir {settings.output_dir}: {problem}") from error
     return folder
 

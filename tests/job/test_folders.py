@@ -1,6 +1,7 @@
 """A run writes into one folder below OUTPUT_DIR, which is its own, and nowhere else. The table of links is in
 pair/test_security.py."""
 
+import fcntl
 import os
 import pathlib
 import re
@@ -50,6 +51,15 @@ def test_a_start_whose_name_another_one_takes_meanwhile_has_the_next_one(tmp_pat
     monkeypatch.setattr(time, "strftime", lambda *_: "-20260101-000000")
     monkeypatch.setattr(pathlib.Path, "mkdir", after_another_start)
     assert folders.choose_folder(parse(["--demo", "--output-dir", tmp_path])).name == "demo-20260101-000000-2"
+
+
+def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(UserError, match=r"the lock of a run cannot be written \(No locks available\)"):
+        folders.choose_folder(parse(["--demo", "--output-dir", tmp_path]))
 
 
 @pytest.fixture
