@@ -40,20 +40,22 @@ def load_for_inference(
     settings: flags.Settings, state: TrainState, config: PretrainedConfig, checkpoint: Checkpoint
 ) -> Checkpoint:
     """Load a checkpoint without training, or with --average-checkpoints the mean of the newest ones up to it. Returns
-    the loaded checkpoint: if a running run removes it meanwhile, that run's next one. Every rank calls this.
+    the loaded checkpoint: if a running run removes one of them meanwhile, that run's next one. Every rank calls this.
 
     Raises:
         UserError: it cannot be loaded; see also `load_mean`.
     """
     try:
         state.load(checkpoint)
+        if settings.average_checkpoints:
+            load_mean(settings, state, config, checkpoint.path)
     except base.UserError:
-        if base.broadcast_from_rank_0(checkpoint.path.exists):
+        newest = find_checkpoint(settings.resume, None)
+        if newest is None or newest.path == checkpoint.path:
             raise
-        return load_for_inference(settings, state, config, find_checkpoint(settings.resume, None))
+        return load_for_inference(settings, state, config, newest)
     job.print0(f"loaded     {checkpoint.path}, step {state.step:,}")
     if settings.average_checkpoints:
-        load_mean(settings, state, config, checkpoint.path)
         job.print0(f"averaged   {state.describe_steps()}")
     return checkpoint
 

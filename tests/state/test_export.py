@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import train_fsdp
 from harness.base import UserError, saved
-from harness.state import exports
+from harness.state import exports, find
 
 CHAT = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
 HABITS = {
@@ -182,6 +182,21 @@ def test_what_is_damaged_foreign_or_missing_has_no_mean(device, tuned, tmp_path)
     shard.write_bytes(content)
     assert f"{checkpoint(run, 4)} is damaged" in refusal(3)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_mean_is_of_the_checkpoints_that_a_running_run_has_by_now(device, tuned, tmp_path, monkeypatch):
+    run, load_mean = shutil.copytree(tuned / "r", tmp_path / "copy"), find.load_mean
+    checkpoint(run, 6).rename(tmp_path / "next")
+
+    def save_another(*arguments):
+        if (tmp_path / "next").exists():
+            (tmp_path / "next").rename(checkpoint(run, 6))
+            shutil.rmtree(checkpoint(run, 2))
+        load_mean(*arguments)
+
+    monkeypatch.setattr(find, "load_mean", save_another)
+    exported(device, run, tmp_path / "mean", "--average-checkpoints", 2)
+    assert exports.read_export_header(tmp_path / "mean")["step"] == "mean of steps 4, 6"
 
 
 @pytest.mark.parametrize("flags", ["", "--num-steps 0 --sample-prompt a --init pretrained", "--resume auto"])
