@@ -33,7 +33,7 @@ def find_checkpoint(resume: str, folder: pathlib.Path | None) -> Checkpoint | No
         return Checkpoint(path, manifest)
     if base.broadcast_from_rank_0(lambda: not path.exists()):  # a running run removed it: find the next one
         return find_checkpoint(resume, folder)
-    raise base.UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
+    raise base.UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another")
 
 
 def load_for_inference(
@@ -147,7 +147,7 @@ def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
     except OSError as error:
         problem = f"{pathlib.Path(error.filename or path).name}: {error.strerror}"  # without a name: a bad sector
     except base.OtherFormatError as error:
-        raise base.UserError(f"--resume: {path}: {error}") from error
+        raise base.UserError(f"--resume {path}: {error}") from error
     except ValueError as error:
         problem = str(error)
     for rank_problem in base.all_gather_objects(problem):
@@ -200,7 +200,9 @@ def check_finite(settings: flags.Settings, state: TrainState, checkpoint: Checkp
         return
     problem = state.describe_fault()
     if problem and checkpoint:
-        advice = "remove that folder, then --resume auto takes the previous one"
+        advice = (
+            "remove that folder, then --resume auto takes the previous one" if settings.trains() else "choose another"
+        )
         raise base.UserError(f"--resume {checkpoint.path}: it {problem}; {advice}", exit_code=1)
     if problem:
         advice = "try other weights" if settings.precision == "fp32" else "try other weights or --precision fp32"

@@ -468,6 +468,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(run, mistake, copied
         message = mistake("--resume", newest)
         problem = "cannot be used" if name == "manifest.json" else "is damaged"
         assert message.startswith(f"--resume {newest}: step-00000006 {problem} ({name}"), damage
+        assert message.endswith("); choose another"), damage  # auto has no effect without training
     assert run("r", "--resume", "auto") == 0
     output = capsys.readouterr().out
     assert "skipped    step-00000006 is damaged: manifest.json" in output
