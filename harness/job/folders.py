@@ -77,7 +77,7 @@ def find_resumed_folder(settings: flags.Args) -> pathlib.Path | None:
     typed = pathlib.Path(settings.resume).expanduser()
     candidates = [folder for path in (typed, typed.resolve()) for folder in (path, *path.parents[:2])]
     for folder in candidates:
-        if folder.name not in ("", "..") and (folder / "checkpoints").is_dir():
+        if folder.name not in ("", "..") and base.is_run(folder):
             return folder
     return None
 

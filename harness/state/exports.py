@@ -60,8 +60,9 @@ def check_export(settings: flags.Args, checkpoint: Checkpoint | None, folder: pa
     run_id = checkpoint.manifest["run_id"] if is_same_run else None
     in_use = [folder] if folder else []
     if checkpoint:
-        is_in_run = checkpoint.path.parent.name == "checkpoints"
-        in_use.append(checkpoint.path.parent.parent if is_in_run else checkpoint.path)
+        run = checkpoint.path.parent.parent
+        is_in_run = checkpoint.path.parent.name == "checkpoints" and base.is_run(run)
+        in_use.append(run if is_in_run else checkpoint.path)
     return base.broadcast_from_rank_0(lambda: check_target(settings, run_id, in_use))
 
 
