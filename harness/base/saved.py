@@ -41,6 +41,11 @@ def read_config(folder: pathlib.Path) -> dict:
     return {}
 
 
+def is_run(folder: pathlib.Path) -> bool:
+    """True if a folder is that of a run with checkpoints, and not one into which a checkpoint was copied."""
+    return (folder / "checkpoints").is_dir() and (folder / "metrics.jsonl").exists()
+
+
 class OtherFormatError(ValueError):
     """A checkpoint of another version of this program."""
 

@@ -1,5 +1,5 @@
-"""Checkpoints: which one --resume names, and the flags recorded in it, read before torch is loaded. Their files are
-verified when they are loaded."""
+"""Checkpoints: which one --resume names, and the flags recorded in it, read before torch is loaded. Files other than
+the manifest are verified when they are loaded."""
 
 import pathlib
 from typing import Any
@@ -18,8 +18,8 @@ def checkpoint_folder(resume: str) -> pathlib.Path:
 
 
 def no_checkpoint(resume: str) -> str:
-    """An error if --resume PATH cannot be read or has no checkpoint, with nearby ones; empty if it names one, even a
-    damaged one."""
+    """An error if --resume PATH cannot be read or has no checkpoint, with nearby ones, or if the checkpoint's manifest
+    is damaged; empty otherwise."""
     try:
         return find_no_checkpoint(resume)
     except OSError as error:
@@ -28,16 +28,14 @@ def no_checkpoint(resume: str) -> str:
 
 def find_no_checkpoint(resume: str) -> str:
     path, checkpoint = pathlib.Path(resume).expanduser(), checkpoint_folder(resume)
-    has_its_name = base.step_in_name(path) is not None or (path / base.MANIFEST).exists()
-    if checkpoint.is_dir() and (checkpoint != path or has_its_name):
+    if checkpoint != path:  # the newest one of a run, with an intact manifest
         return ""
+    if path.is_dir() and (base.step_in_name(path) is not None or (path / base.MANIFEST).exists()):
+        problem = manifest_problem(path)
+        return problem and f"{path.name} cannot be used ({problem}); choose another"
     damaged = base.named_checkpoints(path) if path.is_dir() else []
     if damaged:
-        try:
-            base.read_manifest(damaged[-1])
-            problem = "it is a link"
-        except (OSError, ValueError) as error:
-            problem = getattr(error, "strerror", None) or str(error)
+        problem = manifest_problem(damaged[-1]) or "it is a link"
         return f"all its checkpoints are damaged ({damaged[-1].name}: {problem}); copy one back, or give another run"
     problem = "it holds no checkpoint" if path.is_dir() else "no such folder"
     if path.parent.name == "checkpoints":
@@ -51,11 +49,22 @@ def find_no_checkpoint(resume: str) -> str:
     return f"{problem}, and there is no checkpoint nearby; --checkpoint-interval saves some"
 
 
+def manifest_problem(checkpoint: pathlib.Path) -> str:
+    """The damage of a checkpoint's manifest, or its other format; empty if it can be used."""
+    try:
+        base.read_manifest(checkpoint)
+    except OSError as error:
+        return f"{base.MANIFEST}: {error.strerror}"
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def checkpoint_flags(args: Args) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the flags that an evaluation, export, plan or --show-samples takes from its checkpoint by default: those of the
     model, and for evaluations and --show-samples those of the data, unless --dataset is another one; a --text-field
     among them that was explicit, as such a one is read in place of conversations). Empty if the checkpoint cannot be
-    read, which is an error when it is loaded."""
+    read, which `no_checkpoint` reports."""
     try:
         manifest = base.read_manifest(checkpoint_folder(args.resume))
         flags, given = manifest["flags"], manifest.get("given", {})

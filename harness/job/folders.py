@@ -1,6 +1,7 @@
 """Run folders: choose and lock a run's folder, replace its files."""
 
 import contextlib
+import itertools
 import os
 import pathlib
 import time
@@ -46,7 +47,7 @@ def choose_folder(settings: flags.Args) -> pathlib.Path:
         refuse_links(folder)
         refuse_run(settings, folder, resumes_same_run)
     except OSError as error:
-        problem = f"{error.filename} cannot be written ({error.strerror})"
+        problem = f"{error.filename or 'the lock of a run'} cannot be written ({error.strerror})"
         raise base.UserError(f"--output-dir {settings.output_dir}: {problem}") from error
     return folder
 
@@ -76,7 +77,7 @@ def find_resumed_folder(settings: flags.Args) -> pathlib.Path | None:
     typed = pathlib.Path(settings.resume).expanduser()
     candidates = [folder for path in (typed, typed.resolve()) for folder in (path, *path.parents[:2])]
     for folder in candidates:
-        if folder.name not in ("", "..") and (folder / "checkpoints").is_dir():
+        if folder.name not in ("", "..") and base.is_run(folder):
             return folder
     return None
 
@@ -86,12 +87,16 @@ def make_folder(folder: pathlib.Path, must_be_new: bool) -> pathlib.Path:
 
     With `must_be_new`, for a name that the user did not choose, an existing name gets a number appended.
     """
-    named, number = folder, 1
-    while must_be_new and folder.exists():
-        number += 1
-        folder = named.with_name(f"{named.name}-{number}")
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=not must_be_new)
+    named = folder
+    for number in itertools.count(2):
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            folder.mkdir(parents=True, exist_ok=not must_be_new)
+            break
+        except FileExistsError:
+            if not must_be_new or not folder.exists():  # it or its parent is a broken link
+                raise
+            folder = named.with_name(f"{named.name}-{number}")
     lock = lock_folder(folder)
     endings.at_exit(lambda _: discard(new, lock))
     return folder

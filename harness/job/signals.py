@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ class StopRequest:
     """After SIGTERM, SIGUSR1 or SIGHUP (a closed terminal) to any rank, all ranks stop before the same forward pass (of
     a microbatch, an evaluation batch or a sampled token), save the last complete step and exit with 143. A second
     signal, or one before the first step is done, ends the job at once. So does Ctrl-C, with 130 and a summary; in a
-    long run that would lose every step, the first Ctrl-C saves as SIGTERM does, with 130."""
+    long run without --checkpoint-interval the first Ctrl-C saves as SIGTERM does, with 130."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     EXIT_CODE = endings.STOPPED
@@ -76,8 +77,10 @@ class StopRequest:
                 signal.signal(number, handler)
             unblock_signals()  # signals since the fork have their default effect
 
-        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)  # when torchrun or accelerate dies
+        has_launcher = os.environ.keys() & {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"}
+        if has_launcher and sys.platform == "linux":
+            # when torchrun dies, or accelerate, which as the launcher of one process forwards no signals
+            ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
         # With this pipe, a signal to a child would stop its parent and not the child.
         os.register_at_fork(before=block_signals, after_in_parent=unblock_signals, after_in_child=reset_in_child)
         threading.Thread(target=self._read, args=(pipe,), daemon=True).start()
@@ -86,7 +89,11 @@ class StopRequest:
         while True:
             for number in os.read(pipe, 64):  # other signals with a Python handler arrive here too
                 if number in (*self.SIGNALS, signal.SIGINT):
-                    self.react(number)
+                    try:
+                        self.react(number)
+                    except Exception:  # without this thread, no signal would end the run
+                        traceback.print_exc()
+                        endings.end(endings.INTERRUPTED if number == signal.SIGINT else self.EXIT_CODE, timeout=3)
 
     def react(self, number: int) -> None:
         """Handle a signal, in the thread that reads signals."""
@@ -115,11 +122,11 @@ class StopRequest:
             self.request(signal.Signals(number).name)
 
     def saves_on_interrupt(self, now: float) -> bool:
-        """Return True for the first Ctrl-C in a long run without checkpoints that keeps its last state."""
+        """Return True for the first Ctrl-C in a long run without --checkpoint-interval that keeps its last state."""
         if not self.can_save or self.settings is None or self.first_request < math.inf:
             return False
-        has_only_last = self.settings.saves_final_checkpoint() and not self.settings.saves_during_training()
-        return has_only_last and now - self.began > self.LONG_RUN
+        saves_only_last = self.settings.saves_final_checkpoint() and not self.settings.checkpoint_interval
+        return saves_only_last and now - self.began > self.LONG_RUN
 
     def request(self, name: str) -> None:
         """Request that all ranks save and exit, because of the signal `name`; end this process if there is nothing to

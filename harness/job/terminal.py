@@ -1,6 +1,7 @@
 """Terminal: rank 0's lines on stdout, warnings and errors on stderr, the progress bar, and the last lines of a stopped
 run with the command that resumes it. Imports nothing heavy."""
 
+import contextlib
 import os
 import pathlib
 import shlex
@@ -86,7 +87,9 @@ def launcher() -> str:
     words = [sys.executable]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         words = ["torchrun", f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 1)}"]
-    folder = os.getcwd() + os.sep
+    folder = ""
+    with contextlib.suppress(FileNotFoundError):  # the current folder was removed
+        folder = os.getcwd() + os.sep
     return shlex.join(word.removeprefix(folder) for word in [*words, sys.argv[0]])
 
 

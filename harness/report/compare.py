@@ -52,7 +52,9 @@ def read_runs(paths: tuple[str, ...]) -> dict[str, Run]:
         try:
             lines, exists = read_metrics(folder / "metrics.jsonl"), folder.exists()
         except OSError as error:
-            job.warn(f"--compare {path}: {error.filename} cannot be read ({error.strerror}); left out")
+            job.warn(
+                f"--compare {path}: {error.filename or 'metrics.jsonl'} cannot be read ({error.strerror}); left out"
+            )
             continue
         if lines:
             runs[path if names.count(folder.name) > 1 else folder.name] = Run(lines, base.read_config(folder))

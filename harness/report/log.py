@@ -115,7 +115,9 @@ class Log(contextlib.AbstractContextManager):
             is_complete = self.state.step >= self.settings.num_steps
             self.file = MetricsFile(self.folder, self.config, self.state.step, is_complete)
         except OSError as error:
-            raise base.UserError(f"--output-dir: {error.filename} cannot be read ({error.strerror})", 1) from error
+            raise base.UserError(
+                f"--output-dir: {error.filename or 'metrics.jsonl'} cannot be read ({error.strerror})", 1
+            ) from error
         self.last = self.file.last
         locations = {"run": str(self.folder)}
         for tracker in self.trackers:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import fcntl
 import functools
 import glob
 import hashlib
@@ -13,7 +14,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,8 +60,9 @@ def check_export(settings: flags.Args, checkpoint: Checkpoint | None, folder: pa
     run_id = checkpoint.manifest["run_id"] if is_same_run else None
     in_use = [folder] if folder else []
     if checkpoint:
-        is_in_run = checkpoint.path.parent.name == "checkpoints"
-        in_use.append(checkpoint.path.parent.parent if is_in_run else checkpoint.path)
+        run = checkpoint.path.parent.parent
+        is_in_run = checkpoint.path.parent.name == "checkpoints" and base.is_run(run)
+        in_use.append(run if is_in_run else checkpoint.path)
     return base.broadcast_from_rank_0(lambda: check_target(settings, run_id, in_use))
 
 
@@ -74,6 +76,9 @@ def check_target(settings: flags.Args, run_id: str | None, in_use: list[pathlib.
         header = read_earlier_export(settings)
     except OSError as error:
         raise base.UserError(f"--export {settings.export}: cannot be written ({error.strerror})") from error
+    if final.is_mount():
+        problem = "is a mount point, which an export cannot replace"
+        raise base.UserError(f"--export: {settings.export} {problem}; give a folder inside it")
     if os.path.realpath(os.path.expanduser(settings.model)) == os.path.realpath(final):
         raise base.UserError(f"--export: {settings.export} is the folder of --model; choose another folder")
     for folder in map(pathlib.Path.resolve, in_use):
@@ -162,18 +167,19 @@ def export(
             exported to it meanwhile; then this export has another name.
     """
     final = export_folder(settings)
-    # a new name, as other processes may write an export of this run at the same time
+    # a new name and a lock, as other processes may write an export of this run at the same time
     temporary = final.with_name(f".{final.name}.{state.run_id}-{uuid.uuid4().hex[:8]}.writing")
 
     problem = state.describe_fault()
     if problem:
         raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
     write = functools.partial(write_on_rank_0, settings, temporary)
-    write(lambda: temporary.mkdir(parents=True))
-    write_weights(temporary, settings, state, trained_on)
-    write(lambda: write_configs(temporary, settings, state.model, tokenizer, stop_ids))
-    write(lambda: sync_folder(temporary))  # a power cut must not leave half an export where an earlier one was removed
-    base.broadcast_from_rank_0(lambda: publish(settings, temporary, {state.run_id, replaced_run}))
+    with contextlib.ExitStack() as stack:
+        write(lambda: create_locked(temporary, stack))
+        write_weights(temporary, settings, state, trained_on)
+        write(lambda: write_configs(temporary, settings, state.model, tokenizer, stop_ids))
+        write(lambda: sync_folder(temporary))  # before an earlier export is removed: the power may be cut
+        base.broadcast_from_rank_0(lambda: publish(settings, temporary, {state.run_id, replaced_run}))
     parts = [os.path.expanduser(settings.export), state.describe_steps()]
     if settings.lora_rank:
         parts.append("only adapters, for peft" if exports_adapters(settings) else "the adapters merged into the model")
@@ -183,6 +189,24 @@ def export(
     if model_type in flags.model_types():
         parts.append(f"loading it needs the classes of {model_type}, registered by {flags.describe_imports()}")
     job.print0(f"exported   {', '.join(parts)}")
+
+
+def create_locked(folder: pathlib.Path, stack: contextlib.ExitStack) -> None:
+    """Create a folder that no other export removes until `stack` is closed."""
+    folder.mkdir(parents=True)
+    with contextlib.suppress(OSError):  # a file system without locks
+        stack.enter_context(locked(folder))
+
+
+@contextlib.contextmanager
+def locked(folder: pathlib.Path) -> Iterator[None]:
+    """Lock a folder. Raises OSError if another process writes into it, or if its file system has no locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_on_rank_0(settings: flags.Settings, temporary: pathlib.Path, write: Callable[[], None]) -> None:
@@ -224,6 +248,8 @@ def publish(settings: flags.Settings, new: pathlib.Path, replaced_runs: set[str]
             final.rename(old)
         new.rename(final)
     except (OSError, base.UserError) as error:
+        if old.exists() and not final.exists():
+            old.rename(final)
         names = (final.with_name(f"{final.name}-{number}") for number in itertools.count(2))
         free = next(name for name in names if not os.path.lexists(name))
         new.rename(free)
@@ -232,7 +258,8 @@ def publish(settings: flags.Settings, new: pathlib.Path, replaced_runs: set[str]
         raise base.UserError(problem, exit_code=1) from error
     unfinished, _, _ = new.name.rpartition("-")
     for leftover in final.parent.glob(f"{glob.escape(unfinished)}-*.writing"):  # of killed exports of this run
-        shutil.rmtree(leftover, ignore_errors=True)
+        with contextlib.suppress(OSError), locked(leftover):
+            shutil.rmtree(leftover)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -33,27 +33,29 @@ def find_checkpoint(resume: str, folder: pathlib.Path | None) -> Checkpoint | No
         return Checkpoint(path, manifest)
     if base.broadcast_from_rank_0(lambda: not path.exists()):  # a running run removed it: find the next one
         return find_checkpoint(resume, folder)
-    raise base.UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
+    raise base.UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another")
 
 
 def load_for_inference(
     settings: flags.Settings, state: TrainState, config: PretrainedConfig, checkpoint: Checkpoint
 ) -> Checkpoint:
     """Load a checkpoint without training, or with --average-checkpoints the mean of the newest ones up to it. Returns
-    the loaded checkpoint: if a running run removes it meanwhile, that run's next one. Every rank calls this.
+    the loaded checkpoint: if a running run removes one of them meanwhile, that run's next one. Every rank calls this.
 
     Raises:
         UserError: it cannot be loaded; see also `load_mean`.
     """
     try:
         state.load(checkpoint)
+        if settings.average_checkpoints:
+            load_mean(settings, state, config, checkpoint.path)
     except base.UserError:
-        if base.broadcast_from_rank_0(checkpoint.path.exists):
+        newest = find_checkpoint(settings.resume, None)
+        if newest is None or newest.path == checkpoint.path:
             raise
-        return load_for_inference(settings, state, config, find_checkpoint(settings.resume, None))
+        return load_for_inference(settings, state, config, newest)
     job.print0(f"loaded     {checkpoint.path}, step {state.step:,}")
     if settings.average_checkpoints:
-        load_mean(settings, state, config, checkpoint.path)
         job.print0(f"averaged   {state.describe_steps()}")
     return checkpoint
 
@@ -145,7 +147,7 @@ def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
     except OSError as error:
         problem = f"{pathlib.Path(error.filename or path).name}: {error.strerror}"  # without a name: a bad sector
     except base.OtherFormatError as error:
-        raise base.UserError(f"--resume: {path}: {error}") from error
+        raise base.UserError(f"--resume {path}: {error}") from error
     except ValueError as error:
         problem = str(error)
     for rank_problem in base.all_gather_objects(problem):
@@ -198,7 +200,9 @@ def check_finite(settings: flags.Settings, state: TrainState, checkpoint: Checkp
         return
     problem = state.describe_fault()
     if problem and checkpoint:
-        advice = "remove that folder, then --resume auto takes the previous one"
+        advice = (
+            "remove that folder, then --resume auto takes the previous one" if settings.trains() else "choose another"
+        )
         raise base.UserError(f"--resume {checkpoint.path}: it {problem}; {advice}", exit_code=1)
     if problem:
         advice = "try other weights" if settings.precision == "fp32" else "try other weights or --precision fp32"

@@ -17,10 +17,8 @@ from harness.state.train_state import Checkpoint
 # Config fields that do not identify a model.
 NOT_COMPARED = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
 # Flags that choose the text. If the text changed, an error names the first of them that changed.
-DATA_FLAGS = (
-    *("dataset", "dataset_config", "dataset_split", "text_field"),
-    *("skip_bad_records", "eval_interval", "eval_split"),
-)
+SOURCE_FLAGS = ("text_field", "skip_bad_records", "chat_template", "chat_loss", "eval_interval")  # of every source
+DATA_FLAGS = ("dataset", "dataset_config", "dataset_split", *SOURCE_FLAGS, "eval_split")
 BATCH_FLAGS = ("batch_size", "gradient_accumulation_steps")
 ADVICE = "a resumed run must have the same; to train these weights further, start a new run from an --export"
 
@@ -89,8 +87,8 @@ def check_resume(
         refuse_changed(settings, manifest, ("tokenizer", "model", "dataset"))
         raise base.UserError(f"--tokenizer: its vocabulary is not the checkpoint's; {ADVICE}")
     changed = check_data(settings, data.record, manifest)
-    evaluated_before, evaluated = manifest["eval_data"], data.eval_fingerprints
-    if evaluated_before and evaluated and list(evaluated_before.values()) != list(evaluated.values()):
+    both_evaluate = manifest["eval_data"] and identity["eval_data"]
+    if both_evaluate and eval_identity(manifest) != eval_identity(identity | {"flags": now}):
         changed.append("other eval data, so eval losses do not compare with earlier ones")
     world_before, world = manifest["world_size"], dist.get_world_size()
     values: dict[str, tuple[Any, Any]] = {"world size": (world_before, world)}
@@ -100,6 +98,11 @@ def check_resume(
     values["imports"] = compare_imports(manifest)
     changed += [f"{name} {old} -> {new}" for name, (old, new) in values.items() if old != new]
     return ", ".join(changed)
+
+
+def eval_identity(manifest: dict) -> str:
+    """Identify the eval sequences of a checkpoint, independent of the names of their sources."""
+    return json.dumps([*manifest["eval_data"].values(), manifest["flags"]["eval_sequences"]])
 
 
 def compare_imports(manifest: dict) -> tuple[str, str]:
@@ -146,7 +149,7 @@ def check_data(settings: flags.Settings, now: corpora.DataRecord, manifest: dict
         if len(now.sources) == 1:
             refuse_changed(settings, manifest, DATA_FLAGS)
             raise base.UserError(f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}")
-        refuse_changed(settings, manifest, ("eval_interval",))
+        refuse_changed(settings, manifest, SOURCE_FLAGS)
         advice = "give the same data, or give the new data under another name"
         raise base.UserError(f"--dataset: the source {name} is not what it was at the checkpoint ({field}); {advice}")
     return corpora.describe_changes(before, now, manifest["samples"])

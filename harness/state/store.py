@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from harness import base, flags, job
+from harness.state.identity import eval_identity
 from harness.state.shards import Writer, checkpoint_error, sha256
 from harness.state.train_state import TrainState, dtensor_like, local_part
 
@@ -128,15 +129,19 @@ class Checkpoints:
         return best is None or state.eval_loss < best[1]
 
     def _find_best(self) -> tuple[pathlib.Path, float] | None:
-        """Return (path, eval loss) of the first complete checkpoint with the lowest loss on this run's eval data."""
-        best = None
+        """Return (path, eval loss) of the best complete checkpoint on this run's eval data."""
+        return self._find_best_by_eval_data().get(eval_identity(self.run_fields))
+
+    def _find_best_by_eval_data(self) -> dict[str, tuple[pathlib.Path, float]]:
+        """Return (path, eval loss) of the first complete checkpoint with the lowest loss, by the identity of its eval
+        data."""
+        best: dict[str, tuple[pathlib.Path, float]] = {}
         for path in base.complete_checkpoints(self.folder.parent):
             with contextlib.suppress(OSError, ValueError):  # it was removed meanwhile
                 manifest = base.read_manifest(path)
-                loss = manifest.get("eval_loss")
-                is_comparable = loss is not None and eval_identity(manifest) == eval_identity(self.run_fields)
-                if is_comparable and (best is None or loss < best[1]):
-                    best = path, loss
+                loss, eval_data = manifest.get("eval_loss"), eval_identity(manifest)
+                if loss is not None and (eval_data not in best or loss < best[eval_data][1]):
+                    best[eval_data] = path, loss
         return best
 
     def wait(self) -> None:
@@ -240,18 +245,14 @@ class Checkpoints:
         job.print0(f"saved      {final.name}, {megabytes:,.1f} MB in {time.perf_counter() - start:.1f} s{paused}")
 
     def _rotate(self, latest: pathlib.Path) -> None:
-        """Remove the oldest checkpoints up to `latest`, except the best and the newest --keep-checkpoints."""
+        """Remove the oldest checkpoints up to `latest`, except the best of each eval data and the newest
+        --keep-checkpoints."""
         complete = [path for path in base.complete_checkpoints(self.folder.parent) if path.name <= latest.name]
-        best = self._find_best() if self.settings.keep_best else None
+        best = [path for path, _ in self._find_best_by_eval_data().values()] if self.settings.keep_best else []
         for path in complete[: -self.settings.keep_checkpoints]:
-            if best is None or path != best[0]:
+            if path not in best:
                 path.rename(path.with_name(f".{path.name}.deleting"))
         remove_leftovers(self.folder.parent)
-
-
-def eval_identity(manifest: dict) -> tuple:
-    """Identify the eval sequences of a checkpoint, independent of the names of their sources."""
-    return [*manifest["eval_data"].values()], manifest["flags"]["eval_sequences"]
 
 
 def make_stager(device: torch.device) -> DefaultStager | None:

@@ -1,6 +1,7 @@
 """A run writes into one folder below OUTPUT_DIR, which is its own, and nowhere else. The table of links is in
 pair/test_security.py."""
 
+import fcntl
 import os
 import pathlib
 import re
@@ -39,13 +40,36 @@ def test_starts_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypat
     assert chosen == [f"demo-20260101-000000{number}" for number in ("", "-2", "-3")]
 
 
+def test_a_start_whose_name_another_one_takes_meanwhile_has_the_next_one(tmp_path, monkeypatch):
+    mkdir = pathlib.Path.mkdir
+
+    def after_another_start(self, *arguments, **options):
+        if self.name == "demo-20260101-000000" and not self.exists():
+            mkdir(self, parents=True)
+        mkdir(self, *arguments, **options)
+
+    monkeypatch.setattr(time, "strftime", lambda *_: "-20260101-000000")
+    monkeypatch.setattr(pathlib.Path, "mkdir", after_another_start)
+    assert folders.choose_folder(parse(["--demo", "--output-dir", tmp_path])).name == "demo-20260101-000000-2"
+
+
+def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(UserError, match=r"the lock of a run cannot be written \(No locks available\)"):
+        folders.choose_folder(parse(["--demo", "--output-dir", tmp_path]))
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run's folder, out/a, with two checkpoints and no log; the current folder is tmp_path."""
+    """A run's folder, out/a, with two checkpoints; one is copied to another folder. The current folder is tmp_path."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("out/a/checkpoints/step-00000002")
-    for step in (1, 2):
-        write_checkpoint(tmp_path / "out" / "a", step)
+    for folder, step in (("out/a", 1), ("out/a", 2), ("copied", 2)):
+        write_checkpoint(tmp_path / folder, step)
+    (tmp_path / "out" / "a" / "metrics.jsonl").touch()
     return tmp_path / "out" / "a"
 
 
@@ -62,6 +86,7 @@ RESUMED = {  # the current folder and the flags: the folder of the run, from tmp
     ("out/a/checkpoints/step-00000002", "--resume ."): "out/a",
     (".", "--output-dir other --resume out/a"): "other/a",  # a new run
     (".", "--run-name b --resume out/a"): "outputs/b",
+    (".", "--resume copied/checkpoints/step-00000002"): "outputs/smollm3-3b",  # as it is in no run's folder
 }
 
 
@@ -75,6 +100,7 @@ def test_a_resumed_run_is_found_by_any_path_and_another_output_folder_is_a_new_r
 @pytest.mark.parametrize("resume", ["", "--resume out/b"])
 def test_checkpoints_without_a_log_are_a_run_that_is_not_written_over(run, resume):
     write_checkpoint(pathlib.Path("out/b"), 1)
+    (run / "metrics.jsonl").unlink()
     settings = parse(f"--output-dir out --run-name a {resume}".split())
     with pytest.raises(
         UserError, match=r"--run-name a: out/a already holds a run; .*, or continue it with --resume auto"

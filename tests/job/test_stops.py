@@ -16,7 +16,7 @@ import psutil
 import pytest
 from conftest import PROGRAM, ROOT, forked, forking, losses_of, metrics_of, parse, torchrun_command, wait_until, words
 
-from harness.job import signals
+from harness.job import endings, signals
 
 SIZES = words("--sequence-length 32 --batch-size 1 --precision fp32 --num-workers 0 --log-interval 1 --no-compile")
 
@@ -62,6 +62,65 @@ def test_child_processes_get_signals_as_usual():
     run.start()
     run.join(300)
     assert run.exitcode == 0
+
+
+def listen_as_rank(writing: int) -> None:
+    endings.LISTENERS.clear()  # of runs in this process
+    signals.listen(parse(["--demo"]))
+    os.write(writing, b".")
+    time.sleep(30)
+
+
+def launch(variable: str, writing: int) -> None:
+    os.environ[variable] = "no"
+    rank = multiprocessing.get_context("fork").Process(target=listen_as_rank, args=(writing,))
+    rank.start()
+    rank.join()
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"])
+def test_a_rank_ends_with_its_launcher(variable):
+    reading, writing = os.pipe()
+    launcher = multiprocessing.get_context("fork").Process(target=launch, args=(variable, writing))
+    launcher.start()
+    os.close(writing)
+    assert os.read(reading, 1) == b"."
+    began = time.monotonic()
+    launcher.kill()
+    assert os.read(reading, 1) == b"" and time.monotonic() < began + 10  # the rank has closed its end
+    os.close(reading)
+
+
+ON_CTRL_C = {  # in a long run: whether the first Ctrl-C saves
+    "": True,
+    "--checkpoint-interval 9": False,
+    "--keep-best --eval-interval epoch": True,  # that may be hours
+    "--no-final-checkpoint": False,
+}
+
+
+@pytest.mark.parametrize("more", ON_CTRL_C)
+def test_ctrl_c_in_a_long_run_saves_unless_checkpoints_are_saved_at_an_interval(more):
+    stop = signals.StopRequest(parse(["--demo", *words(more)]))
+    stop.can_save = True
+    assert stop.saves_on_interrupt(stop.began + 2 * stop.LONG_RUN) == ON_CTRL_C[more]
+
+
+def fail_at_a_signal(number: int) -> None:
+    endings.LISTENERS.clear()  # of runs in this process
+    signals.StopRequest.react = lambda *_: 1 / 0
+    signals.listen(parse(["--demo"]))
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("number, exit_code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_bug_in_the_answer_to_a_signal_ends_the_run(number, exit_code):
+    run = multiprocessing.get_context("fork").Process(target=fail_at_a_signal, args=(number,))
+    run.start()
+    run.join(10)
+    run.kill()
+    assert run.exitcode == exit_code
 
 
 # ----------------------------------------------------------------------------------------------------------------------

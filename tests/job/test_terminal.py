@@ -106,6 +106,12 @@ def test_ctrl_c_says_how_many_steps_are_lost(tmp_path, phase, step, newest, resu
 # Commands that are printed
 
 
+def test_the_last_lines_do_not_need_the_folder_where_the_command_was_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert terminal.launcher().startswith(sys.executable)
+
+
 ODD_NAMES = ["-x", "it's", 'a "b"', "two\nlines", "~", "$HOME"]
 
 

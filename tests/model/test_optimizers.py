@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import math
+import re
 
 import pytest
 import torch
@@ -205,6 +206,30 @@ def test_gradients_in_a_wrong_dtype_are_an_error_in_the_first_step(built):
     with pytest.raises(RuntimeError, match=r"the gradient of lm_head\.weight is held in torch\.float32, not in"):
         optimizer.step()
     assert torch.equal(local(weight), before)
+
+
+NOT_IN_A_CHECKPOINT = {  # what the first step changes
+    "param_groups[0]['k']": lambda optimizer: optimizer.param_groups[0].update(k=1),
+    "state model.embed_tokens.weight.late": lambda optimizer: next(iter(optimizer.state.values())).update(late=1),
+}
+
+
+@pytest.mark.parametrize("name", NOT_IN_A_CHECKPOINT)
+def test_what_the_first_step_changes_and_no_checkpoint_has_is_an_error(built, name):
+    model, optimizer = built("--precision fp32")
+    verify(model, optimizer, "fp32")
+    optimizer.register_step_pre_hook(lambda *_: NOT_IN_A_CHECKPOINT[name](optimizer))
+    with pytest.raises(UserError, match=re.escape(f"--optimizer adamw: its first step made or changed {name}, which")):
+        optimizer.step()
+
+
+def test_a_state_that_is_no_tensor_is_an_error(built):
+    model, optimizer = built("--precision fp32")
+    optimizer.state[model.lm_head.weight]["step"] = 0
+    with pytest.raises(
+        UserError, match=r"--optimizer adamw: its state lm_head\.weight\.step is no tensor; make it one"
+    ):
+        verify(model, optimizer, "fp32")
 
 
 def test_an_optimizer_whose_package_is_missing_is_refused_by_name(built, monkeypatch):

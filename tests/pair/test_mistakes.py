@@ -431,7 +431,9 @@ def test_a_mistake_of_every_rank_is_one_line_of_one_rank(arguments, ranks, flags
     assert launchers_report
 
 
-@pytest.mark.parametrize("manifest, problem", [("{", "manifest.json cannot be read"), (None, "No such file or dir")])
+@pytest.mark.parametrize(
+    "manifest, problem", [("{", "manifest.json cannot be read"), (None, "manifest.json: No such file")]
+)
 def test_a_run_whose_checkpoints_are_all_damaged_is_named(manifest, problem, tmp_path):
     for folder in (tmp_path / "checkpoints" / f"step-0000000{step}" for step in (1, 2)):
         folder.mkdir(parents=True)
@@ -439,6 +441,13 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_named(manifest, problem, tmp
             (folder / "manifest.json").write_text(manifest)
     damaged = f"--resume {tmp_path}: all its checkpoints are damaged (step-00000002: {problem}"
     assert refused("--resume", f"{tmp_path}").startswith(damaged)
+
+
+@pytest.mark.parametrize("flags", ["--plan", "--num-steps 9", "--num-steps 0 --export e"])
+def test_a_checkpoint_of_another_format_is_named_before_anything_else_is_read(flags, tmp_path):
+    checkpoint = write_checkpoint(tmp_path, 1, format=2)
+    printed = refused(*words(flags), "--resume", f"{checkpoint}")
+    assert printed.startswith(f"--resume {checkpoint}: step-00000001 cannot be used (manifest.json has format 2, and")
 
 
 def test_a_folder_of_a_run_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):

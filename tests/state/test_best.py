@@ -176,7 +176,13 @@ def kill():
     raise Killed
 
 
-def test_losses_of_other_eval_data_do_not_compare(flags, run, device):
+@pytest.mark.parametrize("eval_part, more", [("other", ""), ("random", "--eval-steps 2")])
+def test_losses_of_other_eval_data_do_not_compare_and_the_best_of_each_stays(
+    flags, run, device, capfd, eval_part, more
+):
     assert train(flags("4"), device) == 0
-    assert train(flags("8 --resume auto", "other"), device) == 0
-    assert metrics_of(run)[-1]["best_step"] in (6, 8) and set(kept(run)) <= {6, 8}
+    best = min(losses(run), key=losses(run).get)
+    assert train(flags(f"8 --resume auto {more}", eval_part), device) == 0
+    changed = re.search(r"^changed +(.*)$", capfd.readouterr().out, re.MULTILINE)[1]
+    assert "other eval data, so eval losses do not compare" in changed
+    assert metrics_of(run)[-1]["best_step"] in (6, 8) and set(kept(run)) - {6, 8} == {best}

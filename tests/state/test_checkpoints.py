@@ -229,6 +229,17 @@ def test_data_and_a_tokenizer_that_changed_under_their_names_are_refused(run, mi
     assert mistake(*same).startswith(f"--dataset: {text} is not what it was at the checkpoint; a resumed run must")
 
 
+def test_other_trained_turns_are_refused_by_their_flag(run, mistake, tmp_path):
+    for name in ("a", "b"):
+        turns = [{"role": "user", "content": f"Hello {name}."}, {"role": "assistant", "content": "The fox. " * 9}]
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 50)
+    for name, sources in {"one": ["a"], "two": ["a", "b"]}.items():
+        same = ("--chat-template", "chatml", "--dataset", *(tmp_path / f"{source}.jsonl" for source in sources))
+        assert run(name, *same, "--num-steps", 1) == 0
+        message = mistake("--run-name", name, *same, "--resume", "auto", "--chat-loss", "all")
+        assert message.startswith("--chat-loss was assistant in the checkpoint and is all now")
+
+
 OTHER_RUNS = {
     "--sequence-length 64": "--sequence-length was 32",
     "--seed 7": "--seed was 42",
@@ -455,7 +466,9 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(run, mistake, copied
         shutil.copytree(tmp_path / "kept", newest)
         harm(newest / name)
         message = mistake("--resume", newest)
-        assert message.startswith(f"--resume {newest}: step-00000006 is damaged ({name}"), damage
+        problem = "cannot be used" if name == "manifest.json" else "is damaged"
+        assert message.startswith(f"--resume {newest}: step-00000006 {problem} ({name}"), damage
+        assert message.endswith("); choose another"), damage  # auto has no effect without training
     assert run("r", "--resume", "auto") == 0
     output = capsys.readouterr().out
     assert "skipped    step-00000006 is damaged: manifest.json" in output
@@ -469,9 +482,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_is_remov
     for folder in others:
         flip(folder / "__0_0.distcp")
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    other_format = f"--resume: {newest}: manifest.json has format 1, and this version reads {saved.FORMAT}: resume or"
+    other_format = f"manifest.json has format 1, and this version reads {saved.FORMAT}: resume or export with"
     for resume in (("--run-name", "branch", "--resume", newest), ("--resume", "auto")):
-        assert mistake(*resume).startswith(other_format)
+        assert other_format in mistake(*resume)
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     reseal(newest, format=saved.FORMAT)
     flip(newest / "__0_0.distcp")

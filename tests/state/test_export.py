@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import train_fsdp
 from harness.base import UserError, saved
-from harness.state import exports
+from harness.state import exports, find
 
 CHAT = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
 HABITS = {
@@ -184,6 +184,21 @@ def test_what_is_damaged_foreign_or_missing_has_no_mean(device, tuned, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
+def test_the_mean_is_of_the_checkpoints_that_a_running_run_has_by_now(device, tuned, tmp_path, monkeypatch):
+    run, load_mean = shutil.copytree(tuned / "r", tmp_path / "copy"), find.load_mean
+    checkpoint(run, 6).rename(tmp_path / "next")
+
+    def save_another(*arguments):
+        if (tmp_path / "next").exists():
+            (tmp_path / "next").rename(checkpoint(run, 6))
+            shutil.rmtree(checkpoint(run, 2))
+        load_mean(*arguments)
+
+    monkeypatch.setattr(find, "load_mean", save_another)
+    exported(device, run, tmp_path / "mean", "--average-checkpoints", 2)
+    assert exports.read_export_header(tmp_path / "mean")["step"] == "mean of steps 4, 6"
+
+
 @pytest.mark.parametrize("flags", ["", "--num-steps 0 --sample-prompt a --init pretrained", "--resume auto"])
 def test_a_mean_of_checkpoints_goes_with_a_run_that_trains_nothing(mistake, flags):
     message = mistake("--average-checkpoints", "2", *words(flags))
@@ -276,21 +291,30 @@ def test_an_export_is_synced_to_disk(run, tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "export").iterdir() if path.stat().st_ino not in synced} == set()
 
 
-def test_an_export_that_cannot_be_renamed_to_its_folder_has_another_name(mistake, monkeypatch, tmp_path):
-    """As in a container, where the folder is a mounted one."""
+def test_an_export_to_a_mount_point_is_refused_before_it_trains(mistake, monkeypatch, tmp_path):
+    """As a volume of a container is one: it cannot be renamed."""
+    monkeypatch.setattr(pathlib.Path, "is_mount", lambda self: self == tmp_path / "volume")
+    (tmp_path / "volume").mkdir()
+    message = mistake("--export", tmp_path / "volume")
+    assert message.startswith(f"--export: {tmp_path / 'volume'} is a mount point") and "a folder inside it" in message
+
+
+@pytest.mark.parametrize("suffix", ["", ".writing"])
+def test_an_export_that_cannot_be_renamed_to_its_folder_has_another_name(mistake, monkeypatch, tmp_path, suffix):
+    """The folder that was there cannot be moved away, or the new one cannot take its name; it stays."""
     rename = pathlib.Path.rename
 
-    def rename_unless_mounted(self, target):
-        if tmp_path / "export" in (self, target):
+    def rename_unless_busy(self, target):
+        if self.suffix == suffix and tmp_path / "export" in (self, target):
             raise OSError(16, "Device or resource busy", str(self))
         return rename(self, target)
 
     (tmp_path / "export").mkdir()
-    monkeypatch.setattr(pathlib.Path, "rename", rename_unless_mounted)
+    monkeypatch.setattr(pathlib.Path, "rename", rename_unless_busy)
     printed = mistake("--export", tmp_path / "export", exit_code=1)
     problem = f"{tmp_path / 'export'} cannot be replaced (Device or resource busy)"
     assert printed == f"--export: {problem}; this export is in {tmp_path / 'export-2'}"
-    assert (tmp_path / "export-2" / "config.json").exists()
+    assert (tmp_path / "export-2" / "config.json").exists() and (tmp_path / "export").is_dir()
 
 
 @pytest.mark.parametrize("has_earlier", [False, True])
@@ -317,16 +341,20 @@ def test_an_export_that_another_run_wrote_meanwhile_stays_and_this_one_has_anoth
     assert hidden_files(tmp_path) == []
 
 
-def test_an_export_is_complete_though_another_one_of_the_run_begins_and_fails_meanwhile(
-    device, tuned, monkeypatch, tmp_path
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_export_is_complete_though_another_one_of_the_run_fails_or_is_done_meanwhile(
+    device, tuned, monkeypatch, tmp_path, fails
 ):
     write_configs = exports.write_configs
     flags = ["--num-steps", 0, "--resume", tuned / "r", "--export", tmp_path / "export"]
 
     def write_late(*arguments):
         monkeypatch.setattr(exports, "write_configs", write_configs)
-        with files_of_at_most(50_000), pytest.raises(UserError, match="cannot be written"):
-            train(flags, device)
+        if fails:
+            with files_of_at_most(50_000), pytest.raises(UserError, match="cannot be written"):
+                train(flags, device)
+        else:
+            assert train(flags, device) == 0
         write_configs(*arguments)
 
     run_id = saved.read_config(tuned / "r")["run_id"]
