@@ -57,8 +57,8 @@ def build_mesh(args: flags.Flags, device: torch.device) -> DeviceMesh:
     if shards == world:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard"))
-    # From 30 minutes to a day, which the group of all ranks, used by the other mesh, has already: heartbeats find a
-    # stalled rank.
+    # torch ends a collective after 30 minutes, also if the rank that it waits for works. The group of all ranks, which
+    # the mesh of one dimension uses, waits a day already: heartbeats find a stalled rank.
     job.lift_group_timeouts(*mesh.get_all_groups())
     return mesh
 
@@ -119,7 +119,7 @@ def build_model(
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
-    # LoRA freezes weights that the family keeps in fp32 too, such as a router's: FSDP2 would cast them to bf16.
+    # LoRA also freezes weights that the family keeps in fp32, such as a router's: FSDP2 would cast them to bf16.
     models.gather_frozen_in_own_dtype(model)
     # A shard group of one rank (one GPU, or stage 0) needs no second buffer for a gather or a reduction.
     models.avoid_copies_on_one_rank(settings, model, mesh)
@@ -140,8 +140,9 @@ def transform_layer(
 
     1. float8 swaps the linears, so it comes before whatever wraps them.
     2. Activation checkpointing comes before compile: the compiler sees what is recomputed and can fuse it. Around a
-       compiled function selective checkpointing would recompute the whole forward.
-    3. compile comes before fully_shard: the all-gathers are issued around the compiled region and do not break it.
+       compiled function selective checkpointing fails, as compiled code writes into the tensors that it keeps.
+    3. compile takes the layer's forward, without the hooks of fully_shard: the all-gathers are issued around the
+       compiled region and do not break it.
     4. Offloading of the layer's input wraps the compiled forward: its graph then has no copies to the host.
     5. fully_shard comes last. It replaces the parameters by shards, which the optimizer gets.
     """
@@ -182,8 +183,8 @@ def train_step(
     same router loss on any number of ranks.
     """
     assert isinstance(model, FSDPModule)  # `build_model` has sharded it
-    # Stage 0 too: its reduce-scatter, over a shard group of one rank, sends nothing; without it FSDP2 would keep a copy
-    # of unreduced gradients. Its replicas are reduced once a step, below.
+    # Stage 0 too, whose reduce-scatter, over a shard group of one rank, sends nothing: its replicas are reduced once a
+    # step, below.
     reduce_scatters_each_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
     # makes the objective of each microbatch, and sums what is logged
     step_loss = models.StepLoss(model, settings.gradient_accumulation_steps)
@@ -282,7 +283,7 @@ def train_or_evaluate(args: flags.Args, device: torch.device, stop: job.StopRequ
         loop.evaluate_only(args, device, build_mesh, build_model, evaluate)
     else:
         run = prepare(args, device, stop)
-        with loop.started(run):  # on a GPU another process plans this run, for its last line to compare
+        with loop.started(run):  # on a GPU another process plans this run: its last line has both figures
             try:
                 train(run)
                 loop.finish(run)
