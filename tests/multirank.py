@@ -98,7 +98,6 @@ QUICK = {
         "--zero-stage 2 --dp-replicate-size 2 --gradient-accumulation-steps 2 --defer-grad-sync --cpu-offload"
         " --activation-checkpointing selective --no-fused-loss --attention eager --num-workers 1",
     ),
-    "uneven": ("uneven", ""),
     "2 ranks a sequence, 2 replicas": (
         "smollm3",
         "--context-parallel 2 --dp-replicate-size 2 --gradient-accumulation-steps 2"
@@ -128,6 +127,7 @@ SLOW = {
     ),
     "4 ranks a sequence of Mixtral": ("mixtral", "--context-parallel 4"),
     "2 ranks a sequence of Gemma 2": ("gemma2", "--context-parallel 2"),
+    "uneven": ("uneven", ""),
     "uneven at stage 0": ("uneven", "--zero-stage 0"),
     "uneven at stage 2 in 4 microbatches": ("uneven", "--zero-stage 2 --gradient-accumulation-steps 4"),
 } | {name: (name, "") for name in FAMILIES if name not in QUICK}
@@ -139,9 +139,9 @@ ALONE_NEAR = {
 }
 QUICK_NEAR = {
     "bf16 in 4 microbatches": "--precision bf16 --zero-stage 2 --gradient-accumulation-steps 4",
-    "fp8 tensorwise in 2 replicas": "--precision fp8 --fp8-emulate --dp-replicate-size 2",
 }
 SLOW_NEAR = {
+    "fp8 tensorwise in 2 replicas": "--precision fp8 --fp8-emulate --dp-replicate-size 2",
     "bf16-pure": "--precision bf16-pure",
     "2 ranks a sequence, fp8 tensorwise": "--precision fp8 --fp8-emulate --context-parallel 2",
     "adamw-bf16": "--optimizer adamw-bf16",
