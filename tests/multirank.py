@@ -137,9 +137,7 @@ ALONE_NEAR = {
     "one rank, bf16-pure checkpointed": "--precision bf16-pure --activation-checkpointing full",
     "one rank, fp8": "--precision fp8 --fp8-emulate",
 }
-QUICK_NEAR = {
-    "bf16 in 4 microbatches": "--precision bf16 --zero-stage 2 --gradient-accumulation-steps 4",
-}
+QUICK_NEAR = {"bf16 in 4 microbatches": "--precision bf16 --zero-stage 2 --gradient-accumulation-steps 4"}
 SLOW_NEAR = {
     "fp8 tensorwise in 2 replicas": "--precision fp8 --fp8-emulate --dp-replicate-size 2",
     "bf16-pure": "--precision bf16-pure",

@@ -4,7 +4,7 @@ LAYOUTS has the layouts of conversations; the first that a record has is read. A
 holds messages is one too. A `name` is a field or a key of LAYOUTS; of several `names` the first that is found is read.
 
 Messages have role and content, or, as in ShareGPT, `from` (in ROLE_BY_SPEAKER or TOOL_CALL_SPEAKERS) and `value`, which
-is JSON in a tool call. Two layouts are converted to messages:
+is JSON in a tool call. Other layouts are converted to messages:
 
 - `prompt` and `completion` are both text or both lists of messages, as in TRL; the prompt is not trained on.
 - Alpaca's `instruction` and `input`, joined by a blank line, are the user's turn, `output` the assistant's; `history`

@@ -1,6 +1,6 @@
 """Choices: values of flags that name files of other packages, for --help. They are repeated here because flags are
-parsed before torch is loaded; tests/flags/test_flags.py compares them with the files. harness/register.py adds those
-of --import."""
+parsed before torch is loaded; tests/flags/test_flags.py compares the suffixes of files with the formats.
+harness/register.py adds those of --import."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple

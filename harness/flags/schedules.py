@@ -27,6 +27,7 @@ class Schedule(NamedTuple):
     options: Callable[[StepFlags], dict] = lambda args: {}  # its `scheduler_specific_kwargs`
     problem: Callable[[StepFlags], str] = lambda args: ""  # an error, or empty
     factor: Callable[[int, int, int], float] | None = None  # of --lr, from (finished steps, steps, warmup steps)
+    has_warmup: bool = True  # False: --warmup-steps is 0 by default
 
 
 def decay_options(args: StepFlags) -> dict:
@@ -50,7 +51,7 @@ def decay_problem(args: StepFlags) -> str:
 
 
 SCHEDULES = {
-    "constant": Schedule("constant", problem=constant_problem),
+    "constant": Schedule("constant", problem=constant_problem, has_warmup=False),
     "constant_with_warmup": Schedule("constant_with_warmup"),
     "linear": Schedule("linear"),
     "cosine": Schedule("cosine"),

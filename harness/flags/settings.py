@@ -620,7 +620,8 @@ def batch_size_multiple(fp8_recipe: Fp8Recipe | None, sequence_length: int | Non
 
 def default_warmup(lr_scheduler: str, num_steps: int) -> int:
     """The default of --warmup-steps."""
-    return 0 if lr_scheduler == "constant" else num_steps // 20
+    schedule = SCHEDULES.get(lr_scheduler)  # one of --import may not be registered yet
+    return num_steps // 20 if schedule is None or schedule.has_warmup else 0
 
 
 FLAGS = {field.name: field for field in dataclasses.fields(Flags) if field.metadata}

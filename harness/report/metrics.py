@@ -119,7 +119,8 @@ def to_tracker_names(metrics: dict) -> dict[str, float]:
 
 MAX_OVER_RANKS = ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved", "data_wait_percent")
 REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-MEAN_OVER_RANKS = {"flops_per_token", "actual_tflops_per_sec", "mfu_percent"}  # their documents differ
+# Metrics in proportion to the FLOPs of a rank's documents: a line has their mean over ranks.
+PROPORTIONAL_TO_FLOPS = {"flops_per_token", "actual_tflops_per_sec", "mfu_percent"}
 
 
 @torch.no_grad()
@@ -154,7 +155,7 @@ def gather_metrics(speed: dict[str, float], state: states.TrainState, device: to
         mean = torch.tensor(speed["flops_per_token"], dtype=torch.float64, device=device)  # this rank's documents
         dist.all_reduce(mean)
         share = mean.item() / dist.get_world_size() / speed["flops_per_token"]
-        speed = speed | {name: share * speed[name] for name in MEAN_OVER_RANKS & speed.keys()}
+        speed = speed | {name: share * speed[name] for name in PROPORTIONAL_TO_FLOPS & speed.keys()}
     return with_run_times(speed, state) | largest
 
 

@@ -291,7 +291,7 @@ def test_a_file_with_a_byte_order_mark_is_read_and_json_or_another_name_is_refus
     (tmp_path / "a.json").write_text(json.dumps({"chat_template": CHATML}))
     with pytest.raises(UserError, match=r"a.json: it is JSON; copy its chat_template into a jinja file"):
         base.read_template(str(tmp_path / "a.json"))
-    with pytest.raises(UserError, match=r"--chat-template chatm: cannot be read .* or one of chatml, llama3, mistral"):
+    with pytest.raises(UserError, match=r"--chat-template chatm: cannot be read .* or one of .*chatml"):
         base.read_template("chatm")
 
 
