@@ -31,8 +31,10 @@ class Schedule(NamedTuple):
 
 
 def decay_options(args: StepFlags) -> dict:
-    """By default the decay is the last fifth of the run."""
-    steps = max(1, args.num_steps // 5) if args.decay_steps is None else args.decay_steps
+    """By default the decay is the last fifth of the run, or what is left of it after warmup."""
+    steps = args.decay_steps
+    if steps is None:
+        steps = max(1, min(args.num_steps // 5, args.num_steps - (args.warmup_steps or 0)))
     return {"num_decay_steps": steps, "decay_type": args.decay_shape}
 
 

@@ -311,7 +311,7 @@ class Flags:
     decay_steps: int | None = flag(
         None,
         "steps of the decay to 0 at the end of warmup_stable_decay; 0 ends in the stable phase, to be decayed later "
-        "from a checkpoint [a fifth of --num-steps]",
+        "from a checkpoint [a fifth of --num-steps, at most what is left after warmup]",
         min=0, only_with="lr_scheduler=warmup_stable_decay", on_resume="reported", from_checkpoint="training",
     )
     decay_shape: Literal["cosine", "linear", "1-sqrt"] = flag(

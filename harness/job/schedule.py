@@ -22,8 +22,10 @@ def count_steps(settings: flags.Settings, manifest: dict | None, samples_per_epo
         steps += settings.steps_for(max(0, samples - done) * settings.sequence_length, dist.get_world_size())
     if "warmup_steps" not in settings.explicit:
         warmup = flags.default_warmup(settings.lr_scheduler, steps)
-        if manifest and manifest["flags"]["lr_scheduler"] == settings.lr_scheduler:
-            warmup = manifest["flags"]["warmup_steps"]
+        run_flags = manifest["flags"] if manifest else {}
+        # that of the run, unless it would now be in warmup to its end
+        if run_flags.get("lr_scheduler") == settings.lr_scheduler and run_flags["warmup_steps"] < steps:
+            warmup = run_flags["warmup_steps"]
     return steps, warmup
 
 

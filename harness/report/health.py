@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import base
 from harness import state as states
 
-ADVICE = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
+ADVICE = "a lower --lr, a longer warmup or a smaller --max-grad-norm may help"
 
 
 class StepResult(NamedTuple):

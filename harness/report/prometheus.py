@@ -52,7 +52,8 @@ class Prometheus(Tracker):
         self.state, self.first_step = state, state.step
         num_steps, starts = run["flags"]["num_steps"], len(run["starts"])
         self.log({"num_steps": num_steps, "starts": starts, "world_size": run["world_size"]})
-        return f"http://{self.args.metrics_host}:{self.args.metrics_port}/metrics"
+        host = f"[{self.args.metrics_host}]" if ":" in self.args.metrics_host else self.args.metrics_host  # IPv6
+        return f"http://{host}:{self.args.metrics_port}/metrics"
 
     def log(self, metrics: dict) -> None:
         self.metrics = self.metrics | metrics  # a new dictionary: a scrape may be reading the old one

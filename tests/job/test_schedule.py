@@ -20,6 +20,13 @@ DUE = [  # what, the flags of a run of 20 steps, the first step of this start: t
 ]
 
 
+@pytest.mark.parametrize("before, warmup", [(10, 10), (50, 2)])  # of 40 steps
+def test_a_resume_keeps_the_warmup_unless_it_would_last_to_the_end(before, warmup):
+    settings, _ = resolved(["--model", "demo", "--num-steps", 40])
+    manifest = {"step": 28, "samples": 28, "flags": {"lr_scheduler": "cosine", "warmup_steps": before}}
+    assert job.count_steps(settings, manifest, 0) == (40, warmup)
+
+
 @pytest.mark.parametrize("what, flags, first_step, due", DUE)
 def test_the_steps_at_which_something_is_due(what, flags, first_step, due):
     settings, _ = resolved(["--model", "demo", "--num-steps", 20, *words(flags)])

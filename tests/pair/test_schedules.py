@@ -67,6 +67,11 @@ def test_the_learning_rate_falls_by_its_shape_in_the_last_steps(flags, more):
     assert scheduled([*flags, *words(f"--lr-scheduler warmup_stable_decay {more}")]) == pytest.approx(wanted, rel=1e-12)
 
 
+def test_a_decay_after_a_long_warmup_begins_at_the_peak(flags):
+    rates = scheduled([*flags, *words(f"--lr-scheduler warmup_stable_decay --warmup-steps {STEPS - 1}")])
+    assert rates[-1] == pytest.approx(PEAK)
+
+
 def test_a_stable_run_is_decayed_from_a_checkpoint_by_one_command_and_can_continue(device, flags, tmp_path, capsys):
     more = "--lr-scheduler warmup_stable_decay --decay-steps 0"
     more += " --checkpoint-interval 2 --keep-checkpoints 9 --no-async-checkpoint"
