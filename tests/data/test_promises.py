@@ -3,7 +3,6 @@
 
 import functools
 import itertools
-import json
 import os
 import pathlib
 import random
@@ -19,7 +18,7 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import STORIES, forked, forking, losses_of, metrics_of, train, words
+from conftest import forked, forking, losses_of, metrics_of, story_texts, train, words
 from corpora import CHAT_TEMPLATE, chat, write_records
 
 import train_fsdp
@@ -27,7 +26,7 @@ import utils
 from harness import base
 
 VOCABULARY = multirank.SIZES["vocab_size"]
-TEXTS = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").read_text().splitlines()[:400]]
+TEXTS = story_texts(0, 400)
 IGNORED = -100  # a label that is not trained on
 
 
