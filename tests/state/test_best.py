@@ -67,16 +67,6 @@ def test_the_best_is_kept_beside_the_newest_and_what_exports_it_is_reported(flag
     assert losses(run.with_name("q")).keys() == {step for step in (4, 6, 8) if step > best}
 
 
-def test_a_damaged_checkpoint_is_saved_again_without_a_line_about_a_failure(flags, run, device, capfd):
-    given = flags("4 --keep-checkpoints 3 --resume auto")
-    assert train(given, device) == 0
-    (run / "checkpoints" / "step-00000004" / "manifest.json").write_text("damaged")
-    assert train(given, device) == 0
-    printed = capfd.readouterr().out
-    assert "skipped    step-00000004 is damaged" in printed and "failed" not in printed
-    assert kept(run) == [2, 4] and saved.newest_checkpoint(run).name == "step-00000004"
-
-
 def test_a_resume_by_its_path_keeps_what_the_run_keeps(flags, run, device, capfd):
     assert train([*flags("8 --no-async-checkpoint"), "--keep-checkpoints", 3], device) == 0
     assert kept(run) == [2, 4, 6, 8] and min(losses(run), key=losses(run).get) == 2

@@ -16,7 +16,7 @@ import time
 import psutil
 import pytest
 import torch
-from checkpoints import files_of_at_most, forge, reseal, tensors_of
+from checkpoints import files_of_at_most, flip, forge, reseal, tensors_of
 from conftest import (
     DEMO,
     PROGRAM,
@@ -243,6 +243,7 @@ OTHER_RUNS = {
     "--sequence-length 64": "--sequence-length was 32",
     "--seed 7": "--seed was 42",
     "--dataset synthetic": "--dataset was demo in the checkpoint and is synthetic now",
+    "--packing none": "--packing was None in the checkpoint and is none now",
     "--optimizer muon": "--optimizer was adamw in the checkpoint and is muon now",
     "--model {wider}": "--model: intermediate_size was 96",
     "--tokenizer {other}": "--tokenizer was {demo} in the checkpoint and is {other} now",
@@ -430,12 +431,6 @@ def test_a_stop_is_a_failure_only_if_its_own_save_failed(
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Damage
-
-
-def flip(file) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 def pipe(file) -> None:
