@@ -119,7 +119,6 @@ REFUSED = {  # --eval-split and the flags beside it: the line
     "{}/model": "--eval-split {}/model: needs .arrow/",
     "{}/a.jsonl": "--eval-split {}/a.jsonl: {}/a.jsonl is in the training data too; take",
     "{}/a-copy.jsonl": "--eval-split {}/a-copy.jsonl: its tokens were trained on; give what was not",
-    "{}/a.txt": "--eval-split {}/a.txt: its tokens were trained on; give what was not",
     "{}/held.jsonl --dataset {}/*.jsonl": "--eval-split {}/held.jsonl: {}/held.jsonl is in the training data too",
     "{}/bad.txt": "--eval-split {}/bad.txt, ",
     "{}/held.jsonl --sequence-length 128 --eval-split {}/template.txt": "--eval-split {}/template.txt, split 'train'",
@@ -133,7 +132,6 @@ REFUSED = {  # --eval-split and the flags beside it: the line
 def test_what_cannot_be_an_eval_split_is_one_line(flags, folder, device, tmp_path, monkeypatch, more, printed):
     (folder / "template.txt").write_text("The fox.")
     shutil.copy(folder / "a.jsonl", folder / "a-copy.jsonl")
-    (folder / "a.txt").write_text("<|endoftext|>".join(story_texts(0, 60)))
     (folder / "bad.txt").write_bytes(b"a \xff")
     monkeypatch.chdir(folder)
     with pytest.raises(UserError) as raised:

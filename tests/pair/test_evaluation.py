@@ -165,8 +165,6 @@ TRAINED_ON = {  # a run and flags: what the refusal names
     "held --dataset {}/both": "my.jsonl",
     "held --eval-split train": "--eval-split train",
     "held --dataset {}/copy.jsonl --eval-split train": "--eval-split train: it overlaps 'train', which was trained on",
-    "all --dataset {}/copy.jsonl --eval-split train": "--eval-split train: it overlaps 'train', which was trained on",
-    "all --dataset {}/link.jsonl --eval-split train": "--eval-split train",
     "held --eval-split {}/link.jsonl": "{}/link.jsonl is in the training data too; ",
     "part --eval-split train[50%:]": "--eval-split train[50%:]",
     "part --eval-split train[-20:]": "--eval-split train[-20:]",  # not known without counting
@@ -193,7 +191,6 @@ def test_what_was_not_trained_on_is_evaluated(runs, evaluate, flags):
 
 
 EVAL_DATA_TRAINED_ON = {  # flags of a run: what the refusal names
-    "--dataset-split train --eval-split train": "--eval-split train: it overlaps",
     "--dataset-split train[:90%] --eval-split train[50%:]": r"--eval-split train\[50%:\]: it overlaps",
     "--dataset-split train[:90%] --eval-split train[80:]": r"--eval-split train\[80:\]: it overlaps",
     # 67 % of three documents are two of them, 90 % are cut off in the first one
@@ -201,7 +198,6 @@ EVAL_DATA_TRAINED_ON = {  # flags of a run: what the refusal names
     "--dataset {}/copies": "--eval-split validation: its tokens were trained on",
     "--dataset {}/copies --streaming": "--eval-split validation: its tokens were trained on",
     "--dataset one={}/my.jsonl all={}/both": "my.jsonl has eval documents of one and is trained on as a part of all",
-    "--dataset two={}/two three={}/three": "validation.jsonl has eval documents of two",
     "--dataset two={}/two:1 three={}/three:1 --streaming": "validation.jsonl has eval documents of two",
 }
 
