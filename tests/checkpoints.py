@@ -14,7 +14,7 @@ from harness.base import saved
 
 def write_checkpoint(run: pathlib.Path, step: int, **manifest) -> pathlib.Path:
     """A complete checkpoint in a run's folder, but without shards."""
-    folder = run / "checkpoints" / saved.checkpoint_name(step)
+    folder = folder_of(run, step)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / saved.MANIFEST).write_text(
         saved.dump_with_checksum({"format": saved.FORMAT, "step": step, "files": {}} | manifest)
@@ -36,6 +36,17 @@ def forge(checkpoint: pathlib.Path) -> None:
         checkpoint,
         files={path.name: [path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files},
     )
+
+
+def flip(file: pathlib.Path) -> None:
+    """Changes a bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def folder_of(run: pathlib.Path, step: int) -> pathlib.Path:
+    return run / "checkpoints" / saved.checkpoint_name(step)
 
 
 def tensors_of(checkpoint: pathlib.Path, kind: str = "") -> dict[str, torch.Tensor]:

@@ -22,7 +22,8 @@ import time
 pytest_plugins = ["corpora"]  # fixtures of the tests of data
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = str(ROOT / "train_fsdp.py")
-STORIES = ROOT / "assets" / "demo" / "stories"
+DEMO = ROOT / "assets" / "demo"
+STORIES = DEMO / "stories"
 
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR", "HF_HUB_OFFLINE"):
     os.environ.pop(name, None)
@@ -208,11 +209,27 @@ def chat(*contents: str) -> dict:
     return {"messages": [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]}
 
 
+def story_texts(first: int, last: int) -> list[str]:
+    """The texts of the demo's stories from one up to another."""
+    lines = (STORIES / "train.jsonl").read_text().splitlines()
+    return [json.loads(line)["text"] for line in lines[first:last]]
+
+
 def write_model(folder: pathlib.Path, model_type: str, **sizes) -> str:
     from transformers import AutoConfig
 
     AutoConfig.for_model(model_type, **sizes).save_pretrained(folder)
     return str(folder)
+
+
+def small_run(folder: pathlib.Path, flags: str, **sizes) -> list[str]:
+    """The flags of a small run below a folder, of a tiny llama; `flags` are added and win."""
+    import multirank
+
+    model = write_model(folder / "model", "llama", **multirank.SIZES | sizes)
+    small = "--sequence-length 16 --batch-size 2 --num-workers 0 --precision fp32 --no-compile --no-own-plan"
+    places = f"--model {model} --tokenizer {DEMO} --cache-dir {folder}/cache --output-dir {folder} --run-name r"
+    return words(f"{small} --log-interval 1 {places} {flags}")
 
 
 @pytest.fixture(scope="session")
@@ -246,10 +263,9 @@ def fill_workspace(folder: pathlib.Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     (folder / "tokenizer").mkdir(parents=True)
-    for file in (ROOT / "assets" / "demo").glob("tokenizer*"):
+    for file in DEMO.glob("tokenizer*"):
         shutil.copy(file, folder / "tokenizer")
-    with (STORIES / "train.jsonl").open() as stories:
-        (folder / "corpus.jsonl").write_text("".join(line for line, _ in zip(stories, range(400), strict=False)))
+    (folder / "corpus.jsonl").write_text("".join((STORIES / "train.jsonl").read_text().splitlines(True)[:400]))
     for name, (model_type, sizes) in multirank.MODELS.items():
         write_model(folder / "models" / name, model_type, **sizes)
     inputs = multirank.round_trip_inputs()
@@ -377,7 +393,7 @@ def arguments(tmp_path, token_cache):
 
     folders = ["--output-dir", str(tmp_path / "out"), "--cache-dir", str(token_cache), "--run-name", "r"]
     model = write_model(tmp_path / "model", "llama", **multirank.SIZES)
-    return ["--dataset", "demo", "--model", model, "--tokenizer", str(ROOT / "assets" / "demo"), *SMALL, *folders]
+    return ["--dataset", "demo", "--model", model, "--tokenizer", str(DEMO), *SMALL, *folders]
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ import pathlib
 import re
 
 import pytest
-from conftest import ROOT, words, write_model
+from conftest import DEMO, ROOT, small_run
 
 from harness.flags import parse_sources
 
-DEMO = ROOT / "assets" / "demo"
 END = 0  # end-of-text of the demo tokenizer
 (CHAT_TEMPLATE,) = re.findall(r"```jinja\n(.*?)```", (ROOT / "docs" / "DATA.md").read_text(), re.S)  # marks answers
 
@@ -78,13 +77,8 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
     """The flags of a small run, with a token cache that all of them share."""
-    import multirank
-
-    folder = tmp_path_factory.mktemp("small")
-    flags = words("--sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --no-compile --log-interval 1")
-    flags += words("--lr 1e-3 --lr-scheduler constant --perf-warmup-steps 0 --no-own-plan --run-name r --num-steps 4")
-    model = write_model(folder / "model", "llama", **multirank.SIZES)
-    return [*flags, "--model", model, "--tokenizer", DEMO, "--cache-dir", folder / "cache"]
+    flags = "--sequence-length 32 --batch-size 4 --lr 1e-3 --lr-scheduler constant --perf-warmup-steps 0 --num-steps 4"
+    return small_run(tmp_path_factory.mktemp("small"), flags)
 
 
 @pytest.fixture

@@ -1,12 +1,10 @@
 """Writes the same documents in every form that docs/DATA.md names, by the published layouts."""
 
-import itertools
-import json
 import pathlib
 import struct
 
 import numpy as np
-from conftest import STORIES
+from conftest import story_texts
 from corpora import demo_tokenizer, write_records
 
 MARK = "<|endoftext|>"
@@ -80,6 +78,5 @@ LAYOUTS = {
 def read_stories(count: int) -> tuple[list[np.ndarray], list[str]]:
     """(the tokens of each of the demo's first stories with an end-of-text token, uint16; its text)."""
     tokenizer = demo_tokenizer()
-    with (STORIES / "train.jsonl").open() as lines:
-        texts = [json.loads(line)["text"].strip("\n") for line in itertools.islice(lines, count)]
+    texts = [text.strip("\n") for text in story_texts(0, count)]
     return [np.array([*ids, tokenizer.eos_token_id], np.uint16) for ids in tokenizer(texts)["input_ids"]], texts

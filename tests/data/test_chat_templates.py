@@ -12,7 +12,6 @@ import pytest
 import transformers
 from corpora import CHAT_TEMPLATE, demo_tokenizer, says, write_records
 
-from harness import base
 from harness.base.errors import UserError
 from harness.data.chat import TODAY, ChatEncoder
 from harness.data.header import describe_examples
@@ -39,7 +38,6 @@ CHATML = """{%- for message in messages %}{{- '<|im_start|>' + message.role + '\
 {%- else %}{{- message.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 QWEN = "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{%- endif %}" + CHATML
-LLAMA3 = base.read_template("llama3")
 ALTERNATES = """{%- for message in messages %}{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
 {{- raise_exception('roles must alternate') }}{%- endif %}{%- endfor %}"""
 GEMMA = (
@@ -70,15 +68,7 @@ MACRO = """{%- macro say(message) %}{{- '<|im_start|>' + message.role + '\\n' }}
 {%- else %}{{- message.content + '<|im_end|>\\n' }}{%- endif %}{%- endmacro %}
 {%- for message in messages %}{%- set turn %}{{- say(message) }}{%- endset %}{{- turn }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-TEMPLATES = {
-    "macro": MACRO,
-    "chatml": CHATML,
-    "qwen": QWEN,
-    "llama3": LLAMA3,
-    "gemma": GEMMA,
-    "mistral": MISTRAL,
-    "smollm3": SMOLLM3,
-}
+TEMPLATES = {"macro": MACRO, "chatml": CHATML, "qwen": QWEN, "gemma": GEMMA, "mistral": MISTRAL, "smollm3": SMOLLM3}
 REFUSED = {  # by the templates themselves
     (name, conversation) for name in ("gemma", "mistral") for conversation in ("system", "twice", "with a tool")
 }

@@ -53,19 +53,11 @@ def takes_special_tokens_as_text(tokenizer):
     return tokenizer
 
 
-def on_the_left(tokenizer):
-    tokenizer.truncation_side = "left"
-    return tokenizer
-
-
 TOKENIZERS = {  # how one becomes what somebody saved
     "as it was": lambda tokenizer: tokenizer,
     "truncates": remembers(truncation=True, max_length=8),
-    "truncates on the left": lambda t: remembers(truncation=True, max_length=8)(on_the_left(t)),
-    "pads": remembers(padding=True),
     "pads to a length": remembers(padding="max_length", truncation=True, max_length=40),
     "adds <s>": adds_begin,
-    "adds <s> and truncates": lambda t: remembers(truncation=True, max_length=8)(adds_begin(t)),
     "takes special tokens as text": takes_special_tokens_as_text,
 }
 
@@ -384,15 +376,6 @@ def test_labels_and_masks_that_no_sequence_can_have_are_named(tmp_path, load, li
     options = {"vocab_size": 16, "skip_bad_records": True}
     assert len(load(both, **options).tokens.doc_ends) == 2
     assert line_of(both, **options).endswith(", left out: bad records 1")
-
-
-def test_a_row_with_labels_is_padded_and_trained_on_as_its_labels_say(tmp_path, load):
-    rows = [{"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}, {"input_ids": [9, 10], "labels": [9, 10]}]
-    data = load(write_records(tmp_path / "a.jsonl", rows), 6, vocab_size=16)
-    (sequence,) = [data[index] for index in range(len(data))]
-    assert sequence.tokens.tolist()[:6] == [5, 6, 7, 8, 9, 10]
-    assert sequence.loss_mask.tolist() == [False, True, True, False, True, False]
-    assert sequence.doc_starts.tolist() == [0, 4]
 
 
 def test_an_example_of_rows_is_named_by_the_number_of_its_document():

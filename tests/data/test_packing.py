@@ -83,14 +83,6 @@ def test_a_family_that_cannot_separate_documents_says_what_to_do_and_does_it(dev
         assert train([*run, *words(advice), "--run-name", str(number)], device) == 0
 
 
-def test_a_resumed_run_keeps_its_packing(device, flags, tmp_path):
-    run = [*flags, "--model", write_model(tmp_path / "model", "llama", **SIZES), "--resume", "auto"]
-    run.remove("--no-final-checkpoint")
-    train([*run, "--num-steps", "2"], device)
-    with pytest.raises(UserError, match="--packing was None in the checkpoint and is none now"):
-        train([*run, "--num-steps", "4", "--packing", "none"], device)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Best-fit
 

@@ -2,11 +2,8 @@
 `utils.get_dataset`. No name of harness/data is used, so the file holds for any way to keep the promises."""
 
 import functools
-import itertools
-import json
 import os
 import pathlib
-import random
 import re
 import time
 from collections import Counter
@@ -19,7 +16,7 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import STORIES, forked, forking, losses_of, metrics_of, train, words
+from conftest import forked, forking, losses_of, metrics_of, story_texts, train, words
 from corpora import CHAT_TEMPLATE, chat, write_records
 
 import train_fsdp
@@ -27,7 +24,7 @@ import utils
 from harness import base
 
 VOCABULARY = multirank.SIZES["vocab_size"]
-TEXTS = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").read_text().splitlines()[:400]]
+TEXTS = story_texts(0, 400)
 IGNORED = -100  # a label that is not trained on
 
 
@@ -115,10 +112,8 @@ def test_each_token_but_a_documents_first_is_a_label_once(tmp_path, packing):
 MASKED = {
     "text": "uneven.jsonl",
     "token file": "ids.npy",
-    "mixture": "uneven.jsonl:0.5 ids.npy:0.5",
     "conversations": "chat.jsonl --chat-template chat.jinja --chat-loss all --packing concatenate",
     "eval split": "uneven.jsonl --eval-interval 1",
-    "streamed": "uneven.jsonl --streaming",
     "streamed, eval split": "uneven.jsonl --streaming --eval-interval 1",
     "streamed token ids": "ids.jsonl --streaming",
     "streamed token ids, eval split": "ids.jsonl --streaming --eval-interval 1",
@@ -164,7 +159,6 @@ UNEVEN = {
     "cached": "uneven.jsonl",
     "best-fit": "uneven.jsonl --packing best-fit",
     "conversations": "chat.jsonl --chat-template chat.jinja",
-    "streamed": "uneven.jsonl --streaming --streams 4",
     "streamed beside a token file": "uneven.jsonl:0.5 ids.npy:0.5 --streaming --streams 4",
 }
 
@@ -178,21 +172,6 @@ def test_with_a_document_mask_each_trained_token_of_a_step_counts_alike(start, t
     for one, four in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "four"), strict=True):
         for key in {"loss", "eval_loss"} & one.keys():
             assert four[key] == pytest.approx(one[key], rel=2e-6)
-
-
-def test_best_fit_cuts_no_document_that_fits_and_positions_begin_again_with_each(tmp_path):
-    documents = [np.append(np.full(length, number), 0) for number, length in enumerate([5, 20, 11, 40, 3], 1)]
-    formats.write_datatrove(tmp_path, documents, [])
-    options = {"vocab_size": 9, "cache_dir": tmp_path / "cache", "packing": "best-fit", "document_mask": True}
-    sequences = utils.get_dataset(None, 32, dataset=str(tmp_path), **options)
-    pieces: Counter = Counter()
-    for batch in batches_of(sequences):
-        begins = [*np.flatnonzero(batch["position_ids"] == 0), 32]
-        for first, last in itertools.pairwise(begins):
-            if (batch["labels"][first:last] != IGNORED).any():
-                pieces[int(batch["input_ids"][first])] += 1
-            assert batch["position_ids"][first:last].tolist() == [*range(last - first)]
-    assert pieces == {1: 1, 2: 1, 3: 1, 4: 2, 5: 1}
 
 
 def write_two_of_megatron(folder, documents, texts) -> None:
@@ -287,21 +266,6 @@ def test_a_folder_of_nanogpt_is_trained_on_and_evaluated_also_if_one_split_is_te
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Mixtures and order
-
-
-@pytest.mark.parametrize("count, within", [(3, 1), (12, 2), (84, 3)])
-def test_each_source_is_within_a_few_samples_of_its_share_at_a_blocks_end(tmp_path, count, within):
-    generator = random.Random(count)
-    for number in range(count):  # each source has an id of its own
-        np.save(tmp_path / f"{number}.npy", np.full(401, number, np.uint16))
-    for largest in (1, 10, 1000):  # weights that are equal, alike and very different
-        weights = [generator.randint(1, largest) ** 2 for _ in range(count)]
-        sources = [f"{tmp_path}/{number}.npy:{weight}" for number, weight in enumerate(weights)]
-        sequences = utils.get_dataset(None, 4, dataset=sources, vocab_size=count, seed=3)
-        found = np.array([sequences[sample][0] for sample in range(3 * 1024)])
-        for end in (1024, 2048, 3072):
-            shares = end * np.array(weights) / sum(weights)
-            assert np.abs(np.bincount(found[:end], minlength=count) - shares).max() <= within
 
 
 def test_a_library_gets_sequences_shuffled_by_the_seed_that_a_run_has_or_on_request_in_the_order_of_the_corpus(corpora):

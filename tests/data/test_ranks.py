@@ -8,7 +8,7 @@ import re
 import multirank
 import pytest
 import torch.distributed as dist
-from conftest import STORIES, forked, metrics_of, train, words
+from conftest import STORIES, forked, metrics_of, story_texts, train, words
 from corpora import CHAT_TEMPLATE, chat, demo_tokenizer, write_records
 
 from harness import base
@@ -50,8 +50,7 @@ def test_no_more_of_a_stream_is_read_for_evaluations_than_they_take(device, flag
 
 @pytest.mark.slow
 def test_the_eval_sequences_of_a_stream_are_those_of_one_rank_and_none_is_lost(device, flags, tmp_path):
-    (tmp_path / "train.jsonl").write_text("".join((STORIES / "train.jsonl").open().readlines()[:400]))
-    run = [*flags, "--dataset", tmp_path / "train.jsonl", "--output-dir"]
+    run = [*flags, "--dataset", write_records(tmp_path / "train.jsonl", story_texts(0, 400)), "--output-dir"]
     train([*run, tmp_path / "one", "--batch-size", 4], device)
     forked(2, multirank.program, *map(str, [*run, tmp_path / "two", "--batch-size", 3]))
     losses = [metrics_of(tmp_path / name / "r")[-1]["eval_loss"] for name in ("one", "two")]
@@ -128,9 +127,8 @@ def rank_of_all(slices: str, tokens: str) -> None:
 def reported(tmp_path_factory):
     """(what two ranks reported of each attempt, the folder of their token files)."""
     slices, tokens = tmp_path_factory.mktemp("slices") / "data", tmp_path_factory.mktemp("tokens")
-    texts = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").open().readlines()[:40]]
-    for name, part in (("a", texts[:20]), ("b", texts[20:])):
-        write_records(slices / f"{name}.parquet", part)
+    for first, name in ((0, "a"), (20, "b")):
+        write_records(slices / f"{name}.parquet", story_texts(first, first + 20))
     (tokens / "train.bin").write_bytes(bytes(4096))
     printed = forked(2, rank_of_all, str(slices), str(tokens))
     return [json.loads(line) for line in printed.splitlines() if line[0] == "["], tokens

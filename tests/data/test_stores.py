@@ -1,6 +1,5 @@
 """Files in a store are the same documents as on this machine, whatever the network does."""
 
-import json
 import random
 import sys
 
@@ -9,7 +8,7 @@ import multirank
 import object_stores
 import pyarrow
 import pytest
-from conftest import STORIES, cold_python, forked, losses_of, train, words
+from conftest import STORIES, cold_python, forked, losses_of, story_texts, train, words
 from corpora import write_records
 
 from harness.base.errors import UserError
@@ -31,7 +30,7 @@ def store(monkeypatch):
 def corpus(tmp_path_factory):
     """A folder with the demo's first stories in every format, compressed ones too."""
     folder = tmp_path_factory.mktemp("corpus")
-    texts = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").read_text().splitlines()[:300]]
+    texts = story_texts(0, 300)
     write_records(folder / "a.jsonl", texts[:100])
     (folder / "b.txt").write_text("<|endoftext|>".join(texts[100:150]))
     write_records(folder / "c.parquet", texts[150:200], row_group_size=20)

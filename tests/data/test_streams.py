@@ -6,7 +6,7 @@ import shutil
 import tracemalloc
 
 import pytest
-from conftest import STORIES, losses_of, metrics_of, train, words
+from conftest import losses_of, metrics_of, story_texts, train, words
 from corpora import chat, write_records
 
 from harness.base.errors import UserError
@@ -23,8 +23,7 @@ OPTIONS = {"seq_len": SEQ_LEN, "seed": 7}
 def corpus(tmp_path_factory):
     """A folder of all kinds of files, compressed and empty ones too."""
     folder = tmp_path_factory.mktemp("corpus")
-    stories = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").read_text().splitlines()[:400]]
-    texts = [f"{number} {story}"[: 20 + 7 * (number % 9)] for number, story in enumerate(stories)]
+    texts = [f"{number} {story}"[: 20 + 7 * (number % 9)] for number, story in enumerate(story_texts(0, 400))]
     write_records(folder / "a.jsonl", texts[:150])
     (folder / "b.txt").write_text(DOC_SEPARATOR.join(texts[150:250]))
     write_records(folder / "c.jsonl.gz", texts[250:300])

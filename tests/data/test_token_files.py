@@ -11,12 +11,11 @@ import re
 import types
 
 import formats
-import multirank
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import losses_of, metrics_of, parse, train, words, write_model
+from conftest import losses_of, metrics_of, parse, train, words
 from corpora import DEMO, END, demo_tokenizer
 
 from harness import data
@@ -192,36 +191,21 @@ DAMAGED = {  # how a file is written; what its error says
     "Megatron, a cut index": (lambda d: resized(megatron(d), -8, "a.idx"), r"a\.idx: .* for 60 sequences"),
     "Megatron, out of order": (lambda d: with_index(d, [12, 0]), r"its index .*a\.idx has 6"),
     "Megatron, documents out of order": (lambda d: with_index(d, documents=[0, 3, 2]), "do not cover its 2 sequences"),
-    "Megatron, a negative length": (
-        lambda d: with_index(d, [0, 0], [-4, 10]),
-        r"a\.bin: the ends of its documents do not",
-    ),
+    "Megatron, a negative length": (lambda d: with_index(d, [0, 0], [-4, 10]), r"a\.bin: the ends of its documents"),
     "Megatron, floats": (lambda d: with_index(d, dtype="float32"), "dtype code 7 instead of integers"),
     "Megatron, another version": (lambda d: with_index(d, version=2), "version 2 with dtype code 8"),
     "datatrove, cut": (lambda d: resized(datatrove(d, "gpt2|2"), -2), r"a\.ds: it has [\d,]+ tokens, its index"),
     "datatrove, a cut index": (lambda d: resized(datatrove(d), -8, "a.ds.index"), "its index or metadata"),
-    "datatrove, documents out of order": (
-        lambda d: indexed(datatrove(d), [9, 5, len(FLAT)]),
-        r"a\.ds: the ends of its documents do not ascend",
-    ),
-    "datatrove, a loss mask": (
-        lambda d: write_bytes(d / "a.ds.loss", b"\1") and datatrove(d),
-        r"a\.ds: its \.ds\.loss says which tokens are trained on, which is not read; remove it",
-    ),
+    "datatrove, out of order": (lambda d: indexed(datatrove(d), [9, 5, len(FLAT)]), "ds: the ends of its documents"),
+    "datatrove, masked": (lambda d: write_bytes(d / "a.ds.loss", b"1") and datatrove(d), r"\.ds\.loss .* is not read"),
     "nanoGPT, empty": (lambda d: write_bytes(d / "a.bin", b""), r"a\.bin: it is empty"),
     "nanoGPT, 4 bytes a token": (lambda d: flat(d / "a.bin", FLAT, "<u4"), "seem to have 4; save them as"),
     "llm.c, cut": (lambda d: resized(llmc(d), -2), r"it has [\d,]+ tokens, its header says"),
     "NumPy, cut": (lambda d: resized(npy(d / "a.npy", FLAT), -8), r"a\.npy: cannot be read \(mmap length"),
-    "NumPy, no header": (
-        lambda d: flat(d / "a.npy", FLAT),
-        r"no header of NumPy.* name it a\.bin; .* np\.memmap\('a\.npy'",
-    ),
+    "NumPy, no header": (lambda d: flat(d / "a.npy", FLAT), r"no header of NumPy.* name it a\.bin; .* np\.memmap\("),
     "NumPy, floats": (lambda d: npy(d / "a.npy", FLAT.astype(np.float32)), "its numbers are float32"),
     "NumPy, columns": (lambda d: npy(d / "a.npy", np.asfortranarray(TWO_ROWS)), "or 2 in C order"),
-    "compressed": (
-        lambda d: write_bytes(d / "a.ds.gz", b"x"),
-        "it is compressed, and token files are mapped; decompress it",
-    ),
+    "compressed": (lambda d: write_bytes(d / "a.ds.gz", b"x"), "it is compressed, and token files are mapped"),
 }
 
 
@@ -298,9 +282,7 @@ def test_a_negative_id_is_named_whatever_its_type_and_the_vocabulary(tmp_path, l
 
 MAPPED = {
     "Megatron": megatron,
-    "datatrove": datatrove,
     "nanoGPT": lambda d: flat(d / "a.bin"),
-    "llm.c": llmc,
     "NumPy": lambda d: npy(d / "a.npy", FLAT),
     "the cache": lambda d: write_bytes(d / "a.txt", b"<|endoftext|>".join([b"A fox saw a red ball."] * 300)),
 }
@@ -315,10 +297,8 @@ def test_sequences_are_pickled_without_the_tokens_of_their_files(tmp_path, load,
     again = pickle.loads(pickle.dumps(sequences))
     assert len(again) == len(sequences)
     collate = pickle.loads(pickle.dumps(data.create_collate_fn()))
-    assert collate([again[0]])["labels"].tolist() == data.create_collate_fn()([sequences[0]])["labels"].tolist()
     for index in range(len(sequences)):
-        batches = [data.create_collate_fn()([dataset[index]]) for dataset in (sequences, again)]
-        assert str(batches[0]) == str(batches[1])
+        assert str(collate([again[index]])) == str(data.create_collate_fn()([sequences[index]]))
 
 
 @pytest.fixture
@@ -371,18 +351,10 @@ def test_a_resume_with_another_end_of_text_is_refused_if_documents_end_by_it(tmp
     other = demo_tokenizer()
     other.eos_token = other.convert_ids_to_tokens(7)
     other.save_pretrained(tmp_path / "other")
-    run = [
-        *arguments,
-        "--dataset",
-        flat(tmp_path / "a.bin"),
-        "--document-mask",
-        "--resume",
-        "auto",
-        "--final-checkpoint",
-    ]
-    model = write_model(tmp_path / "model", "llama", **multirank.SIZES | {"vocab_size": VOCAB})
-    assert train([*run, "--model", model], device) == 0
-    again = [*run, "--model", model, "--num-steps", "3", "--tokenizer", tmp_path / "other"]
+    flags = words("--document-mask --resume auto --final-checkpoint")
+    run = [*arguments, "--dataset", flat(tmp_path / "a.bin"), *flags]
+    assert train(run, device) == 0
+    again = [*run, "--num-steps", "3", "--tokenizer", tmp_path / "other"]
     with pytest.raises(UserError, match=r"^--tokenizer: its end-of-text token, by which the documents of a end"):
         train(again, device)
     assert train([*again, "--no-document-mask"], device) == 0  # which is reported

@@ -33,14 +33,7 @@ def test_a_run_without_a_name_has_that_of_its_models_folder_or_needs_one(tmp_pat
             folders.choose_folder(settings)
 
 
-def test_starts_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "strftime", lambda *_: "-20260101-000000")
-    settings = parse(["--demo", "--output-dir", tmp_path])
-    chosen = [folders.choose_folder(settings).name for _ in range(3)]
-    assert chosen == [f"demo-20260101-000000{number}" for number in ("", "-2", "-3")]
-
-
-def test_a_start_whose_name_another_one_takes_meanwhile_has_the_next_one(tmp_path, monkeypatch):
+def test_starts_of_the_same_second_have_folders_of_their_own_even_at_the_same_moment(tmp_path, monkeypatch):
     mkdir = pathlib.Path.mkdir
 
     def after_another_start(self, *arguments, **options):
@@ -50,7 +43,8 @@ def test_a_start_whose_name_another_one_takes_meanwhile_has_the_next_one(tmp_pat
 
     monkeypatch.setattr(time, "strftime", lambda *_: "-20260101-000000")
     monkeypatch.setattr(pathlib.Path, "mkdir", after_another_start)
-    assert folders.choose_folder(parse(["--demo", "--output-dir", tmp_path])).name == "demo-20260101-000000-2"
+    chosen = [folders.choose_folder(parse(["--demo", "--output-dir", tmp_path])).name for _ in range(2)]
+    assert chosen == ["demo-20260101-000000-2", "demo-20260101-000000-3"]
 
 
 def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch):

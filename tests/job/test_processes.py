@@ -11,10 +11,11 @@ import time
 import multirank
 import psutil
 import pytest
-from conftest import PROGRAM, ROOT, cold_python, forked, parse, slow_case, wait_until
+from conftest import PROGRAM, ROOT, cold_python, forked, parse, wait_until
 
 from harness.base import UserError
 from harness.job import endings, signals, world
+from harness.job.startup import check_launcher_env
 
 
 @pytest.mark.parametrize("nodes, restarts, shared", [("1", "3", "True"), ("2", "0", "True"), ("2", "3", "False")])
@@ -49,14 +50,20 @@ HALF_WORLDS = {  # an environment: how the line begins
 }
 
 
-@pytest.mark.parametrize("environment", [slow_case(e) if not HALF_WORLDS[e] else e for e in HALF_WORLDS])
-def test_half_a_world_is_one_line_that_names_the_variable(environment):
-    variables = dict(word.split("=") for word in environment.split())
-    process = cold_python("--demo", **variables)
-    assert process.returncode == 2 and process.stdout == ""
-    line = HALF_WORLDS[environment]
-    assert process.stderr.startswith(f"train_fsdp.py: error: {line}" if line else "")
-    assert process.stderr.count("\n") == bool(line)
+@pytest.mark.parametrize("environment, line", HALF_WORLDS.items())
+def test_half_a_world_is_one_line_that_names_the_variable(environment, line, monkeypatch, capfd):
+    monkeypatch.setattr(os, "environ", dict(word.split("=") for word in environment.split()))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(SystemExit) as left:
+        check_launcher_env(parse(["--demo"]))
+    printed = capfd.readouterr().err
+    assert left.value.code == 2 and printed.count("\n") == bool(line)
+    assert printed.startswith(f"train_fsdp.py: error: {line}" if line else "")
+
+
+def test_half_a_world_is_found_before_anything_begins():
+    process = cold_python("--demo", WORLD_SIZE="8")
+    assert (process.returncode, process.stdout) == (2, "") and process.stderr.count("\n") == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import sys
 import contextranks
 import pytest
 import torch
-from conftest import ROOT, chat, forked, metrics_of, parse, write_model
+from conftest import DEMO, ROOT, chat, forked, metrics_of, parse, story_texts, write_model
+from corpora import write_records
 from multirank import MODELS, SIZES
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,7 +21,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import families
 
-DEMO = ROOT / "assets" / "demo"
 SINKS = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16}
 SINKS |= {"layer_types": ["sliding_attention", "full_attention"]}
 ALL = {name: MODELS[name] for name in ("llama", "mistral", "qwen3_moe")} | {"gpt_oss": ("gpt_oss", SINKS)}
@@ -47,9 +47,8 @@ def folder(tmp_path_factory):
         write_model(folder / name, kind, **sizes)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "llama")).save_pretrained(folder / "llama")
-    texts = [json.loads(line)["text"] for line in (DEMO / "stories" / "train.jsonl").read_text().splitlines()[:300]]
-    chats = [json.dumps(chat(text[:40], answer[:40])) for text, answer in itertools.pairwise(texts)]
-    (folder / "chats.jsonl").write_text("\n".join(chats))
+    pairs = itertools.pairwise(story_texts(0, 300))
+    write_records(folder / "chats.jsonl", [chat(text[:40], answer[:40]) for text, answer in pairs])
     return folder
 
 

@@ -7,7 +7,7 @@ import re
 import multirank
 import pytest
 import torch
-from conftest import ROOT, Stop, forked, losses_of, metrics_of, python, train, words
+from conftest import DEMO, Stop, forked, losses_of, metrics_of, python, train, words
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.base import UserError
@@ -91,7 +91,7 @@ def test_weights_that_give_no_finite_loss_are_refused_before_anything_is_made_of
             model.lm_head.weight.mul_(1e30)
             model.model.norm.weight.mul_(1e30)
     model.save_pretrained(tmp_path / "spoiled")
-    spoiled = ["--init", "pretrained", "--model", tmp_path / "spoiled", "--tokenizer", ROOT / "assets" / "demo"]
+    spoiled = ["--init", "pretrained", "--model", tmp_path / "spoiled", "--tokenizer", DEMO]
     sizes = words("--dataset demo --sequence-length 16 --precision fp32 --num-workers 0")
     for flags in (
         [*sizes, "--num-steps", 6, "--output-dir", tmp_path / "out", "--run-name", "r"],

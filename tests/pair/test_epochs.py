@@ -1,9 +1,9 @@
 """--num-epochs in steps, evaluations at the end of each epoch, and what has no epochs."""
 
-import multirank
 import numpy as np
 import pytest
-from conftest import ROOT, STORIES, metrics_of, parse, python, train, words, write_model
+from conftest import metrics_of, parse, python, small_run, story_texts, train, words
+from corpora import write_records
 
 from harness import loop
 from harness.base import UserError
@@ -14,10 +14,7 @@ def flags(tmp_path):
     """`flags(more)` of a run on a.npy with 20 sequences, beside b.npy with 10 and held.npy."""
     for name, sequences in (("a", 20), ("b", 10), ("held", 3)):
         np.save(tmp_path / f"{name}.npy", (np.arange(sequences * 16 + 1) % 200).astype(np.uint16))
-    model = write_model(tmp_path / "model", "llama", **multirank.SIZES)
-    small = words("--sequence-length 16 --num-workers 0 --precision fp32 --no-compile --log-interval 1 --no-own-plan")
-    small += ["--model", model, "--tokenizer", str(ROOT / "assets" / "demo"), "--cache-dir", str(tmp_path / "cache")]
-    small += ["--output-dir", str(tmp_path), "--run-name", "r", "--dataset", str(tmp_path / "a.npy")]
+    small = small_run(tmp_path, f"--batch-size 1 --dataset {tmp_path}/a.npy")
     return lambda more: [*small, *words(more.replace("{}", str(tmp_path)))]
 
 
@@ -46,7 +43,7 @@ def test_epochs_in_steps(flags, device, more, steps):
 
 
 def test_eval_documents_are_in_no_epoch(flags, device, tmp_path):
-    (tmp_path / "my.jsonl").write_text("".join((STORIES / "train.jsonl").read_text().splitlines(True)[:60]))
+    write_records(tmp_path / "my.jsonl", story_texts(0, 60))
     one_epoch = "--dataset {}/my.jsonl --num-epochs 1"
     assert steps_of(flags(f"{one_epoch} --eval-interval 5")) < steps_of(flags(one_epoch))
 

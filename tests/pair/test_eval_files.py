@@ -5,55 +5,39 @@ import json
 import re
 import shutil
 
-import multirank
 import numpy as np
 import pytest
-from conftest import ROOT, STORIES, chat, eval_loss_of, metrics_of, parse, train, words, write_model
+from conftest import chat, eval_loss_of, metrics_of, parse, small_run, story_texts, train, words
+from corpora import write_records
 
 from harness import data, loop
 from harness.base import UserError
 from harness.data import files
-
-CHAT = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-CHAT += "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Texts to train on and others to evaluate on, in every format."""
     folder = tmp_path_factory.mktemp("held")
-    lines = (STORIES / "train.jsonl").read_text().splitlines(True)
-    trained, held = lines[:60], lines[1000:1010]
-    stories = [json.loads(line)["text"] for line in held]
-
-    def chats(lines: list[str]) -> str:
-        texts = [json.loads(line)["text"] for line in lines]
-        return "\n".join(json.dumps(chat(text[:40], text[40:])) for text in texts)
-
-    (folder / "a.jsonl").write_text("".join(trained))
-    (folder / "b.jsonl").write_text("".join(lines[100:130]))
-    (folder / "held.jsonl").write_text("".join(held))
-    (folder / "held.txt").write_text("<|endoftext|>".join(stories))
-    (folder / "a-chats.jsonl").write_text(chats(trained))
-    (folder / "chats.jsonl").write_text(chats(held))
-    alpaca = [{"instruction": story[:40], "output": story[40:]} for story in stories]
-    (folder / "alpaca.jsonl").write_text("\n".join(map(json.dumps, alpaca)))
+    trained, held = story_texts(0, 60), story_texts(1000, 1010)
+    write_records(folder / "a.jsonl", trained)
+    write_records(folder / "b.jsonl", story_texts(100, 130))
+    write_records(folder / "held.jsonl", held)
+    (folder / "held.txt").write_text("<|endoftext|>".join(held))
+    write_records(folder / "a-chats.jsonl", [chat(text[:40], text[40:]) for text in trained])
+    write_records(folder / "chats.jsonl", [chat(text[:40], text[40:]) for text in held])
+    write_records(folder / "alpaca.jsonl", [{"instruction": text[:40], "output": text[40:]} for text in held])
     np.save(folder / "held.npy", (np.arange(16 * 30 + 1) % 200).astype(np.uint16))
-    for split, lines in (("train", trained[:1]), ("validation", held)):
-        (folder / "splits" / split).mkdir(parents=True)
-        (folder / "splits" / split / "x.jsonl").write_text("".join(lines))
-    (folder / "template.jinja").write_text(CHAT)
-    write_model(folder / "model", "llama", **multirank.SIZES)
+    write_records(folder / "splits" / "train" / "x.jsonl", trained[:1])
+    write_records(folder / "splits" / "validation" / "x.jsonl", held)
     return folder
 
 
 @pytest.fixture
 def flags(folder, tmp_path):
     """`flags(more)` of a run of two steps on a.jsonl; {} is the folder of the texts."""
-    small = "--num-steps 2 --batch-size 2 --sequence-length 16 --num-workers 0 --precision fp32 --no-own-plan"
-    places = f"--model {folder}/model --tokenizer {ROOT}/assets/demo --cache-dir {folder}/cache --output-dir {tmp_path}"
-    text = f"--dataset {folder}/a.jsonl --run-name r --eval-interval 2"
-    return lambda more: words(f"{small} {places} {text} {more}".replace("{}", str(folder)))
+    small = small_run(folder, f"--output-dir {tmp_path} --num-steps 2 --dataset {folder}/a.jsonl --eval-interval 2")
+    return lambda more: [*small, *words(more.replace("{}", str(folder)))]
 
 
 def loaded(given: list):
@@ -72,9 +56,9 @@ DATASETS = {  # --eval-split and the flags beside it: its documents, None if the
     "{}/splits": 10,  # its split validation
     "{}/held.jsonl --streaming": 10,
     "{}/held.jsonl --dataset {}/a.jsonl:0.7 {}/b.jsonl:0.3": 10,
-    "{}/chats.jsonl --dataset {}/a-chats.jsonl --chat-template {}/template.jinja": 10,
-    "{}/alpaca.jsonl --dataset {}/a-chats.jsonl --chat-template {}/template.jinja": 10,  # another layout
-    "{}/held.jsonl --dataset {}/a-chats.jsonl --chat-template {}/template.jinja": 10,
+    "{}/chats.jsonl --dataset {}/a-chats.jsonl --chat-template chatml": 10,
+    "{}/alpaca.jsonl --dataset {}/a-chats.jsonl --chat-template chatml": 10,  # another layout
+    "{}/held.jsonl --dataset {}/a-chats.jsonl --chat-template chatml": 10,
 }
 
 
@@ -90,7 +74,7 @@ def test_an_eval_dataset_of_its_own_is_taken_whole_and_nothing_else_is(flags, de
 
 
 def test_eval_chats_need_no_document_mask_if_each_document_has_its_own_sequence(flags):
-    found = loaded(flags("--eval-split {}/chats.jsonl --packing none --chat-template {}/template.jinja"))
+    found = loaded(flags("--eval-split {}/chats.jsonl --packing none --chat-template chatml"))
     assert len(found.eval_sets["chats"].tokens.doc_ends) == 10
 
 
@@ -135,11 +119,10 @@ REFUSED = {  # --eval-split and the flags beside it: the line
     "{}/model": "--eval-split {}/model: needs .arrow/",
     "{}/a.jsonl": "--eval-split {}/a.jsonl: {}/a.jsonl is in the training data too; take",
     "{}/a-copy.jsonl": "--eval-split {}/a-copy.jsonl: its tokens were trained on; give what was not",
-    "{}/a.txt": "--eval-split {}/a.txt: its tokens were trained on; give what was not",
     "{}/held.jsonl --dataset {}/*.jsonl": "--eval-split {}/held.jsonl: {}/held.jsonl is in the training data too",
     "{}/bad.txt": "--eval-split {}/bad.txt, ",
     "{}/held.jsonl --sequence-length 128 --eval-split {}/template.txt": "--eval-split {}/template.txt, split 'train'",
-    "{}/chats.jsonl --chat-template {}/template.jinja": "--eval-split {}/chats.jsonl: it would have a document mask",
+    "{}/chats.jsonl --chat-template chatml": "--eval-split {}/chats.jsonl: it would have a document mask",
     "train[90%:150%] --dataset-split train[:90%]": "--eval-split [90%:150%]: 150% is beyond the",
     "splits": "--eval-split splits: {}/a.jsonl has no such split, only train; give one of these",
 }
@@ -149,8 +132,6 @@ REFUSED = {  # --eval-split and the flags beside it: the line
 def test_what_cannot_be_an_eval_split_is_one_line(flags, folder, device, tmp_path, monkeypatch, more, printed):
     (folder / "template.txt").write_text("The fox.")
     shutil.copy(folder / "a.jsonl", folder / "a-copy.jsonl")
-    stories = map(json.loads, (folder / "a.jsonl").read_text().splitlines())
-    (folder / "a.txt").write_text("<|endoftext|>".join(story["text"] for story in stories))
     (folder / "bad.txt").write_bytes(b"a \xff")
     monkeypatch.chdir(folder)
     with pytest.raises(UserError) as raised:

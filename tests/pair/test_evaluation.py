@@ -9,7 +9,8 @@ import multirank
 import pytest
 import torch
 import transformers
-from conftest import ROOT, STORIES, chat, eval_loss_of, forked, python, train, words, write_model
+from conftest import chat, eval_loss_of, forked, python, small_run, story_texts, train, words
+from corpora import write_records
 from safetensors import safe_open
 
 from harness import data
@@ -19,8 +20,7 @@ from harness.data.eval_split import BY_NUMBER
 
 
 def write_documents(path, first: int = 0, count: int = 200) -> None:
-    lines = (STORIES / "train.jsonl").read_text().splitlines(True)
-    path.write_text("".join(lines[first : first + count]))
+    write_records(path, story_texts(first, first + count))
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +29,10 @@ def start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
     write_documents(folder / "my.jsonl")
     write_documents(folder / "other.jsonl", 1000, 40)
-    model = write_model(folder / "model", "llama", **multirank.SIZES)
-    small = words("--num-steps 2 --sequence-length 32 --batch-size 2 --num-workers 0 --precision fp32 --no-own-plan")
-    small += ["--model", model, "--tokenizer", ROOT / "assets" / "demo", "--output-dir", folder]
+    small = small_run(folder, f"--num-steps 2 --sequence-length 32 --dataset {folder}/my.jsonl")
 
     def flags(name: str, *others) -> list:
-        return [*small, "--dataset", folder / "my.jsonl", "--cache-dir", folder / "cache", "--run-name", name, *others]
+        return [*small, "--run-name", name, *others]
 
     flags.folder = folder
     return flags
@@ -48,7 +46,6 @@ def runs(start, device):
     assert train(start("streamed", "--streaming"), device) == 0
     assert train(start("held", "--eval-interval", 2, "--export", start.folder / "export"), device) == 0
     assert train(start("part", "--dataset-split", "train[:90%]"), device) == 0
-    (start.folder / "two").mkdir()
     write_documents(start.folder / "two" / "train.jsonl", 2000, 40)
     write_documents(start.folder / "two" / "validation.jsonl", 3000, 40)
     on_validation = ["--dataset", start.folder / "two", "--dataset-split", "validation"]
@@ -58,9 +55,7 @@ def runs(start, device):
     (start.folder / "both").mkdir()
     for name in ("my.jsonl", "other.jsonl"):
         (start.folder / "both" / name).symlink_to(start.folder / name)
-    few = [json.dumps({"text": text}) for text in ("a " * 99, "b", "c")]
-    (start.folder / "few.jsonl").write_text("\n".join(few))
-    (start.folder / "copies").mkdir()
+    write_records(start.folder / "few.jsonl", ["a " * 99, "b", "c"])
     for name in ("train", "validation"):
         write_documents(start.folder / "copies" / f"{name}.jsonl", 50, 40)
     (start.folder / "three").mkdir()
@@ -170,8 +165,6 @@ TRAINED_ON = {  # a run and flags: what the refusal names
     "held --dataset {}/both": "my.jsonl",
     "held --eval-split train": "--eval-split train",
     "held --dataset {}/copy.jsonl --eval-split train": "--eval-split train: it overlaps 'train', which was trained on",
-    "all --dataset {}/copy.jsonl --eval-split train": "--eval-split train: it overlaps 'train', which was trained on",
-    "all --dataset {}/link.jsonl --eval-split train": "--eval-split train",
     "held --eval-split {}/link.jsonl": "{}/link.jsonl is in the training data too; ",
     "part --eval-split train[50%:]": "--eval-split train[50%:]",
     "part --eval-split train[-20:]": "--eval-split train[-20:]",  # not known without counting
@@ -198,7 +191,6 @@ def test_what_was_not_trained_on_is_evaluated(runs, evaluate, flags):
 
 
 EVAL_DATA_TRAINED_ON = {  # flags of a run: what the refusal names
-    "--dataset-split train --eval-split train": "--eval-split train: it overlaps",
     "--dataset-split train[:90%] --eval-split train[50%:]": r"--eval-split train\[50%:\]: it overlaps",
     "--dataset-split train[:90%] --eval-split train[80:]": r"--eval-split train\[80:\]: it overlaps",
     # 67 % of three documents are two of them, 90 % are cut off in the first one
@@ -206,7 +198,6 @@ EVAL_DATA_TRAINED_ON = {  # flags of a run: what the refusal names
     "--dataset {}/copies": "--eval-split validation: its tokens were trained on",
     "--dataset {}/copies --streaming": "--eval-split validation: its tokens were trained on",
     "--dataset one={}/my.jsonl all={}/both": "my.jsonl has eval documents of one and is trained on as a part of all",
-    "--dataset two={}/two three={}/three": "validation.jsonl has eval documents of two",
     "--dataset two={}/two:1 three={}/three:1 --streaming": "validation.jsonl has eval documents of two",
 }
 
@@ -249,10 +240,9 @@ def test_an_evaluation_of_a_stream_takes_the_eval_documents_of_the_run(start, de
 
 @pytest.mark.parametrize("field", [[], ["--text-field", "text"]])
 def test_an_evaluation_reads_the_field_that_the_run_read(start, device, tmp_path, evaluate, field):
-    stories = [json.loads(line)["text"] for line in (start.folder / "my.jsonl").read_text().splitlines()[:60]]
-    records = [json.dumps(chat("Tell me.", story) | {"text": story}) for story in stories]
-    (tmp_path / "both.jsonl").write_text("\n".join(records))
-    flags = ["--dataset", tmp_path / "both.jsonl", "--output-dir", tmp_path, "--eval-interval", 2, *field]
+    records = [chat("Tell me.", story) | {"text": story} for story in story_texts(0, 60)]
+    file = write_records(tmp_path / "both.jsonl", records)
+    flags = ["--dataset", file, "--output-dir", tmp_path, "--eval-interval", 2, *field]
     if not field:
         flags += ["--chat-template", "chatml"]
     assert train(start("r", *flags), device) == 0

@@ -7,7 +7,8 @@ import shutil
 import multirank
 import numpy as np
 import pytest
-from conftest import ROOT, STORIES, Stop, forked, losses_of, metrics_of, train, words, write_model
+from conftest import DEMO, Stop, forked, losses_of, metrics_of, small_run, story_texts, train, words
+from corpora import write_records
 from transformers import AutoTokenizer
 
 from harness import data
@@ -21,24 +22,20 @@ TOKENS = {"a": (10, 500), "b": (500, 900), "c": (900, 1400)}  # the ids in the t
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
-    """Three token files, each with ids of its own, two files of text, and a tiny model."""
+    """Three token files, each with ids of its own, and two files of text."""
     folder = tmp_path_factory.mktemp("corpora")
     generator = np.random.default_rng(3)
     for name, (least, below) in TOKENS.items():
         np.save(folder / f"{name}.npy", generator.integers(least, below, 2001, dtype=np.uint16))  # 62 sequences
-    stories = (STORIES / "train.jsonl").read_text().splitlines(keepends=True)
-    (folder / "web.jsonl").write_text("".join(stories[:40]))
-    (folder / "code.jsonl").write_text("".join(stories[40:70]))
-    write_model(folder / "model", "llama", **multirank.SIZES | {"tie_word_embeddings": False})
+    write_records(folder / "web.jsonl", story_texts(0, 40))
+    write_records(folder / "code.jsonl", story_texts(40, 70))
     return folder
 
 
 @pytest.fixture(scope="module")
 def flags(corpora):
-    small = f"--num-steps 8 --sequence-length {SEQ_LEN} --batch-size {BATCH} --num-workers 0 --precision fp32"
-    small += " --no-compile"
-    places = f"--model {corpora / 'model'} --tokenizer {ROOT / 'assets' / 'demo'} --cache-dir {corpora / 'cache'}"
-    return words(f"{small} {places} --log-interval 1 --lr 1e-3 --lr-scheduler constant --run-name r --resume auto")
+    sizes = f"--num-steps 8 --sequence-length {SEQ_LEN} --batch-size {BATCH} --lr 1e-3 --lr-scheduler constant"
+    return small_run(corpora, f"{sizes} --resume auto", tie_word_embeddings=False)
 
 
 @pytest.fixture
@@ -189,10 +186,9 @@ def test_a_streamed_mixture_continues_where_it_was_in_other_batches(run, tmp_pat
     assert len({tuple(sequence) for sequences in whole.values() for sequence in sequences}) == 8 * BATCH
 
 
-def test_an_epoch_of_a_stream_has_each_document_once(run, corpora):
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    stories = [json.loads(line)["text"] for line in (corpora / "code.jsonl").read_text().splitlines()]
-    documents = sorted(tokenizer.encode(story) for story in stories)
+def test_an_epoch_of_a_stream_has_each_document_once(run):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    documents = sorted(tokenizer.encode(story) for story in story_texts(40, 70))
     steps = -(-2 * sum(len(document) + 1 for document in documents) // (32 * SEQ_LEN))
     flags = ["--batch-size", 32, "--num-steps", steps]
     sequences = run(*words("--dataset code.jsonl --streaming --streams 1"), *flags)
@@ -243,7 +239,7 @@ def test_show_samples_prints_what_a_step_trained_on(run, flags, corpora, device,
     mixed = words("--dataset web=web.jsonl:0.5 code=code.jsonl:0.5")
     steps = run(*mixed, stop_after=3)
     steps |= run(*mixed, "--batch-size", 2)
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
     resume = ["--resume", saved.newest_checkpoint(tmp_path / "r"), "--eval-split", corpora / "web.jsonl"]
     resume += words("--eval-interval 9")  # without an effect on what is shown
     for way in (resume, [*flags, *mixed, "--output-dir", tmp_path, "--resume", "none"]):

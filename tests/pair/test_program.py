@@ -9,6 +9,7 @@ import multirank
 import pytest
 import torch
 from conftest import (
+    DEMO,
     PROGRAM,
     ROOT,
     STORIES,
@@ -16,13 +17,17 @@ from conftest import (
     forked,
     losses_of,
     metrics_of,
+    parse,
     slow_case,
+    small_run,
     start,
+    story_texts,
     torchrun_command,
     train,
     words,
     write_model,
 )
+from corpora import write_records
 from multirank import SIZES, resolved
 from tiny import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -114,18 +119,12 @@ def test_config_json_has_what_it_takes_to_repeat_the_run(demo):
 def small(tmp_path_factory):
     """Flags of a run that every launcher repeats, and its folder; the eval text has a prime number of sequences."""
     folder = tmp_path_factory.mktemp("launchers")
-    (folder / "data").mkdir()
-    with (STORIES / "train.jsonl").open() as stories:
-        lines = [line for line, _ in zip(stories, range(160), strict=False)]
-    (folder / "data" / "train.jsonl").write_text("".join(lines[:150]))
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    tokens = tokenizer.encode(" ".join(json.loads(line)["text"] for line in lines[150:]))[: 13 * 64 + 20]
-    (folder / "data" / "validation.jsonl").write_text(json.dumps({"text": tokenizer.decode(tokens)}))
-    model = write_model(folder / "model", "llama", **SIZES)
-    flags = "--num-steps 4 --log-interval 1 --sequence-length 64 --precision fp32 --eval-interval 2 --sample-tokens 6"
-    places = f"--model {model} --tokenizer {ROOT / 'assets' / 'demo'} --dataset {folder / 'data'} --lr 1e-3"
-    places += f" --output-dir {folder / 'out'} --cache-dir {folder / 'cache'}"
-    return [*flags.split(), *places.split(), "--sample-prompt", PROMPT], folder / "out"
+    write_records(folder / "data" / "train.jsonl", story_texts(0, 150))
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokens = tokenizer.encode(" ".join(story_texts(150, 160)))[: 13 * 64 + 20]
+    write_records(folder / "data" / "validation.jsonl", [tokenizer.decode(tokens)])
+    flags = f"--num-steps 4 --sequence-length 64 --eval-interval 2 --sample-tokens 6 --dataset {folder}/data --lr 1e-3"
+    return [*small_run(folder, flags), "--sample-prompt", PROMPT], folder
 
 
 @pytest.fixture(scope="module")
@@ -166,14 +165,12 @@ def in_process(device, tmp_path, token_cache):
     """`in_process(*flags)`: the log lines of a run in this process."""
 
     def go(*flags) -> list[dict]:
-        argv = words("--dataset demo --lr 3e-3 --log-interval 1 --precision fp32 --num-workers 0")
-        argv += words("--sequence-length 32 --batch-size 4")
-        argv += ["--tokenizer", ROOT / "assets" / "demo", "--cache-dir", token_cache, "--output-dir", tmp_path / "out"]
-        if "--model" not in flags:
-            argv += ["--model", write_model(tmp_path / "model", "llama", **SIZES | {"tie_word_embeddings": True})]
-        argv += flags
+        argv = small_run(
+            tmp_path, "--dataset demo --lr 3e-3 --sequence-length 32 --batch-size 4", tie_word_embeddings=True
+        )
+        argv += ["--cache-dir", token_cache, *flags]
         train(argv, device)
-        return metrics_of(tmp_path / "out" / argv[argv.index("--run-name") + 1])
+        return metrics_of(tmp_path / parse(argv).run_name)
 
     return go
 
@@ -198,7 +195,7 @@ def test_training_is_what_a_plain_loop_computes(device, in_process, token_cache,
     matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
     dataset = utils.get_dataset(tokenizer, 32, dataset=str(STORIES), cache_dir=token_cache, seed=3)
     losses, norms, rates = [], [], []
     for step in range(steps):

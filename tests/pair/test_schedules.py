@@ -2,10 +2,9 @@
 
 import math
 
-import multirank
 import pytest
 import torch
-from conftest import ROOT, metrics_of, parse, train, words, write_model
+from conftest import metrics_of, parse, small_run, train, words
 
 from harness import model as models
 from harness.base import saved
@@ -29,11 +28,8 @@ def rate(step: int, num_steps: int, decay_steps: int, shape: str = "cosine") -> 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("schedules")
-    model = write_model(folder / "model", "llama", **multirank.SIZES | {"num_hidden_layers": 1})
-    small = f"--num-steps {STEPS} --sequence-length 16 --batch-size 2 --num-workers 0 --precision fp32 --log-interval 1"
-    places = f"--cache-dir {folder / 'cache'} --tokenizer {ROOT / 'assets' / 'demo'} --model {model} --dataset demo"
-    return words(f"{small} {places} --lr {PEAK} --warmup-steps {WARMUP} --no-compile")
+    flags = f"--dataset demo --num-steps {STEPS} --lr {PEAK} --warmup-steps {WARMUP}"
+    return small_run(tmp_path_factory.mktemp("schedules"), flags, num_hidden_layers=1)
 
 
 def rates_of(folder) -> dict[int, float]:

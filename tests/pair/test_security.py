@@ -18,7 +18,8 @@ import pytest
 import torch
 import transformers
 from checkpoints import forge
-from conftest import ROOT, chat, parse, train
+from conftest import DEMO, chat, parse, train
+from corpora import write_records
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
@@ -78,7 +79,7 @@ def write_code(folder: pathlib.Path, mark: pathlib.Path, *maps: str) -> None:
 def tokenizer(tmp_path) -> pathlib.Path:
     """A folder with the demo's tokenizer."""
     (tmp_path / "tokenizer").mkdir()
-    for file in (ROOT / "assets" / "demo").glob("tokenizer*.json"):
+    for file in DEMO.glob("tokenizer*.json"):
         shutil.copy(file, tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
 
@@ -176,8 +177,8 @@ def test_a_chat_template_that_calls_the_operating_system_is_refused_in_the_sandb
     with pytest.raises(jinja2.exceptions.SecurityError):
         loaded.apply_chat_template([{"role": "user", "content": "x"}])
     assert not mark.exists()
-    (tmp_path / "chat.jsonl").write_text(json.dumps(chat("Hello?", "Hello.")))
-    flags = ["--tokenizer", tokenizer, "--dataset", tmp_path / "chat.jsonl", "--chat-loss", "all"]
+    chats = write_records(tmp_path / "chat.jsonl", [chat("Hello?", "Hello.")])
+    flags = ["--tokenizer", tokenizer, "--dataset", chats, "--chat-loss", "all"]
     assert "the chat template fails, " in mistake(*flags, "--run-name", "chat")
     assert not mark.exists()
     jinja2.Template(template).render()

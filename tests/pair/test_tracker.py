@@ -137,17 +137,6 @@ def test_steps_of_different_sizes_are_weighted_by_their_tokens(clock):
     assert tracker.summary()["actual_tflops_per_sec"] == pytest.approx((1000 * 1e9 + 3000 * 2e9) / 2 / 1e12)
 
 
-def test_an_interval_is_without_pauses_and_what_came_before_its_start(clock):
-    tracker = utils.PerformanceTracker(warmup_steps=0)
-    clock.advance(50)
-    tracker.start_interval()
-    clock.advance(1)
-    with tracker.paused():
-        clock.advance(50)
-    clock.advance(1)
-    assert tracker.step(TOKENS, FLOPS)["step_time_ms"] == pytest.approx(2000)
-
-
 def test_waiting_for_data_is_a_share_of_the_interval(clock):
     tracker = utils.PerformanceTracker(warmup_steps=1)
     for waited in (0.9, 0.25):

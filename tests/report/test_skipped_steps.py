@@ -4,7 +4,6 @@ import math
 import re
 import shlex
 
-import pytest
 import torch
 from conftest import Stop, metrics_of, parse, train
 
@@ -12,13 +11,6 @@ import train_fsdp
 from harness import data
 from harness import model as models
 from harness.base import saved
-
-
-@pytest.fixture
-def arguments(arguments, tmp_path) -> list:
-    """Those of the smallest run, on a text that is tokenized at once."""
-    (tmp_path / "data.txt").write_text("The fox had a red ball, and the dog wanted it. " * 300)
-    return [*arguments, "--dataset", str(tmp_path / "data.txt")]
 
 
 def plant(monkeypatch, divisors: dict[int, float]) -> None:

@@ -13,8 +13,8 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from checkpoints import IDS, logits_of, tensors_of
-from conftest import forked, losses_of, metrics_of, parse, slow_case, train, words
+from checkpoints import IDS, folder_of, logits_of, tensors_of
+from conftest import eval_loss_of, forked, losses_of, parse, slow_case, train, words
 from multirank import SIZES, program
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -54,14 +54,6 @@ def finished(device, workspace, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     assert train(run_flags(workspace, folder, "llama", *MORE, "--export", folder / "adapters"), device) == 0
     return folder / "r"
-
-
-def checkpoint(run, step: int):
-    return run / "checkpoints" / f"step-{step:08d}"
-
-
-def eval_loss_of(run) -> float:
-    return next(line["eval_loss"] for line in metrics_of(run) if "eval_loss" in line)
 
 
 @pytest.fixture
@@ -146,7 +138,7 @@ def test_peft_and_transformers_load_an_export_with_the_logits_of_the_run(
 
 
 def test_a_checkpoint_has_adapters_and_their_states_and_nothing_of_the_base(finished):
-    names = {name for name in tensors_of(checkpoint(finished, 4)) if name.startswith(("model.", "optimizer."))}
+    names = {name for name in tensors_of(folder_of(finished, 4)) if name.startswith(("model.", "optimizer."))}
     assert all(".lora_" in name for name in names)
     assert len(names) == 2 * len(TARGETS) * 2 * (1 + 3)  # of 2 layers, A and B: the weight and AdamW's states
 
@@ -156,13 +148,13 @@ def test_a_run_continues_after_a_kill_on_other_ranks_as_if_uninterrupted(flags, 
     """Two ranks, killed after their second checkpoint; then four, then one."""
     command, run = flags("llama", *words("--checkpoint-interval 2 --keep-checkpoints 9 --num-steps 6")), tmp_path / "r"
     forked(2, program, *command, "--batch-size", "4", "--export", str(tmp_path / "expected"))
-    expected, adapters = losses_of(run), tensors_of(checkpoint(run, 6), "model.")
+    expected, adapters = losses_of(run), tensors_of(folder_of(run, 6), "model.")
     for ranks in (4, 1):
-        shutil.rmtree(checkpoint(run, 6))
+        shutil.rmtree(folder_of(run, 6))
         (run / "checkpoints" / ".step-00000006.writing").mkdir()
         forked(ranks, program, *command, "--resume", "auto")
         assert losses_of(run) == pytest.approx(expected, rel=1e-6)
-        for name, tensor in tensors_of(checkpoint(run, 6), "model.").items():
+        for name, tensor in tensors_of(folder_of(run, 6), "model.").items():
             assert torch.allclose(tensor, adapters[name], atol=1e-6), (ranks, name)
 
 
@@ -234,7 +226,7 @@ def test_without_a_step_adapters_are_evaluated_and_averaged(finished, device, tm
     assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(eval_loss_of(finished), rel=1e-6)
     mean = ["--num-steps", 0, "--resume", finished, "--average-checkpoints", 2, "--export", tmp_path / "mean"]
     assert train(mean, device) == 0
-    both = [tensors_of(checkpoint(finished, step), "model.") for step in (2, 4)]
+    both = [tensors_of(folder_of(finished, step), "model.") for step in (2, 4)]
     for name, tensor in safetensors.torch.load_file(tmp_path / "mean" / ADAPTERS_FILE).items():
         name = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
         assert torch.allclose(tensor, (both[0][name] + both[1][name]) / 2)
@@ -307,7 +299,7 @@ def test_flops_of_adapters_are_those_that_torch_counts(workspace, flags, device,
 def test_other_optimizers_train_adapters_and_resume(flags, device, tmp_path, optimizer):
     chosen = ["--optimizer", optimizer, "--checkpoint-interval", 2, "--keep-checkpoints", 9]
     assert train(flags("llama", *chosen), device) == 0
-    last = checkpoint(tmp_path / "r", 4)
+    last = folder_of(tmp_path / "r", 4)
     adapters = tensors_of(last, "model.")
     assert all(tensor.any() for tensor in adapters.values())  # B too, which begins at zero
     shutil.rmtree(last)

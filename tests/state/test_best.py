@@ -8,7 +8,7 @@ import shlex
 import multirank
 import numpy as np
 import pytest
-from conftest import ROOT, Stop, forked, metrics_of, slow_case, train, unlock, words, write_model
+from conftest import Stop, forked, metrics_of, slow_case, small_run, train, unlock, words
 
 import train_fsdp
 from harness import loop
@@ -22,11 +22,8 @@ def flags(tmp_path):
     random = np.random.default_rng(0).integers(0, 1536, 16 * 20 + 1)
     np.save(tmp_path / "random.npy", random.astype(np.uint16))
     np.save(tmp_path / "other.npy", random[::-1].astype(np.uint16))
-    model = write_model(tmp_path / "model", "llama", **multirank.SIZES)
-    small = words("--sequence-length 16 --batch-size 2 --num-workers 0 --precision fp32 --no-compile --no-own-plan")
-    small += ["--model", model, "--tokenizer", str(ROOT / "assets" / "demo"), "--cache-dir", str(tmp_path / "cache")]
-    small += ["--output-dir", str(tmp_path), "--run-name", "r", "--dataset", str(tmp_path / "text.npy"), "--keep-best"]
-    small += [*words("--lr 1e-2 --lr-scheduler constant --eval-interval 2 --keep-checkpoints 1"), "--eval-split"]
+    rest = f"--dataset {tmp_path}/text.npy --keep-best --lr 1e-2 --lr-scheduler constant --eval-interval 2"
+    small = small_run(tmp_path, f"{rest} --log-interval 10 --keep-checkpoints 1 --eval-split")
     return lambda more, eval_part="random": [*small, str(tmp_path / f"{eval_part}.npy"), "--num-steps", *words(more)]
 
 
@@ -68,16 +65,6 @@ def test_the_best_is_kept_beside_the_newest_and_what_exports_it_is_reported(flag
     )
     assert train([*flags("8"), *continues], device) == 0
     assert losses(run.with_name("q")).keys() == {step for step in (4, 6, 8) if step > best}
-
-
-def test_a_damaged_checkpoint_is_saved_again_without_a_line_about_a_failure(flags, run, device, capfd):
-    given = flags("4 --keep-checkpoints 3 --resume auto")
-    assert train(given, device) == 0
-    (run / "checkpoints" / "step-00000004" / "manifest.json").write_text("damaged")
-    assert train(given, device) == 0
-    printed = capfd.readouterr().out
-    assert "skipped    step-00000004 is damaged" in printed and "failed" not in printed
-    assert kept(run) == [2, 4] and saved.newest_checkpoint(run).name == "step-00000004"
 
 
 def test_a_resume_by_its_path_keeps_what_the_run_keeps(flags, run, device, capfd):

@@ -16,17 +16,20 @@ import time
 import psutil
 import pytest
 import torch
-from checkpoints import files_of_at_most, forge, reseal, tensors_of
+from checkpoints import files_of_at_most, flip, forge, reseal, tensors_of
 from conftest import (
+    DEMO,
     PROGRAM,
     ROOT,
     STORIES,
     Stop,
+    chat,
     forked,
     forking,
     lines_logged,
     metrics_of,
     slow_case,
+    small_run,
     start,
     torchrun_command,
     train,
@@ -34,6 +37,7 @@ from conftest import (
     words,
     write_model,
 )
+from corpora import write_records
 from multirank import MODELS, SIZES, program
 from tokenizers import normalizers
 from torch.distributed.checkpoint import metadata as dcp_metadata
@@ -49,23 +53,19 @@ from harness.state import store
 needs_stager = pytest.mark.skipif(torch.__version__ < store.STAGER_SINCE, reason="saves are waited for on this torch")
 STEPS = 6
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen", "eval_loss", "final")
-DEMO = ROOT / "assets" / "demo"
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     """A tiny run of a few steps; flags of a test win."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    model = write_model(folder / "model", "llama", **SIZES | {"tie_word_embeddings": False})
-    small = f"--num-steps {STEPS} --sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --log-interval 1"
-    places = f"--cache-dir {folder / 'cache'} --tokenizer {DEMO} --model {model} --dataset demo"
-    return words(f"{small} {places} --lr 1e-3 --no-compile")
+    flags = f"--dataset demo --num-steps {STEPS} --sequence-length 32 --batch-size 4 --lr 1e-3"
+    return small_run(tmp_path_factory.mktemp("checkpoints"), flags, tie_word_embeddings=False)
 
 
 @pytest.fixture
 def arguments(flags, tmp_path) -> list:
     """Those of such a run in tmp_path/r, for `mistake`."""
-    return [*flags, "--output-dir", tmp_path, "--run-name", "r"]
+    return [*flags, "--output-dir", tmp_path]
 
 
 @pytest.fixture
@@ -231,8 +231,7 @@ def test_data_and_a_tokenizer_that_changed_under_their_names_are_refused(run, mi
 
 def test_other_trained_turns_are_refused_by_their_flag(run, mistake, tmp_path):
     for name in ("a", "b"):
-        turns = [{"role": "user", "content": f"Hello {name}."}, {"role": "assistant", "content": "The fox. " * 9}]
-        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 50)
+        write_records(tmp_path / f"{name}.jsonl", [chat(f"Hello {name}.", "The fox. " * 9)] * 50)
     for name, sources in {"one": ["a"], "two": ["a", "b"]}.items():
         same = ("--chat-template", "chatml", "--dataset", *(tmp_path / f"{source}.jsonl" for source in sources))
         assert run(name, *same, "--num-steps", 1) == 0
@@ -244,6 +243,7 @@ OTHER_RUNS = {
     "--sequence-length 64": "--sequence-length was 32",
     "--seed 7": "--seed was 42",
     "--dataset synthetic": "--dataset was demo in the checkpoint and is synthetic now",
+    "--packing none": "--packing was None in the checkpoint and is none now",
     "--optimizer muon": "--optimizer was adamw in the checkpoint and is muon now",
     "--model {wider}": "--model: intermediate_size was 96",
     "--tokenizer {other}": "--tokenizer was {demo} in the checkpoint and is {other} now",
@@ -431,12 +431,6 @@ def test_a_stop_is_a_failure_only_if_its_own_save_failed(
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Damage
-
-
-def flip(file) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 def pipe(file) -> None:

@@ -7,8 +7,9 @@ import shutil
 
 import pytest
 import torch
-from checkpoints import files_of_at_most, logits_of, reseal
-from conftest import ROOT, SMALL, forked, metrics_of, train, words, write_model
+from checkpoints import files_of_at_most, flip, folder_of, logits_of, reseal
+from conftest import DEMO, SMALL, chat, forked, metrics_of, train, words, write_model
+from corpora import write_records
 from multirank import MODELS, SIZES, program
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -60,7 +61,7 @@ def source(tmp_path_factory):
     config = AutoConfig.for_model("llama", **SIZES | rope | sizes)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokenizer.model_max_length, tokenizer.chat_template = 256, CHAT
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.save_pretrained(folder)
@@ -89,10 +90,6 @@ def exported(device, source, folder, *flags) -> dict[str, torch.Tensor]:
 
 def weights_in(folder) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def checkpoint(run, step: int) -> pathlib.Path:
-    return run / "checkpoints" / f"step-{step:08d}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -135,7 +132,7 @@ def test_an_export_keeps_the_precision_of_the_weights(run, tmp_path, technique):
 
 def test_a_checkpoint_is_exported_without_training_and_leaves_the_run_as_it_was(device, tuned, tmp_path):
     before = {path: path.read_bytes() for path in (tuned / "r").rglob("*") if path.is_file()}
-    two, four = (exported(device, checkpoint(tuned / "r", step), tmp_path / f"{step}") for step in (2, 4))
+    two, four = (exported(device, folder_of(tuned / "r", step), tmp_path / f"{step}") for step in (2, 4))
     assert two.keys() == four.keys() and not torch.equal(two["lm_head.weight"], four["lm_head.weight"])
     assert {path: path.read_bytes() for path in (tuned / "r").rglob("*") if path.is_file()} == before
 
@@ -143,7 +140,7 @@ def test_a_checkpoint_is_exported_without_training_and_leaves_the_run_as_it_was(
 @pytest.mark.parametrize("count", [2, 3])
 def test_an_export_of_the_mean_of_checkpoints_has_the_mean_of_their_exports(device, tuned, tmp_path, capfd, count):
     steps = [2, 4, 6][-count:]
-    each = [exported(device, checkpoint(tuned / "r", step), tmp_path / f"{step}") for step in steps]
+    each = [exported(device, folder_of(tuned / "r", step), tmp_path / f"{step}") for step in steps]
     mean = exported(device, tuned / "r", tmp_path / "mean", "--average-checkpoints", count)
     described = f"mean of steps {', '.join(map(str, steps))}"
     assert f"exported   {tmp_path / 'mean'}, {described}\n" in capfd.readouterr().out
@@ -174,24 +171,21 @@ def test_what_is_damaged_foreign_or_missing_has_no_mean(device, tuned, tmp_path)
         return str(error.value)
 
     assert "has 3 complete checkpoints up to step-00000006" in refusal(4)
-    reseal(checkpoint(run, 4), run_id="another")
+    reseal(folder_of(run, 4), run_id="another")
     assert "are of 2 runs, not of one" in refusal(3)
-    shard = checkpoint(run, 4) / "__0_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    assert f"{checkpoint(run, 4)} is damaged" in refusal(3)
+    flip(folder_of(run, 4) / "__0_0.distcp")
+    assert f"{folder_of(run, 4)} is damaged" in refusal(3)
     assert not (tmp_path / "out").exists()
 
 
 def test_the_mean_is_of_the_checkpoints_that_a_running_run_has_by_now(device, tuned, tmp_path, monkeypatch):
     run, load_mean = shutil.copytree(tuned / "r", tmp_path / "copy"), find.load_mean
-    checkpoint(run, 6).rename(tmp_path / "next")
+    folder_of(run, 6).rename(tmp_path / "next")
 
     def save_another(*arguments):
         if (tmp_path / "next").exists():
-            (tmp_path / "next").rename(checkpoint(run, 6))
-            shutil.rmtree(checkpoint(run, 2))
+            (tmp_path / "next").rename(folder_of(run, 6))
+            shutil.rmtree(folder_of(run, 2))
         load_mean(*arguments)
 
     monkeypatch.setattr(find, "load_mean", save_another)
@@ -451,8 +445,8 @@ def test_an_export_has_the_chat_template_that_was_trained_with_and_answers_end_a
         "{{ message.content }}<|im_end|>", "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
     )
     (tmp_path / "chat.jinja").write_text(trained)
-    messages = [{"role": "user", "content": "A story?"}, {"role": "assistant", "content": "Once upon a time."}]
-    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 40)
+    messages = chat("A story?", "Once upon a time.")["messages"]
+    write_records(tmp_path / "chat.jsonl", [chat("A story?", "Once upon a time.")] * 40)
     flags = f"--model {source} --dataset {tmp_path / 'chat.jsonl'} --chat-template {tmp_path / 'chat.jinja'}"
     places = f"--output-dir {tmp_path} --cache-dir {tmp_path / 'cache'} --run-name r --checkpoint-interval 2"
     exports = [tmp_path / "export", tmp_path / "later"]
