@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, forked, parse, train, words
 from safetensors.torch import load_file
-from tiny import build
+from tiny import build, take_steps
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -32,6 +32,7 @@ from harness.model.routing import watch_routers
 from harness.state import exports
 
 CPU = torch.device("cpu")
+TOKENS = torch.arange(2, 34)[None]
 
 
 @pytest.mark.slow
@@ -316,6 +317,13 @@ def test_what_shows_only_later_stops_the_run_before_its_first_update(tmp_path, d
     families.small_config(family).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=what):
         families.train(tmp_path, device)
+
+
+def test_selective_checkpointing_of_layers_that_change_results_of_matmuls_in_place_is_refused(tmp_path, device):
+    families.small_config("gemma3n_text").save_pretrained(tmp_path)
+    flags = f"--model {tmp_path} --activation-checkpointing selective --no-compile --sequence-length 32 --lr 0.1"
+    with pytest.raises(UserError, match="in place; use full"):
+        take_steps(*build(words(flags)), iter([{"input_ids": TOKENS, "labels": TOKENS}]), 1)
 
 
 class CappedConfig(LlamaConfig):
