@@ -299,6 +299,8 @@ def test_families_of_each_kind_train_the_same_on_one_rank_and_two(tmp_path):
     [
         ("bart", {}, "computes a loss of its own"),
         ("bert", {"is_decoder": False}, "attend to later ones"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attend to later ones"),
+        ("llama", {"is_causal": False}, "attend to later ones"),
         ("opt", {"layerdrop": 0.1}, "set layerdrop to 0"),
     ],
 )
