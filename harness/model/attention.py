@@ -55,6 +55,10 @@ def choose_attention(
             f"on a Hopper its gradients may be NaN with a mask at {sequence_length} tokens, which is 64 modulo 128"
         )
         raise base.UserError(f"--attention cudnn: {problem}; use sdpa, or --sequence-length {sequence_length + 64}")
+    is_capped = bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
+    if is_capped and attention in ("sdpa", *ONE_KERNEL):
+        # some versions of transformers leave the cap out, without a word
+        raise base.UserError(f"--attention {attention}: {config.model_type} caps scores, which it does not; use auto")
     if attention in FLASH_PACKAGES:
         check_flash_package(args, config)
     if attention == "flex_attention" and not (args.plan or cuda):
@@ -73,7 +77,7 @@ def choose_attention(
     # private: in public transformers only raises where a family cannot
     if (document_mask or has_large_mask) and cuda and family._supports_flex_attn:
         return "flex_attention"  # skips masked blocks; the others compute them, and not by their fastest kernel
-    return "sdpa" if family._supports_sdpa else "eager"  # private: no public name for what a family supports
+    return "sdpa" if family._supports_sdpa and not is_capped else "eager"  # private: no public name for what a family supports
 
 
 def check_flash_package(args: flags.Args, config: PretrainedConfig) -> None:

@@ -192,6 +192,14 @@ def test_a_gpu_that_has_no_cudnn_although_torch_prefers_it_is_warned_of(
     assert ("warning: --attention auto: torch takes flash attention" in capfd.readouterr().err) == warns
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_scores_that_a_config_caps_are_not_given_to_kernels_that_leave_out_the_cap(family):
+    config = AutoConfig.for_model(family, attn_logit_softcapping=50.0)
+    assert choose(parse(words("--model demo --sequence-length 64")), config) == "eager"
+    with pytest.raises(UserError, match="--attention sdpa: .* caps scores"):
+        choose(parse(words("--model demo --sequence-length 64 --attention sdpa")), config)
+
+
 @pytest.mark.parametrize("attention", FLASH_PACKAGES)
 def test_a_flash_attention_that_is_not_installed_is_refused_by_its_package(attention):
     package, _ = FLASH_PACKAGES[attention]
