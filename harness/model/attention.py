@@ -17,6 +17,7 @@ FLASH_PACKAGES = {  # values that are packages of their own, as pip names them
     "flash_attention_3": ("flash-attn-3", transformers.utils.is_flash_attn_3_available),
     "flash_attention_4": ("flash-attn-4", transformers.utils.is_flash_attn_4_available),
 }
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # of attention, in configs
 MAX_MASK_BYTES = 2**30  # of sdpa's mask of a layer with a window, sequence_length squared
 
 
@@ -63,6 +64,9 @@ def choose_attention(
         check_flash_package(args, config)
     if attention == "flex_attention" and not (args.plan or cuda):
         raise base.UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
+    dropout = [getattr(config.get_text_config(), name, None) for name in DROPOUTS]
+    if attention == "flex_attention" and any(dropout):
+        raise base.UserError(f"--attention flex_attention: {config.model_type} has attention dropout; use sdpa")
     for kernel in ("flash", "mem_efficient", "cudnn", "math"):
         allowed = attention not in ONE_KERNEL or kernel == attention
         if kernel == "cudnn" and without_cudnn:
@@ -75,7 +79,7 @@ def choose_attention(
     window = getattr(config.get_text_config(), "sliding_window", None) or sequence_length
     has_large_mask = window < sequence_length and sequence_length**2 > MAX_MASK_BYTES
     # private: in public transformers only raises where a family cannot
-    if (document_mask or has_large_mask) and cuda and family._supports_flex_attn:
+    if (document_mask or has_large_mask) and cuda and family._supports_flex_attn and not any(dropout):
         return "flex_attention"  # skips masked blocks; the others compute them, and not by their fastest kernel
     return "sdpa" if family._supports_sdpa and not is_capped else "eager"  # private: no public name for what a family supports
 

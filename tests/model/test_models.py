@@ -192,6 +192,16 @@ def test_a_gpu_that_has_no_cudnn_although_torch_prefers_it_is_warned_of(
     assert ("warning: --attention auto: torch takes flash attention" in capfd.readouterr().err) == warns
 
 
+def test_flex_attention_is_not_for_a_model_with_attention_dropout(monkeypatch):
+    fake_gpu(monkeypatch, (9, 0))
+    config = AutoConfig.for_model("llama", attention_dropout=0.1)
+    settings = parse(words("--model demo --sequence-length 64 --document-mask --precision bf16"))
+    assert choose(settings, AutoConfig.for_model("llama")) == "flex_attention"
+    assert choose(settings, config) == "sdpa"
+    with pytest.raises(UserError, match="--attention flex_attention: llama has attention dropout"):
+        choose(parse(words("--model demo --sequence-length 64 --attention flex_attention")), config)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_scores_that_a_config_caps_are_not_given_to_kernels_that_leave_out_the_cap(family):
     config = AutoConfig.for_model(family, attn_logit_softcapping=50.0)
