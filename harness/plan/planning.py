@@ -53,7 +53,7 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
 
     @functools.cache
     def count_flops(rank: int, length: int) -> tuple[int, str]:
-        counted = dataclasses.replace(with_own_attention(settings), lora_rank=rank, lora_alpha=2 * rank)
+        counted = dataclasses.replace(with_own_attention(settings, config), lora_rank=rank, lora_alpha=2 * rank)
         model = models.trained_on_meta(counted, config)
         flops, text = models.flops_or_zeros(model, np.array([length]), recipe.get_flops_by_length)
         return round(float(flops[0])), text

@@ -207,10 +207,13 @@ def test_a_mistake_in_a_plan_is_one_line_and_with_json_an_object_too():
     assert json.loads(process.stdout) == {"error": error}
 
 
-def test_what_cannot_be_planned_is_refused(mistake):
+def test_what_cannot_be_planned_is_refused(mistake, tmp_path):
     assert mistake("--batch-size", "auto").startswith("--batch-size auto: a CPU's capacity is not known")
     with pytest.raises(UserError, match=r"^--plan-gpus 12: that is 1\.5 nodes of 8 GPUs; plan whole nodes"):
         planning.make_plan(parse(words("--plan --plan-gpus 12")), train_fsdp.RECIPE)
+    folder = write_model(tmp_path, "gpt_oss")
+    with pytest.raises(UserError, match=r"^--attention flex_attention: a plan has only eager attention for gpt_oss;"):
+        planning.make_plan(parse(["--plan", "--model", folder, "--attention", "flex_attention"]), train_fsdp.RECIPE)
 
 
 @pytest.mark.slow
