@@ -31,6 +31,14 @@ def cudnn_may_give_nan(config: PretrainedConfig, sequence_length: int, document_
     return masked and hopper and sequence_length % 128 == 64
 
 
+def has_window(config: PretrainedConfig, sequence_length: int) -> bool:
+    """True if a window or chunk of attention is smaller than a sequence, so that its layers need a mask."""
+    text = config.get_text_config()
+    windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    return layer_types != {"full_attention"} and any(window and window < sequence_length for window in windows)
+
+
 def misses_cudnn(settings: flags.Settings, may_give_nan: bool, kernel: str, head_dim: int) -> bool:
     """True if torch chooses flash attention because it does not find cuDNN: on a Hopper or a data-centre Blackwell, for
     the head sizes that cuDNN's backward pass supports."""
@@ -67,6 +75,9 @@ def choose_attention(
     dropout = [getattr(config.get_text_config(), name, None) for name in DROPOUTS]
     if attention == "flex_attention" and any(dropout):
         raise base.UserError(f"--attention flex_attention: {config.model_type} has attention dropout; use sdpa")
+    if attention == "flash" and has_window(config, sequence_length):
+        problem = f"torch's kernel takes no mask, and {config.model_type} has a window of fewer tokens than a sequence"
+        raise base.UserError(f"--attention flash: {problem}; use sdpa or flex_attention")
     for kernel in ("flash", "mem_efficient", "cudnn", "math"):
         allowed = attention not in ONE_KERNEL or kernel == attention
         if kernel == "cudnn" and without_cudnn:

@@ -202,6 +202,15 @@ def test_flex_attention_is_not_for_a_model_with_attention_dropout(monkeypatch):
         choose(parse(words("--model demo --sequence-length 64 --attention flex_attention")), config)
 
 
+def test_torchs_flash_attention_alone_is_not_for_a_window(monkeypatch):
+    fake_gpu(monkeypatch, (9, 0))
+    settings = {length: parse(words(f"--model demo --attention flash --sequence-length {length}")) for length in (8, 9)}
+    config = AutoConfig.for_model("mistral", sliding_window=8)
+    assert choose(settings[8], config) == "flash"
+    with pytest.raises(UserError, match="--attention flash: torch's kernel takes no mask, and mistral has a window"):
+        choose(settings[9], config)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_scores_that_a_config_caps_are_not_given_to_kernels_that_leave_out_the_cap(family):
     config = AutoConfig.for_model(family, attn_logit_softcapping=50.0)
