@@ -32,8 +32,9 @@ def selective_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.
     of the other matmuls."""
 
     def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        # str(op) is a name like aten.addmm.default or ..._flash_attention.default
-        expensive = re.search(r"(?<!grouped_)mm\.|attention|attn", str(op))
+        # str(op) is a name like aten.addmm.default or ..._flash_attention.default. _unsafe_view is the result of a
+        # linear without bias, in the memory of its mm: saved, torch sees if a layer changes it in place.
+        expensive = re.search(r"(?<!grouped_)mm\.|_unsafe_view|attention|attn", str(op))
         return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

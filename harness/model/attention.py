@@ -17,6 +17,7 @@ FLASH_PACKAGES = {  # values that are packages of their own, as pip names them
     "flash_attention_3": ("flash-attn-3", transformers.utils.is_flash_attn_3_available),
     "flash_attention_4": ("flash-attn-4", transformers.utils.is_flash_attn_4_available),
 }
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # of attention, in configs
 MAX_MASK_BYTES = 2**30  # of sdpa's mask of a layer with a window, sequence_length squared
 
 
@@ -28,6 +29,14 @@ def cudnn_may_give_nan(config: PretrainedConfig, sequence_length: int, document_
     masked = document_mask or any(windows)
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     return masked and hopper and sequence_length % 128 == 64
+
+
+def has_window(config: PretrainedConfig, sequence_length: int) -> bool:
+    """True if a window or chunk of attention is smaller than a sequence, so that its layers need a mask."""
+    text = config.get_text_config()
+    windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    return layer_types != {"full_attention"} and any(window and window < sequence_length for window in windows)
 
 
 def misses_cudnn(settings: flags.Settings, may_give_nan: bool, kernel: str, head_dim: int) -> bool:
@@ -55,10 +64,20 @@ def choose_attention(
             f"on a Hopper its gradients may be NaN with a mask at {sequence_length} tokens, which is 64 modulo 128"
         )
         raise base.UserError(f"--attention cudnn: {problem}; use sdpa, or --sequence-length {sequence_length + 64}")
+    is_capped = bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
+    if is_capped and attention in ("sdpa", *ONE_KERNEL):
+        # some versions of transformers leave the cap out, without a word
+        raise base.UserError(f"--attention {attention}: {config.model_type} caps scores, which it does not; use auto")
     if attention in FLASH_PACKAGES:
         check_flash_package(args, config)
     if attention == "flex_attention" and not (args.plan or cuda):
         raise base.UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
+    dropout = [getattr(config.get_text_config(), name, None) for name in DROPOUTS]
+    if attention == "flex_attention" and any(dropout):
+        raise base.UserError(f"--attention flex_attention: {config.model_type} has attention dropout; use sdpa")
+    if attention == "flash" and has_window(config, sequence_length):
+        problem = f"torch's kernel takes no mask, and {config.model_type} has a window of fewer tokens than a sequence"
+        raise base.UserError(f"--attention flash: {problem}; use sdpa or flex_attention")
     for kernel in ("flash", "mem_efficient", "cudnn", "math"):
         allowed = attention not in ONE_KERNEL or kernel == attention
         if kernel == "cudnn" and without_cudnn:
@@ -71,9 +90,9 @@ def choose_attention(
     window = getattr(config.get_text_config(), "sliding_window", None) or sequence_length
     has_large_mask = window < sequence_length and sequence_length**2 > MAX_MASK_BYTES
     # private: in public transformers only raises where a family cannot
-    if (document_mask or has_large_mask) and cuda and family._supports_flex_attn:
+    if (document_mask or has_large_mask) and cuda and family._supports_flex_attn and not any(dropout):
         return "flex_attention"  # skips masked blocks; the others compute them, and not by their fastest kernel
-    return "sdpa" if family._supports_sdpa else "eager"  # private: no public name for what a family supports
+    return "sdpa" if family._supports_sdpa and not is_capped else "eager"  # private: no public name for what a family supports
 
 
 def check_flash_package(args: flags.Args, config: PretrainedConfig) -> None:

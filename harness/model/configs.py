@@ -188,6 +188,9 @@ def find_training_obstacle(config: PretrainedConfig) -> str:
     reads = re.search(r"if .*is_decoder", source)  # some configs have it unused
     if reads and not getattr(text, "is_decoder", True):
         return "its tokens attend to later ones; set is_decoder to true in its config.json"
+    is_bidirectional = getattr(text, "use_bidirectional_attention", None) in (True, "all")  # "vision": of images only
+    if is_bidirectional or getattr(text, "is_causal", True) is False:
+        return "its tokens attend to later ones by its config.json (is_causal, use_bidirectional_attention)"
     only_bidirectional = "create_bidirectional_mask" in source and not re.search("create_.*causal_mask", source)
     skips_causal_mask = hasattr(text, "keep_window_size") and "allow_is_causal_skip=False" not in source  # doge
     if only_bidirectional or skips_causal_mask:

@@ -1,8 +1,9 @@
 """FLOPs as torch counts them: a forward and a backward of a model on the meta device, which computes shapes only.
 `utils.get_model_flops_per_token` has a readable formula and compares it with this count."""
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -95,6 +96,18 @@ def counted(model: nn.Module, tokens: int) -> FlopCounterMode:
     """
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     counter = FlopCounterMode(display=False, custom_mapping=CORRECTED_FORMULAS)
+    with running_on_meta(), OperatorLimit(), counter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return counter
+
+
+@contextlib.contextmanager
+def running_on_meta() -> Iterator[None]:
+    """A context in which a model of `eager_on_meta` runs.
+
+    Raises:
+        ValueError: see `counted`.
+    """
     try:
         with (
             # transformers would look for documents in positions, which have no data
@@ -104,13 +117,10 @@ def counted(model: nn.Module, tokens: int) -> FlopCounterMode:
             # private: the option to take no kernel from the hub is for the whole process
             mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
             torch.device("meta"),
-            OperatorLimit(),
-            counter,
         ):
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            yield
     except Exception as error:  # models and torch raise many kinds without data
         raise ValueError(f"torch cannot count it: {base.first_line(error).split('. ')[0]}") from error
-    return counter
 
 
 class OperatorLimit(TorchDispatchMode):

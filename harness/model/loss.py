@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from harness import base, flags
 from harness.base import IGNORE_INDEX
 from harness.model.context import share_sequences
+from harness.model.flops import eager_on_meta, running_on_meta
 from harness.model.masks import prepare_masks
 from harness.model.routing import watch_routers
 from harness.model.weights import on_meta
@@ -230,14 +231,31 @@ def choose_loss(fused: bool | None, config: PretrainedConfig) -> bool:
     """
     if fused is False:
         return False
-    model: Any = on_meta(config)
-    head = model.get_output_embeddings()
-    fields = vars(config.get_text_config()).items()
-    capped = any(value for name, value in fields if re.search("^(?!attn).*logits?_soft_?cap", name))
-    linear = isinstance(head, nn.Linear) and not capped
+    linear = has_linear_logits(config)
     if fused and not linear:
         raise base.UserError("--fused-loss: this model's logits are more than a linear of its hidden states")
     return linear
+
+
+def has_linear_logits(config: PretrainedConfig) -> bool:
+    """True if logits are what the head returns, times a constant, by a forward on the meta device. Of a model that does
+    not run there, as it reads data, only transformers' own are taken for linear, and `fuse_loss` checks them."""
+    model: Any = on_meta(config)
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return False
+    heads: list[tuple] = []  # the shape and the node in autograd's graph of what the head returns
+    try:
+        runnable: Any = eager_on_meta(config)
+        runnable.get_output_embeddings().register_forward_hook(
+            lambda head, inputs, result: heads.append((result.shape, result.grad_fn))
+        )
+        with running_on_meta():
+            logits = runnable(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
+    except ValueError:
+        return type(model).__module__.startswith("transformers.")
+    shape, node = heads[-1]
+    return logits.shape == shape and is_multiple(logits, node)
 
 
 def check_labels(model: Any) -> None:
@@ -260,11 +278,12 @@ def check_labels(model: Any) -> None:
     model.forward, model.loss_function = checked_forward, checked
 
 
-def is_multiple(result: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """True if `result` came from `tensor` by views, casts and constant factors alone, from autograd's graph."""
+def is_multiple(result: torch.Tensor, source: Any) -> bool:
+    """True if `result` came from the tensor of the node `source`, in autograd's graph, by views, casts and constant
+    factors alone."""
     node = result.grad_fn
-    while node is not tensor.grad_fn:
-        if not re.match("Mul|Div|ToCopy|View|UnsafeView|Slice|Alias|Clone", node.name()):
+    while node is not source:
+        if not re.match("Mul|Div|ToCopy|View|UnsafeView|Alias|Clone", node.name()):
             return False
         node, *others = (source for source, _ in node.next_functions)
         if node is None or any(others):
@@ -306,10 +325,11 @@ def fuse_loss(model: Any, terms: dict[str, Term], compiled: bool) -> None:
     if compiled:
         chunk_loss = torch.compile(chunk_loss)
 
-    head_inputs: list[torch.Tensor] = []  # one, the last forward's
+    source: Any = None  # of the last forward's hidden states, in autograd's graph
 
     def pass_through(hidden: torch.Tensor) -> torch.Tensor:
-        head_inputs[:] = [hidden]
+        nonlocal source
+        source = hidden.grad_fn
         return hidden
 
     def choose_head(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -317,11 +337,8 @@ def fuse_loss(model: Any, terms: dict[str, Term], compiled: bool) -> None:
 
     # what transformers calls logits here are the hidden states
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden = head_inputs.pop()
-        if logits.requires_grad and not is_multiple(logits, hidden):
-            raise base.UserError(
-                "--fused-loss: this model's logits are more than a linear of its hidden states; leave it out"
-            )
+        if logits.requires_grad and not is_multiple(logits, source):
+            raise base.UserError("--model: its logits are more than a linear of its hidden states; use --no-fused-loss")
         hidden = logits.flatten(0, 1).to(head.weight.dtype)
         inputs = hidden, head.weight, head.bias, labels.flatten()
         mean, model.loss_terms = LinearCrossEntropy.apply(*inputs, chunk_loss, torch.is_grad_enabled())

@@ -5,6 +5,7 @@ import types
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import masking_utils
 from transformers.integrations import moe, sdpa_attention
 from transformers.models.auto import tokenization_auto
+
+from harness import base
 
 # A folder may name any class of transformers as its tokenizer's, and that class would ask on stdin whether to run the
 # folder's code, even with trust_remote_code=False. private: with a timeout of 0 nobody is asked.
@@ -101,6 +104,20 @@ def skip_packing_detection() -> None:
 
 def one_document(position_ids: torch.Tensor) -> None:
     """transformers' result if no row has several documents."""
+
+
+def get_cached(saved: Any, *args: Any) -> Any:
+    """torch's function, with its error as one line: recomputed from such a result, gradients would be wrong."""
+    try:
+        return get_unchanged(saved, *args)
+    except RuntimeError as error:
+        problem = "a layer of this model changes the result of a matmul or attention in place"
+        raise base.UserError(f"--activation-checkpointing selective: {problem}; use full") from error
+
+
+# private: selective checkpointing reads what it saved by it; the error passes through autograd
+get_unchanged = torch.utils.checkpoint._VersionWrapper.get_val
+torch.utils.checkpoint._VersionWrapper.get_val = get_cached
 
 
 def compile_layers_that_set_attributes() -> None:

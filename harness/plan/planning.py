@@ -53,7 +53,7 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
 
     @functools.cache
     def count_flops(rank: int, length: int) -> tuple[int, str]:
-        counted = dataclasses.replace(with_own_attention(settings), lora_rank=rank, lora_alpha=2 * rank)
+        counted = dataclasses.replace(with_own_attention(settings, config), lora_rank=rank, lora_alpha=2 * rank)
         model = models.trained_on_meta(counted, config)
         flops, text = models.flops_or_zeros(model, np.array([length]), recipe.get_flops_by_length)
         return round(float(flops[0])), text
@@ -81,7 +81,11 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
         result["run"] = price_run(settings, result)
     elif settings.num_epochs:
         result["num_epochs"] = settings.num_epochs  # the number of steps depends on the data
-    warnings = (describe_spread(settings, search.replicas(worlds[0])), describe_unread_lengths(settings))
+    warnings = (
+        describe_spread(settings, search.replicas(worlds[0])),
+        describe_unread_lengths(settings),
+        describe_fp32(settings),
+    )
     result["warning"] = "; ".join(filter(None, warnings))
     result["imports"] = flags.describe_imports()
     result["rates"] = rates.values
@@ -115,6 +119,13 @@ def describe_unread_lengths(settings: flags.Settings) -> str:
         return ""
     flag = "--document-mask" if settings.document_mask else "--packing none"
     return f"{flag}: a plan reads no data: time, tokens and MFU are of documents that fill sequences"
+
+
+def describe_fp32(settings: flags.Settings) -> str:
+    """Return the warning about --precision fp32, for which a plan has no rates; "" for others."""
+    if settings.precision != "fp32":
+        return ""
+    return "--precision fp32: time, cost and MFU are those of bf16 matmuls; fp32 takes many times as long"
 
 
 def price_run(settings: flags.Settings, plan: dict) -> dict:

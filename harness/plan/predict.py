@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from torch._subclasses import fake_tensor  # private: what fake tensors raise has no other name
-from transformers import PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from harness import base, flags
 from harness import model as models
@@ -40,7 +40,7 @@ def predict(
     Raises:
         UserError: the model's computation depends on its data.
     """
-    settings = with_own_attention(settings)
+    settings = with_own_attention(settings, config)
     model = models.trained_on_meta(settings, config)
     period = models.layer_period(model)
     peaks, counts = record_whole_step(settings, recipe, config, world, period, rates)
@@ -73,9 +73,17 @@ def predict(
     return prediction
 
 
-def with_own_attention(settings: flags.Settings) -> flags.Settings:
+def with_own_attention(settings: flags.Settings, config: PretrainedConfig) -> flags.Settings:
     """Return the settings with an attention kernel of torch's that runs on fake tensors without a GPU or a package.
-    Kernels other than eager save and allocate the same."""
+    Kernels other than eager save and allocate the same.
+
+    Raises:
+        UserError: the family has none.
+    """
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if settings.attention != "eager" and not family._supports_sdpa:  # private: transformers chooses by it
+        problem = f"a plan has only eager attention for {config.model_type}"
+        raise base.UserError(f"--attention {settings.attention}: {problem}; give --attention eager")
     return settings if settings.attention == "eager" else dataclasses.replace(settings, attention="sdpa")
 
 

@@ -156,10 +156,20 @@ class Search:
         for saver in memory_savers(self.settings, self.context_parallel):
             if "fused_loss" in saver and not models.choose_loss(None, self.config):
                 continue
+            if saver == SELECTIVE and not self.recomputes_selectively():
+                continue
             if self.allowed(changes | saver):
                 changes |= saver
                 together.append(dict(changes))
         return together
+
+    def recomputes_selectively(self) -> bool:
+        """False if a layer changes what selective checkpointing saves."""
+        try:
+            self.row(**SELECTIVE)
+        except base.UserError:
+            return False
+        return True
 
     def tries_adapters(self) -> bool:
         return self.settings.init == "pretrained" and self.allowed(ADAPTERS)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from conftest import ROOT, forked, parse, train, words
 from safetensors.torch import load_file
-from tiny import build
+from tiny import build, take_steps
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -32,6 +32,7 @@ from harness.model.routing import watch_routers
 from harness.state import exports
 
 CPU = torch.device("cpu")
+TOKENS = torch.arange(2, 34)[None]
 
 
 @pytest.mark.slow
@@ -298,6 +299,8 @@ def test_families_of_each_kind_train_the_same_on_one_rank_and_two(tmp_path):
     [
         ("bart", {}, "computes a loss of its own"),
         ("bert", {"is_decoder": False}, "attend to later ones"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attend to later ones"),
+        ("llama", {"is_causal": False}, "attend to later ones"),
         ("opt", {"layerdrop": 0.1}, "set layerdrop to 0"),
     ],
 )
@@ -318,13 +321,57 @@ def test_what_shows_only_later_stops_the_run_before_its_first_update(tmp_path, d
         families.train(tmp_path, device)
 
 
-def test_a_capped_head_is_not_fused_and_one_that_hides_it_is_stopped(tmp_path, device, monkeypatch):
-    capped = families.small_config("xlstm")
-    assert capped.output_logit_soft_cap
-    assert not loss.choose_loss(None, capped)
-    capped.save_pretrained(tmp_path)
+def test_selective_checkpointing_of_layers_that_change_results_of_matmuls_in_place_is_refused(tmp_path, device):
+    families.small_config("gemma3n_text").save_pretrained(tmp_path)
+    flags = f"--model {tmp_path} --activation-checkpointing selective --no-compile --sequence-length 32 --lr 0.1"
+    with pytest.raises(UserError, match="in place; use full"):
+        take_steps(*build(words(flags)), iter([{"input_ids": TOKENS, "labels": TOKENS}]), 1)
+
+
+class CappedConfig(LlamaConfig):
+    model_type = "capped"
+
+
+class Capped(LlamaForCausalLM):
+    config_class = CappedConfig
+
+    def forward(self, *args, **options):
+        output = super().forward(*args, **options)
+        output.logits = output.logits.tanh_()
+        return output
+
+
+AutoConfig.register("capped", CappedConfig)
+AutoModelForCausalLM.register(CappedConfig, Capped)
+
+
+@pytest.mark.parametrize(
+    "family, fields, fused",
+    [
+        ("llama", {}, True),
+        ("granite", {"logits_scaling": 8.0}, True),
+        ("gemma2", {}, False),
+        ("capped", {}, False),
+        ("inkling_text", {"unpadded_vocab_size": 400}, False),  # the forward cuts off what pads the vocabulary
+    ],
+)
+def test_a_head_is_fused_if_its_results_are_the_logits(family, fields, fused):
+    config = families.small_config(family)
+    config.update(fields)
+    assert loss.choose_loss(None, config) is fused
+
+
+@pytest.mark.slow
+def test_the_heads_of_all_families_whose_logits_are_linear_are_fused():
+    full = {name for name, config in trainable_configs() if not loss.choose_loss(None, config)}
+    newer = {"beam", "inkling2_text"}  # than transformers 5.17
+    assert full - newer == {"gemma2", "gemma3n_text", "nanochat", "recurrent_gemma", "vaultgemma", "xlstm"}
+
+
+def test_a_capped_head_that_was_fused_is_stopped(tmp_path, device, monkeypatch):
+    families.small_config("xlstm").save_pretrained(tmp_path)
     monkeypatch.setattr("harness.model.choose_loss", lambda *_: True)
-    with pytest.raises(UserError, match="--fused-loss"):
+    with pytest.raises(UserError, match="--no-fused-loss"):
         families.train(tmp_path, device)
 
 

@@ -192,6 +192,33 @@ def test_a_gpu_that_has_no_cudnn_although_torch_prefers_it_is_warned_of(
     assert ("warning: --attention auto: torch takes flash attention" in capfd.readouterr().err) == warns
 
 
+def test_flex_attention_is_not_for_a_model_with_attention_dropout(monkeypatch):
+    fake_gpu(monkeypatch, (9, 0))
+    config = AutoConfig.for_model("llama", attention_dropout=0.1)
+    settings = parse(words("--model demo --sequence-length 64 --document-mask --precision bf16"))
+    assert choose(settings, AutoConfig.for_model("llama")) == "flex_attention"
+    assert choose(settings, config) == "sdpa"
+    with pytest.raises(UserError, match="--attention flex_attention: llama has attention dropout"):
+        choose(parse(words("--model demo --sequence-length 64 --attention flex_attention")), config)
+
+
+def test_torchs_flash_attention_alone_is_not_for_a_window(monkeypatch):
+    fake_gpu(monkeypatch, (9, 0))
+    settings = {length: parse(words(f"--model demo --attention flash --sequence-length {length}")) for length in (8, 9)}
+    config = AutoConfig.for_model("mistral", sliding_window=8)
+    assert choose(settings[8], config) == "flash"
+    with pytest.raises(UserError, match="--attention flash: torch's kernel takes no mask, and mistral has a window"):
+        choose(settings[9], config)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_scores_that_a_config_caps_are_not_given_to_kernels_that_leave_out_the_cap(family):
+    config = AutoConfig.for_model(family, attn_logit_softcapping=50.0)
+    assert choose(parse(words("--model demo --sequence-length 64")), config) == "eager"
+    with pytest.raises(UserError, match="--attention sdpa: .* caps scores"):
+        choose(parse(words("--model demo --sequence-length 64 --attention sdpa")), config)
+
+
 @pytest.mark.parametrize("attention", FLASH_PACKAGES)
 def test_a_flash_attention_that_is_not_installed_is_refused_by_its_package(attention):
     package, _ = FLASH_PACKAGES[attention]

@@ -207,10 +207,13 @@ def test_a_mistake_in_a_plan_is_one_line_and_with_json_an_object_too():
     assert json.loads(process.stdout) == {"error": error}
 
 
-def test_what_cannot_be_planned_is_refused(mistake):
+def test_what_cannot_be_planned_is_refused(mistake, tmp_path):
     assert mistake("--batch-size", "auto").startswith("--batch-size auto: a CPU's capacity is not known")
     with pytest.raises(UserError, match=r"^--plan-gpus 12: that is 1\.5 nodes of 8 GPUs; plan whole nodes"):
         planning.make_plan(parse(words("--plan --plan-gpus 12")), train_fsdp.RECIPE)
+    folder = write_model(tmp_path, "gpt_oss")
+    with pytest.raises(UserError, match=r"^--attention flex_attention: a plan has only eager attention for gpt_oss;"):
+        planning.make_plan(parse(["--plan", "--model", folder, "--attention", "flex_attention"]), train_fsdp.RECIPE)
 
 
 @pytest.mark.slow
@@ -244,6 +247,13 @@ def test_one_shard_group_over_several_nodes_is_named_with_its_alternative(flags,
     layouts = search.Search(settings, None, (world,), None, 0, 0).replicas(world)
     line = describe_spread(settings, layouts)
     assert bool(line) == bool(nodes) and (not nodes or f"--dp-replicate-size {nodes}," in line)
+
+
+def test_a_plan_of_fp32_warns_that_its_rates_are_those_of_bf16():
+    flags = "--plan --demo --no-compile --sequence-length 64 --plan-seconds 0 --plan-gpus 1 --precision"
+    for precision in ("fp32", "bf16"):
+        _, plan = planning.make_plan(parse(words(f"{flags} {precision}")), train_fsdp.RECIPE)
+        assert ("those of bf16" in plan["warning"]) == (precision == "fp32")
 
 
 # ---- What a plan counts ----------------------------------------------------------------------------------------------
