@@ -116,8 +116,9 @@ def get_cached(saved: Any, *args: Any) -> Any:
 
 
 # private: selective checkpointing reads what it saved by it; the error passes through autograd
-get_unchanged = torch.utils.checkpoint._VersionWrapper.get_val
-torch.utils.checkpoint._VersionWrapper.get_val = get_cached
+saved_results: Any = torch.utils.checkpoint._VersionWrapper
+get_unchanged = saved_results.get_val
+saved_results.get_val = get_cached
 
 
 def compile_layers_that_set_attributes() -> None:

@@ -215,7 +215,7 @@ def test_torchs_flash_attention_alone_is_not_for_a_window(monkeypatch):
 def test_scores_that_a_config_caps_are_not_given_to_kernels_that_leave_out_the_cap(family):
     config = AutoConfig.for_model(family, attn_logit_softcapping=50.0)
     assert choose(parse(words("--model demo --sequence-length 64")), config) == "eager"
-    with pytest.raises(UserError, match="--attention sdpa: .* caps scores"):
+    with pytest.raises(UserError, match=r"--attention sdpa: .* caps scores"):
         choose(parse(words("--model demo --sequence-length 64 --attention sdpa")), config)
 
 

@@ -249,11 +249,9 @@ def test_one_shard_group_over_several_nodes_is_named_with_its_alternative(flags,
     assert bool(line) == bool(nodes) and (not nodes or f"--dp-replicate-size {nodes}," in line)
 
 
-def test_a_plan_of_fp32_warns_that_its_rates_are_those_of_bf16():
-    flags = "--plan --demo --no-compile --sequence-length 64 --plan-seconds 0 --plan-gpus 1 --precision"
-    for precision in ("fp32", "bf16"):
-        _, plan = planning.make_plan(parse(words(f"{flags} {precision}")), train_fsdp.RECIPE)
-        assert ("those of bf16" in plan["warning"]) == (precision == "fp32")
+@pytest.mark.parametrize("precision, warns", [("fp32", True), ("bf16", False)])
+def test_a_plan_of_fp32_warns_that_its_rates_are_those_of_bf16(precision, warns):
+    assert ("those of bf16" in planning.describe_fp32(parse(["--plan", "--precision", precision]))) == warns
 
 
 # ---- What a plan counts ----------------------------------------------------------------------------------------------
