@@ -101,7 +101,7 @@ def build_model(
         weights = models.open_weights(model, layers, settings.model, dtype)
     convert_to_fp8 = models.fp8_converter(settings, layers) if settings.precision == "fp8" else None
     offload = models.LayerInputOffload() if settings.activation_checkpointing == "offload" else None
-    shard = functools.partial(fully_shard, mesh=mesh, **sharding_policies(settings, device))
+    shard = functools.partial(fully_shard, mesh=mesh, **sharding_policies(settings, model, device))
     torch.manual_seed(settings.seed)
     model.train()
     in_layers = {module for layer in layers for module in layer.modules()}
@@ -156,10 +156,12 @@ def transform_layer(
     shard(layer, reshard_after_forward=reshards_layers(settings))
 
 
-def sharding_policies(settings: flags.Settings, device: torch.device) -> dict[str, Any]:
+def sharding_policies(settings: flags.Settings, model: nn.Module, device: torch.device) -> dict[str, Any]:
     """The mixed precision and the offloading of each `fully_shard`."""
     if settings.precision in ("bf16", "fp8"):
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # transformers' layers cast by themselves what they get in fp32, such as MPT's alibi; others may rely on FSDP2
+        casts = not type(model).__module__.startswith("transformers.")
+        precision = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=casts)
     else:
         precision = MixedPrecisionPolicy()  # fp32 and bf16-pure: everything in the parameters' own dtype
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.cpu_offload else OffloadPolicy()

@@ -328,6 +328,19 @@ def test_selective_checkpointing_of_layers_that_change_results_of_matmuls_in_pla
         take_steps(*build(words(flags)), iter([{"input_ids": TOKENS, "labels": TOKENS}]), 1)
 
 
+def test_a_layer_gets_in_bf16_training_what_its_family_computes_in_fp32(tmp_path, device):
+    families.small_config("mpt").save_pretrained(tmp_path)
+    flags = f"--model {tmp_path} --precision bf16 --no-compile --sequence-length 32"
+    settings, model, optimizer = build(words(flags))
+    seen = []
+    layer = models.decoder_layers(model)[0]
+    layer.attn.register_forward_pre_hook(
+        lambda _, args, given: seen.append(given["position_bias"].dtype), with_kwargs=True
+    )
+    take_steps(settings, model, optimizer, iter([{"input_ids": TOKENS, "labels": TOKENS}]), 1)
+    assert seen == [torch.float32]
+
+
 class CappedConfig(LlamaConfig):
     model_type = "capped"
 
