@@ -159,7 +159,7 @@ def transform_layer(
 def sharding_policies(settings: flags.Settings, model: nn.Module, device: torch.device) -> dict[str, Any]:
     """The mixed precision and the offloading of each `fully_shard`."""
     if settings.precision in ("bf16", "fp8"):
-        # transformers' layers cast by themselves what they get in fp32, such as MPT's alibi; others may rely on FSDP2
+        # Layers of transformers cast what they get in fp32, such as MPT's alibi, themselves; others may rely on FSDP2.
         casts = not type(model).__module__.startswith("transformers.")
         precision = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=casts)
     else:

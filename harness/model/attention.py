@@ -92,9 +92,8 @@ def choose_attention(
     # private: in public transformers only raises where a family cannot
     if (document_mask or has_large_mask) and cuda and family._supports_flex_attn and not any(dropout):
         return "flex_attention"  # skips masked blocks; the others compute them, and not by their fastest kernel
-    return (
-        "sdpa" if family._supports_sdpa and not is_capped else "eager"
-    )  # private: no public name for what a family supports
+    # private: no public name for what a family supports
+    return "sdpa" if family._supports_sdpa and not is_capped else "eager"
 
 
 def check_flash_package(args: flags.Args, config: PretrainedConfig) -> None:
