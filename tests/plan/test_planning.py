@@ -20,7 +20,7 @@ from harness.base import UserError
 from harness.flags import Attention
 from harness.model import load_config
 from harness.plan import fake_step, search
-from harness.plan.planning import describe_spread
+from harness.plan.planning import describe_fp32, describe_spread
 from harness.plan.rates import choose_rates
 from harness.plan.recorder import HOST, KINDS
 
@@ -251,7 +251,7 @@ def test_one_shard_group_over_several_nodes_is_named_with_its_alternative(flags,
 
 @pytest.mark.parametrize("precision, warns", [("fp32", True), ("bf16", False)])
 def test_a_plan_of_fp32_warns_that_its_rates_are_those_of_bf16(precision, warns):
-    assert ("those of bf16" in planning.describe_fp32(parse(["--plan", "--precision", precision]))) == warns
+    assert ("those of bf16" in describe_fp32(parse(["--plan", "--precision", precision]))) == warns
 
 
 # ---- What a plan counts ----------------------------------------------------------------------------------------------
