@@ -100,7 +100,12 @@ class Search:
             if self.rows and self.is_timed and time.monotonic() > self.deadline:
                 raise OutOfTimeError
             configured = dataclasses.replace(self.settings, **changes)
-            plan = self.plan(configured, world)
+            try:
+                plan = self.plan(configured, world)
+            except base.UserError:
+                if changes.get("activation_checkpointing") != "selective":
+                    raise
+                return self.row(world, **changes | FULL)  # a layer changes what selective checkpointing saves
             row = {name: getattr(configured, name) for name in (*SHOWN, "sequence_length")}
             row |= {name: value for name, value in plan.items() if not isinstance(value, dict | list)}
             self.rows[key] = row | {
@@ -156,20 +161,10 @@ class Search:
         for saver in memory_savers(self.settings, self.context_parallel):
             if "fused_loss" in saver and not models.choose_loss(None, self.config):
                 continue
-            if saver == SELECTIVE and not self.recomputes_selectively():
-                continue
             if self.allowed(changes | saver):
                 changes |= saver
                 together.append(dict(changes))
         return together
-
-    def recomputes_selectively(self) -> bool:
-        """False if a layer changes what selective checkpointing saves."""
-        try:
-            self.row(**SELECTIVE)
-        except base.UserError:
-            return False
-        return True
 
     def tries_adapters(self) -> bool:
         return self.settings.init == "pretrained" and self.allowed(ADAPTERS)
