@@ -92,7 +92,6 @@ ALONE = {  # on one rank, whose parameters and gradients are not copied
 QUICK = {
     "stage 3 in 4 microbatches": ("smollm3", "--gradient-accumulation-steps 4"),
     "stage 1 in 4 microbatches": ("smollm3", "--zero-stage 1 --gradient-accumulation-steps 4"),
-    "stage 0": ("smollm3", "--zero-stage 0"),
     "everything": (
         "smollm3",
         "--zero-stage 2 --dp-replicate-size 2 --gradient-accumulation-steps 2 --defer-grad-sync --cpu-offload"
@@ -105,6 +104,7 @@ QUICK = {
     ),
 }
 SLOW = {
+    "stage 0": ("smollm3", "--zero-stage 0"),
     "stage 2 in 4 microbatches": ("smollm3", "--zero-stage 2 --gradient-accumulation-steps 4"),
     "offload": ("smollm3", "--cpu-offload --gradient-accumulation-steps 2"),
     "2 replicas": ("smollm3", "--dp-replicate-size 2"),

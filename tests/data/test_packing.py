@@ -74,6 +74,7 @@ def test_a_conversation_alone_in_its_sequence_has_the_loss_that_transformers_giv
     assert losses["none"] == pytest.approx(losses["best-fit"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_family_that_cannot_separate_documents_says_what_to_do_and_does_it(device, flags, tmp_path):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     run = [*flags, "--model", write_model(tmp_path / "model", "qwen3_next", **SIZES | sizes), "--num-steps", "2"]

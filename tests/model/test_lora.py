@@ -24,10 +24,10 @@ QUICK = {
     f"one rank, full logits, {MASKED}": (1, "llama", "--no-fused-loss"),
     "one rank in bf16": (1, "llama", "--precision bf16 --no-fused-loss"),
     "stage 3 in 2 microbatches": (2, "smollm3", "--gradient-accumulation-steps 2"),
-    "documents": (2, "llama", "--document-mask --activation-checkpointing full"),
-    "experts": (2, "qwen3_moe", ""),
 }
 SLOW = {
+    "documents": (2, "llama", "--document-mask --activation-checkpointing full"),
+    "experts": (2, "qwen3_moe", ""),
     "compiled": (1, "llama", "--compile --activation-checkpointing selective"),
     "offload": (2, "smollm3", "--cpu-offload --zero-stage 2 --activation-checkpointing selective"),
     "stage 2 in 2 microbatches": (4, "smollm3", "--zero-stage 2 --gradient-accumulation-steps 2"),

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from conftest import parse, words
+from conftest import parse, slow_case, words
 from tiny import build
 
 from harness import model as models
@@ -81,7 +81,7 @@ def test_a_parameter_without_gradient_is_left_as_it_is(built, name):
         assert not torch.equal(now, then)
 
 
-@pytest.mark.parametrize("flags", ["--no-compile", "--compile"])
+@pytest.mark.parametrize("flags", ["--no-compile", slow_case("--compile")])
 def test_steps_are_those_of_torchs_adamw_over_dtensors(built, compiles_on_cpu, flags):
     """Of torch's kernel, and of the compiled update of large tensors."""
     (model, optimizer), (other, _) = built(flags), built("")
@@ -105,6 +105,7 @@ def test_steps_are_those_of_torchs_adamw_over_dtensors(built, compiles_on_cpu, f
             torch.testing.assert_close(optimizer.state[parameter][key], state, msg=f"{name}.{key}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw-bf16", "muon"])
 def test_a_compiled_update_gives_the_numbers_of_the_eager_one(built, compiles_on_cpu, name):
     """Also in a step that is skipped, whose gradients are NaN."""

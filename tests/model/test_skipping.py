@@ -103,7 +103,8 @@ def test_a_step_that_a_stop_interrupts_leaves_no_gradient(device, workspace, fla
     assert models.loss_and_norm(model, optimizer, batches[0]) == expected
 
 
-@pytest.mark.parametrize("ranks, names", [(2, ["stage 0"]), slow_case(4, [*LAYOUTS])], ids=["2, stage 0", "4, all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, names", [(2, ["stage 0"]), (4, [*LAYOUTS])], ids=["2, stage 0", "4, all"])
 def test_what_breaks_on_one_rank_is_skipped_on_all(workspace, tmp_path, ranks, names):
     forked(ranks, train_all, workspace, tmp_path, names)
     for rank in range(ranks):

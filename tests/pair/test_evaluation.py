@@ -136,6 +136,7 @@ def test_another_text_another_split_and_fewer_batches_are_evaluated_as_they_are_
     assert evaluate("--resume", runs / "held", "--dataset", runs / "short.txt", "--batch-size", 999)["tokens"]
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_loss_of_one_also_where_they_have_no_equal_share(runs, evaluate):
     found = evaluate("--resume", runs / "held")
     flags = ["--resume", str(runs / "held"), "--cache-dir", str(runs / "cache"), "--batch-size", "3"]
