@@ -241,7 +241,7 @@ def attention_flops(
             chunk = np.minimum(getattr(layer, "attention_chunk_size", None) or positive, positive)
             last_chunk = lengths % chunk
             keys = (lengths // chunk * chunk**2 + last_chunk**2) / positive
-        if causal and layer_type == "chunked_attention":  # each chunk begins anew
+        if causal and layer_type == "chunked_attention":  # a chunk has no keys before it
             keys = keys / 2
         elif causal:  # the first queries have no full window before them
             keys = keys * (1 - keys / (2 * positive))

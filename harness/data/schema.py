@@ -246,7 +246,7 @@ NOT_READ = {  # fields that would change a conversation, and what to do instead
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "remove it to train on the text alone"),
 }
 KTO_LABELS = ("label", "kto_tag")  # False for an answer that is not to be learned, in data for KTO
-# looked at beside any layout: read, or a reason to refuse the record
+# looked at in every layout: read, or a reason to refuse the record
 CHAT_FIELDS = (*SYSTEM_FIELDS, "tools", "chosen", *KTO_LABELS, *NOT_READ)
 PREFERENCE_ADVICE = (
     "chosen and rejected are preference pairs, for DPO, which is not supported; to train on the chosen ones, rename "

@@ -21,22 +21,25 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  
 MAX_MASK_BYTES = 2**30  # of sdpa's mask of a layer with a window, sequence_length squared
 
 
+def window_sizes(config: PretrainedConfig) -> list[int]:
+    """The tokens of a model's windows and chunks of attention."""
+    text = config.get_text_config()
+    sizes = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return [size for size in sizes if size]
+
+
 def cudnn_may_give_nan(config: PretrainedConfig, sequence_length: int, document_mask: bool) -> bool:
     """True if cuDNN's attention may give NaN as the gradient of queries: on a Hopper, with a mask that is more than
     causal, if the length is 64 modulo 128 (pytorch issue 196678)."""
-    text = config.get_text_config()
-    windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    masked = document_mask or any(windows)
+    masked = document_mask or any(window_sizes(config))
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     return masked and hopper and sequence_length % 128 == 64
 
 
 def has_window(config: PretrainedConfig, sequence_length: int) -> bool:
     """True if a window or chunk of attention is smaller than a sequence, so that its layers need a mask."""
-    text = config.get_text_config()
-    windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    layer_types = set(getattr(text, "layer_types", None) or ())
-    return layer_types != {"full_attention"} and any(window and window < sequence_length for window in windows)
+    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    return layer_types != {"full_attention"} and any(window < sequence_length for window in window_sizes(config))
 
 
 def misses_cudnn(settings: flags.Settings, may_give_nan: bool, kernel: str, head_dim: int) -> bool:
@@ -67,7 +70,8 @@ def choose_attention(
     is_capped = bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
     if is_capped and attention in ("sdpa", *ONE_KERNEL):
         # some versions of transformers leave the cap out, without a word
-        raise base.UserError(f"--attention {attention}: {config.model_type} caps scores, which it does not; use auto")
+        problem = f"{config.model_type} caps scores, which this kernel does not"
+        raise base.UserError(f"--attention {attention}: {problem}; use auto")
     if attention in FLASH_PACKAGES:
         check_flash_package(args, config)
     if attention == "flex_attention" and not (args.plan or cuda):

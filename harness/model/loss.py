@@ -325,11 +325,10 @@ def fuse_loss(model: Any, terms: dict[str, Term], compiled: bool) -> None:
     if compiled:
         chunk_loss = torch.compile(chunk_loss)
 
-    source: Any = None  # of the last forward's hidden states, in autograd's graph
+    sources: list[Any] = []  # one, of a forward's hidden states in autograd's graph; taken out, as it holds the graph
 
     def pass_through(hidden: torch.Tensor) -> torch.Tensor:
-        nonlocal source
-        source = hidden.grad_fn
+        sources[:] = [hidden.grad_fn]
         return hidden
 
     def choose_head(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -337,6 +336,7 @@ def fuse_loss(model: Any, terms: dict[str, Term], compiled: bool) -> None:
 
     # what transformers calls logits here are the hidden states
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        source = sources.pop()
         if logits.requires_grad and not is_multiple(logits, source):
             raise base.UserError("--model: its logits are more than a linear of its hidden states; use --no-fused-loss")
         hidden = logits.flatten(0, 1).to(head.weight.dtype)
