@@ -84,6 +84,4 @@ def to_words(key: str, flag: str, value: Any, actions: Mapping[str, argparse.Act
             raise ValueError(f"{key}: {json.dumps(one, default=str)} is not {wanted}")
     if value == []:
         raise ValueError(f"{key}: its value is empty; give one, or leave it out")
-    if value is False and f"--no-{flag[2:]}" not in actions:  # off by default, without a flag for it
-        return []
     return as_words({field: value})

@@ -28,9 +28,6 @@ def no_such_flag(name: str, known: Collection[str]) -> str:
         key = key.rpartition(".")[2]  # as in --training.local_batch_size
     if key in answers:
         return f"no such flag; {answers[key].text}"
-    switch = f"--{key.removeprefix('no-')}"
-    if key.startswith("no-") and switch in known:
-        return f"no such flag; leave {switch} out"
     if nearest := suggest(key, known):
         return f"no such flag{nearest}"
     near = difflib.get_close_matches(key, answers, 1, MIN_SIMILARITY_OF_OTHERS)

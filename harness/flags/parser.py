@@ -76,10 +76,9 @@ class Parser(argparse.ArgumentParser):
         return flag in self.flags() and self.flags()[flag].nargs == 0
 
     def describe_value_of_switch(self, flag: str, value: str) -> str:
-        opposite = f"--no-{flag[2:]}"
         advice = f"leave out {value!r}"
         if value.lower() in ("false", "no", "off", "0"):
-            advice = f"give {opposite}" if opposite in self.flags() else f"leave {flag} out"
+            advice = f"give --{flag[5:]}" if flag.startswith("--no-") else f"give --no-{flag[2:]}"
         return f"{flag}: takes no value; {advice}"
 
     def flags(self) -> dict[str, argparse.Action]:
@@ -109,8 +108,7 @@ def argument(field: dataclasses.Field, hint: typing.Any) -> dict:
     if table := field.metadata["table"]:  # checked after --import
         return options | {"metavar": f"{{{','.join(table)}}}", "type": text}
     if hint is bool:
-        action = "store_true" if field.default is False else argparse.BooleanOptionalAction
-        return options | {"action": action}
+        return options | {"action": argparse.BooleanOptionalAction}
     if choices := typing.get_args(hint):
         return options | {"choices": choices, "type": choice(choices)}
     if hint in (int, float):

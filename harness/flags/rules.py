@@ -166,9 +166,9 @@ def left_out_by_others(args: Flags) -> Iterator[tuple[list[str], str]]:
 def lacking_conditions(args: Flags) -> Iterator[tuple[list[str], str]]:
     """(flags, error) for each explicit flag that has conditions, `only_with`, if none of them holds. Plans,
     exports and evaluations accept them, as they take the flags of a run; so does a resume those that it inherits."""
-    for name in [name for name in FLAGS if name in args.explicit and name not in args.inherited]:
+    for name in FLAGS:
         conditions = FLAGS[name].metadata["only_with"].split()
-        if conditions and not any(is_met(args, condition) for condition in conditions):
+        if conditions and is_typed(args, name) and not any(is_met(args, condition) for condition in conditions):
             needed = " or ".join(map(condition_text, conditions))
             yield [name], f"{as_flag(name)}: only with {needed}; give that too, or leave it out"
 
@@ -178,7 +178,7 @@ def without_effect(args: Flags) -> Iterator[tuple[list[str], str]]:
     accept them too."""
 
     def no_effect(fields: str, reason: str) -> Iterator[tuple[list[str], str]]:
-        names = [name for name in fields.split() if name in args.explicit and name not in args.inherited]
+        names = [name for name in fields.split() if is_typed(args, name)]
         if names:
             yield names, f"{', '.join(map(as_flag, names))}: no effect, {reason}; leave it out"
 
@@ -206,6 +206,13 @@ def without_effect(args: Flags) -> Iterator[tuple[list[str], str]]:
         yield from no_effect("defer_grad_sync", f"--zero-stage {args.zero_stage} implies it")
     if not args.own_plan and args.explicit.get("batch_size") != "auto":
         yield from no_effect("plan_gpu gpus_per_node", "--no-own-plan plans nothing")
+
+
+def is_typed(args: Flags, name: str) -> bool:
+    """True if a flag is explicit and not inherited; a switch that is off by default only if it is on: a file may list
+    it as false."""
+    is_explicit = name in args.explicit and name not in args.inherited
+    return is_explicit and not (FLAGS[name].default is False and getattr(args, name) is False)
 
 
 def is_met(args: Flags, condition: str) -> bool:

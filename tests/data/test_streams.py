@@ -94,8 +94,6 @@ def test_a_stream_is_not_resumed_on_other_data_that_begin_as_its_own_do(device, 
     train([*run, 2], device)
     if change:
         change(data)
-    if more == "--no-streaming":
-        run, more = [flag for flag in run if flag != "--streaming"], ""
     with pytest.raises(UserError) as raised:
         train([*run, 4, "--cache-dir", tmp_path / "cache", *words(more)], device)
     assert str(raised.value).startswith(printed)

@@ -145,6 +145,16 @@ def test_a_file_sets_flags_of_every_kind_and_the_command_line_wins(toml):
     assert (mixture.dataset, mixture.mixture_stage) == (("web=x:0.7", "y:0.3"), ("0.5:y=1", "0.8:web=1"))
 
 
+def test_a_switch_that_is_off_by_default_can_be_turned_off_over_a_file_and_a_checkpoint(toml, tmp_path):
+    switches = [name for name, field in FLAGS.items() if field.default is False]
+    for name in switches:
+        for argv in ([*toml(f"{name} = true"), f"--no-{name.replace('_', '-')}"], toml(f"{name} = false")):
+            assert getattr(parse(argv), name) is False
+    write_checkpoint(tmp_path / "r", 1, given={"streaming": True, "streams": 4, "weight_decay": 0.5})
+    args = parse(["--resume", tmp_path / "r", "--no-streaming"])
+    assert (args.streaming, args.streams, args.weight_decay) == (False, None, 0.5)
+
+
 def test_a_runs_config_gives_its_typed_flags_without_its_name(tmp_path):
     argv = "--demo --lr 1e-3 --gradient-accumulation-steps 2 --run-name r --resume auto --export e --seed 1"
     (tmp_path / "config.json").write_text(json.dumps(flags.record_flags(parse(argv.split()))))

@@ -33,7 +33,6 @@ THEIRS = {  # a flag: what it is answered by
     "--max_train_steps": "use --num-steps",
     "--adam_epsilon": "always 1e-8",
     "--max-seq-lenght": "for max_seq_length use --sequence-length",
-    "--no-demo": "leave --demo out",
 }
 
 

@@ -59,7 +59,7 @@ FLAGS = {  # a command line: the beginning of its error, or "" for its first fla
     f"--run-name {'é' * 101}": "",
     "--compile=true": "--compile: takes no value; leave out 'true'",
     "--compile false": "--compile: takes no value; give --no-compile",
-    "--streaming=False": "--streaming: takes no value; leave --streaming out",
+    "--streaming=False": "--streaming: takes no value; give --no-streaming",
     "--sample-prompt Once upon a": "--sample-prompt: upon is one value too many; put a value with spaces in quotes",
     # names near a flag's; those of other trainers are in tests/flags/test_names.py
     "--batch-siz 3": "--batch-siz: no such flag; did you mean --batch-size?",
