@@ -6,14 +6,3 @@ from harness.plan.own_plan import choose_batch_size, planning_in_background, pla
 from harness.plan.planning import make_plan, print_plan
 from harness.plan.recipe import Recipe
 from harness.plan.search import memory_advice
-
-__all__ = [
-    "Recipe",
-    "choose_batch_size",
-    "make_plan",
-    "memory_advice",
-    "planning_in_background",
-    "plans_itself",
-    "predicted_metrics",
-    "print_plan",
-]

@@ -14,26 +14,3 @@ from harness.report.log import Log, open_trackers
 from harness.report.metrics import METRICS, REDUCTIONS, RESERVED_KEYS, Metric, check_gates, check_measurable
 from harness.report.profiling import record_memory, time_shares
 from harness.report.summary import describe_stop, keep_stdout_for_json, next_commands, print_evaluation, print_samples
-
-__all__ = [
-    "METRICS",
-    "REDUCTIONS",
-    "RESERVED_KEYS",
-    "Log",
-    "Metric",
-    "StepResult",
-    "check_gates",
-    "check_measurable",
-    "describe_setup",
-    "describe_stop",
-    "divergence_error",
-    "first_not_finite",
-    "keep_stdout_for_json",
-    "next_commands",
-    "open_trackers",
-    "print_evaluation",
-    "print_samples",
-    "record_memory",
-    "time_shares",
-    "write_comparison",
-]

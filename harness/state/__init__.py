@@ -29,24 +29,3 @@ from harness.state.identity import (
 )
 from harness.state.store import Checkpoints
 from harness.state.train_state import Checkpoint, TrainState
-
-__all__ = [
-    "Checkpoint",
-    "Checkpoints",
-    "TrainState",
-    "check_data",
-    "check_export",
-    "check_finite",
-    "check_resume",
-    "check_same_weights",
-    "count_eval_sequences",
-    "describe_identity",
-    "export",
-    "export_bytes",
-    "find_checkpoint",
-    "find_recorded_data",
-    "keep_global_batch",
-    "load_for_inference",
-    "resumes_same_run",
-    "trained_on",
-]

@@ -3,6 +3,7 @@ and needs no optional package."""
 
 import ast
 import importlib
+import inspect
 import json
 import pathlib
 import sys
@@ -59,7 +60,8 @@ def test_every_name_of_a_public_api_is_typed(tmp_path):
     names = [
         f"harness.{package}.{name}"
         for package in PACKAGES
-        for name in importlib.import_module(f"harness.{package}").__all__
+        for name, value in vars(importlib.import_module(f"harness.{package}")).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
     ]
     lines = [*(f"import harness.{package}" for package in PACKAGES), *(f"reveal_type({name})" for name in names)]
     path = tmp_path / "names.py"
