@@ -1,36 +1,28 @@
 """Learning-rate schedules: a row for each value of --lr-scheduler, with the schedule of transformers, its options, and
 a check of the flags."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from harness import base
 
-
-class StepFlags(Protocol):
-    """The fields of `Args` that a schedule reads. `Args` imports this file."""
-
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def warmup_steps(self) -> int | None: ...
-    @property
-    def decay_steps(self) -> int | None: ...
-    @property
-    def decay_shape(self) -> str: ...
+if TYPE_CHECKING:
+    from harness.flags.settings import Flags  # which imports this file
 
 
 class Schedule(NamedTuple):
     """A row of the table."""
 
     transformers_name: str = ""  # of `transformers.get_scheduler`; empty with a `factor`
-    options: Callable[[StepFlags], dict] = lambda args: {}  # its `scheduler_specific_kwargs`
-    problem: Callable[[StepFlags], str] = lambda args: ""  # an error, or empty
+    options: Callable[[Flags], dict] = lambda args: {}  # its `scheduler_specific_kwargs`
+    problem: Callable[[Flags], str] = lambda args: ""  # an error, or empty
     factor: Callable[[int, int, int], float] | None = None  # of --lr, from (finished steps, steps, warmup steps)
     has_warmup: bool = True  # False: --warmup-steps is 0 by default
 
 
-def decay_options(args: StepFlags) -> dict:
+def decay_options(args: Flags) -> dict:
     """By default the decay is the last fifth of the run, or what is left of it after warmup."""
     steps = args.decay_steps
     if steps is None:
@@ -38,13 +30,13 @@ def decay_options(args: StepFlags) -> dict:
     return {"num_decay_steps": steps, "decay_type": args.decay_shape}
 
 
-def constant_problem(args: StepFlags) -> str:
+def constant_problem(args: Flags) -> str:
     return (
         "--warmup-steps: --lr-scheduler constant has no warmup; use constant_with_warmup" if args.warmup_steps else ""
     )
 
 
-def decay_problem(args: StepFlags) -> str:
+def decay_problem(args: Flags) -> str:
     after_warmup = max(0, args.num_steps - args.warmup_steps)
     if not args.num_steps or (args.decay_steps or 0) <= after_warmup:
         return ""
