@@ -2,7 +2,7 @@
 imports none of them, and most of it no torch."""
 
 from harness.base.console import exit_with_error, ignore_closed_pipes, print_json, record_error, send
-from harness.base.devices import CLOCK_STOPPED, GIB, memory_metrics, trim_host_memory, wait_for_device
+from harness.base.devices import CLOCK_STOPPED, GIB, gpu_name, memory_metrics, trim_host_memory, wait_for_device
 from harness.base.errors import UserError
 from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, Gpu, choose_kind, find_gpu, unlisted
 from harness.base.hub import set_hub_offline_without_network

@@ -16,6 +16,13 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
+def gpu_name() -> str | None:
+    """Name of this process's GPU; None without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
 def memory_metrics() -> dict[str, float]:
     """Peak memory of this process on its GPU since the last reset, in GiB, from torch's caching allocator: `active` for
     blocks in use or awaited by a stream, `alloc` allocated to tensors, `reserved` held by the allocator. Empty without

@@ -10,7 +10,6 @@ import threading
 import time
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from harness import base, flags, job
@@ -137,7 +136,7 @@ def make_config(
     run["imports"] = flags.IMPORTED
     run["command"] = flags.shell_command(job.launcher(), settings.explicit)
     run["parameters"] = sum(parameter.numel() for parameter in state.model.parameters())
-    run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    run["gpu"] = base.gpu_name()
     run |= {"world_size": dist.get_world_size(), "run_id": state.run_id, "folder": str(folder.resolve())}
     return run | {"starts": [*before.get("starts", []), start], "data": data.to_json()}
 

@@ -43,9 +43,8 @@ class Checkpoints:
     ):
         self.settings, self.folder, self.device, self.sync_log = settings, folder / "checkpoints", device, sync_log
         # fields of every manifest that do not change during the run
-        self.run_fields = (
-            identity | flags.record_flags(settings) | {"format": base.FORMAT, "world_size": dist.get_world_size()}
-        )
+        machine = {"world_size": dist.get_world_size(), "gpu": base.gpu_name()}
+        self.run_fields = identity | flags.record_flags(settings) | machine | {"format": base.FORMAT}
         self.group = job.new_gloo_group()  # for the writing threads
         self.stager = make_stager(device) if settings.saves_async() else None  # without a stager every save waits
         self.thread: threading.Thread | None = None

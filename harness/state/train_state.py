@@ -237,8 +237,9 @@ class TrainState(Counters):
         self.restore(checkpoint.manifest, from_other_run)
         if not from_other_run:  # the clocks may differ: set, or of two machines
             self.elapsed_before = max(PROCESS_STARTED - self.started, self.elapsed_before)
-            # a speed is only valid for its number of ranks
-            if self.tracker and checkpoint.manifest["world_size"] == dist.get_world_size():
+            # a speed is only valid for its number of ranks and its GPU
+            saved_on = [checkpoint.manifest.get(name) for name in ("world_size", "gpu")]
+            if self.tracker and saved_on == [dist.get_world_size(), base.gpu_name()]:
                 self.tracker.total |= self.totals
         if self.scheduler:
             self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step

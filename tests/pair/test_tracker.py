@@ -1,11 +1,13 @@
 """MFU, peak TFLOPS and the tracker's clock, in numbers to check by hand."""
 
+import pathlib
+
 import pytest
 import torch
 
 import utils
 from harness import base
-from harness.state.train_state import TrainState
+from harness.state.train_state import Checkpoint, TrainState
 
 SMOLLM3_FLOPS = 25_697_452_032  # a token, at 8,192 tokens
 
@@ -186,6 +188,15 @@ def test_a_checkpoint_has_the_wait_for_data_of_the_worst_rank(monkeypatch):
     other_rank = state.tracker.total | {"data_wait": 2.0}
     monkeypatch.setattr(base, "all_gather_objects", lambda mine: [mine, other_rank if "data_wait" in mine else mine])
     assert state.counters()["totals"]["data_wait"] == 2
+
+
+@pytest.mark.parametrize("saved_on, tokens", [((1, None), 7.0), ((2, None), 0.0), ((1, "NVIDIA H100 80GB HBM3"), 0.0)])
+def test_averages_go_on_over_a_resume_on_as_many_gpus_of_the_same_kind(device, monkeypatch, saved_on, tokens):
+    monkeypatch.setattr(TrainState, "load_tensors", lambda self, path: None)
+    state = TrainState(None, tracker=utils.PerformanceTracker())
+    manifest = dict(zip(("world_size", "gpu"), saved_on, strict=True), totals={"tokens": 7.0})
+    state.load(Checkpoint(pathlib.Path(), manifest))
+    assert state.tracker.total["tokens"] == tokens
 
 
 def test_slow_steps_after_a_quick_warmup_make_no_more_productive_time_than_there_was(clock):
