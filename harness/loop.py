@@ -87,7 +87,8 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     settings = resolving.resolve(args, config, corpora, resumed_manifest)
     if settings.compile:
         base.count_compiling_as_work()  # in the heartbeats: a rank that compiles has not stalled
-    if args.batch_size == "auto":  # `resolve` has put in the smallest one
+    has_record = args.show_samples and state.find_recorded_data(args, checkpoint)  # it has the batch
+    if args.batch_size == "auto" and not has_record:  # `resolve` has put in the smallest one
         size = base.broadcast_from_rank_0(lambda: plan.choose_batch_size(settings))
         settings = dataclasses.replace(settings, batch_size=size)
     if resumed_manifest:

@@ -124,8 +124,10 @@ class Search:
     def plan_given(self) -> None:
         """Plan the given configuration on each number of GPUs; if there are several, also with a shard group per
         node."""
-        if self.is_auto:
+        if self.is_auto:  # even after the deadline: a smaller batch would not be the answer
+            self.is_timed = False
             self.base_changes = {"batch_size": self.largest_batch({}) or self.settings.batch_size_multiple()}
+            self.is_timed = True
         if self.settings.plan_seconds and not self.row()["fits"]:
             self.plan_most_savers()
         for world in self.worlds:

@@ -242,7 +242,8 @@ def test_show_samples_prints_what_a_step_trained_on(run, flags, corpora, device,
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     resume = ["--resume", saved.newest_checkpoint(tmp_path / "r"), "--eval-split", corpora / "web.jsonl"]
     resume += words("--eval-interval 9")  # without an effect on what is shown
-    for way in (resume, [*flags, *mixed, "--output-dir", tmp_path, "--resume", "none"]):
+    again = [*flags, *mixed, "--output-dir", tmp_path, "--resume", "none", "--batch-size", "auto"]  # the record has it
+    for way in (resume, again):
         for step, first in ((2, BATCH), (5, 3 * BATCH + 2)):
             capsys.readouterr()
             train([*way, "--cache-dir", corpora / "cache", "--show-samples", step], device)

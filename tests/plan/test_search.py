@@ -160,6 +160,8 @@ def test_a_batch_that_may_grow_does_up_to_the_memory():
     given = found.result()
     assert given["largest_batch_size"] == int((70 * predict.TIGHT - 2 - 2 - 0.5) / LEVELS["none"])
     assert found.fastest()["batch_size"] > given["largest_batch_size"]  # with less to hold of each sequence
+    out_of_time = searched("--batch-size auto", 70, plans=1)
+    assert not out_of_time.is_complete and out_of_time.row()["batch_size"] == given["largest_batch_size"]
 
 
 def test_the_longest_sequence_that_fits_is_found_by_few_plans():
