@@ -11,7 +11,7 @@ from harness.flags.checkpoints import no_checkpoint
 from harness.flags.choices import OPTIMIZERS, PLAIN_SUFFIXES, TOKEN_SUFFIXES
 from harness.flags.imports import model_types
 from harness.flags.names import suggest
-from harness.flags.schedules import SCHEDULES
+from harness.flags.schedules import SCHEDULES, has_warmup
 from harness.flags.settings import (
     FLAGS,
     LENGTHS,
@@ -77,7 +77,8 @@ def contradictions(args: Flags) -> Iterator[str]:
 
     # Model and precision
     if args.document_mask and args.attention in FLASH:
-        yield f"--document-mask: not supported by --attention {args.attention}; use flex_attention or sdpa"
+        problem = "does not support --document-mask, the default for conversations"
+        yield f"--attention {args.attention}: {problem}; use flex_attention or sdpa"
     if args.precision == "fp32" and args.attention in (*FLASH, "cudnn"):
         yield f"--attention {args.attention}: does not support fp32; use sdpa or --precision bf16"
     if args.num_steps and (problem := misfits_float8(args)):
@@ -146,6 +147,9 @@ def left_out_by_others(args: Flags) -> Iterator[tuple[list[str], str]]:
         for name in ("streaming", "document_mask"):
             if getattr(args, name):
                 yield [name], f"{as_flag(name)}: synthetic tokens have no documents; leave it out"
+    if args.warmup_steps and not has_warmup(args.lr_scheduler):
+        problem = f"--lr-scheduler {args.lr_scheduler} has no warmup"
+        yield ["warmup_steps"], f"--warmup-steps: {problem}; use constant_with_warmup, or leave it out"
     if args.streaming and args.max_epochs:
         yield ["max_epochs"], "--max-epochs: the size of a stream is unknown; leave out --streaming"
     if args.zero_stage == 0 and args.dp_replicate_size > 1:

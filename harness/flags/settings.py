@@ -28,7 +28,7 @@ from harness.flags.flag_types import (
     text,
     token_count,
 )
-from harness.flags.schedules import SCHEDULES
+from harness.flags.schedules import SCHEDULES, has_warmup
 from harness.flags.sources import Source, parse_sources
 
 ASSETS = base.ROOT / "assets"
@@ -620,8 +620,7 @@ def batch_size_multiple(fp8_recipe: Fp8Recipe | None, sequence_length: int | Non
 
 def default_warmup(lr_scheduler: str, num_steps: int) -> int:
     """The default of --warmup-steps."""
-    schedule = SCHEDULES.get(lr_scheduler)  # one of --import may not be registered yet
-    return num_steps // 20 if schedule is None or schedule.has_warmup else 0
+    return num_steps // 20 if has_warmup(lr_scheduler) else 0
 
 
 FLAGS = {field.name: field for field in dataclasses.fields(Flags) if field.metadata}

@@ -94,6 +94,8 @@ def test_a_resume_leaves_out_flags_of_the_run_that_typed_ones_make_void(tmp_path
     assert (args.fp8_recipe, args.decay_steps, args.inherited) == ("rowwise", 3, tuple(given))
     args = parse(["--resume", tmp_path / "r", *words("--precision bf16 --lr-scheduler cosine")])
     assert args.inherited == ()
+    (tmp_path / "f.toml").write_text("warmup-steps = 5")
+    assert parse(["--config", tmp_path / "f.toml", "--lr-scheduler", "constant"]).warmup_steps == 0
     write_checkpoint(tmp_path / "r", 2, given={"demo": True, "eval_split": "other.jsonl"})  # --demo evaluates
     assert parse(["--resume", tmp_path / "r", "--num-steps", 9]).explicit["eval_split"] == "other.jsonl"
     write_checkpoint(tmp_path / "r", 3, given={"dataset": "synthetic", "keep_checkpoints": 9})  # without a final save

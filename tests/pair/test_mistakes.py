@@ -98,7 +98,7 @@ FLAGS = {  # a command line: the beginning of its error, or "" for its first fla
     "--eval-split ./held --eval-interval 5": "--eval-split ./held: no such file or folder",
     "--attention flash --precision fp32": "--attention flash: does not support fp32; use sdpa",
     "--document-mask --dataset synthetic": "",
-    "--document-mask --attention flash_attention_2": "",
+    "--document-mask --attention flash_attention_2": "--attention flash_attention_2: does not support --document-mask",
     "--streaming --dataset synthetic": "",
     "--streaming --packing best-fit": "--packing best-fit: needs the lengths",
     "--packing none --num-tokens 1B": "--num-tokens: with --packing none the number of tokens in a step is unknown",
