@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
 
 from harness import base, data
 
@@ -52,19 +51,19 @@ def get_dataset(
     document_mask: bool | None = None,
     shuffle: bool = True,
     seed: int = 42,
-) -> data.PackedDataset | Subset | data.TrainingData:
+) -> data.PackedDataset | data.TrainingData:
     """The sequences of a corpus, shuffled: tokenized once, kept as one flat file, and mapped. Token files are mapped
     where they lie. The main process of each node tokenizes, on all cores; the others map the same file.
 
-    Returns a `Subset` of a `data.PackedDataset` in the order in which the first epoch of a run with this seed reads it,
-    the same in each process; with `shuffle=False` the `PackedDataset` itself, in the order of the corpus. For a list of
-    sources, a `data.TrainingData`: their mixture, by sample.
+    Returns a `data.TrainingData`, the same in each process: its sample i is that of a run with this seed, and its
+    length is one epoch, of a mixture the samples in which each source is read once. With `shuffle=False` a
+    `data.PackedDataset`, in the order of the corpus.
 
     Args:
         tokenizer: of transformers; its `eos_token` goes after each document. None for token files.
         accelerator: the run's `Accelerator`, or None for one process.
         dataset: hub id, with its `subset` if it has several, a file, folder, pattern or URL, or demo. A list of
-            several, each `[name=]dataset[:weight]`, is a mixture: sample i of it is that of a run with this seed.
+            several, each `[name=]dataset[:weight]`, is a mixture.
         split: with an optional slice; by default `train`, of hub data its first 5 %.
         vocab_size: embeddings of the model; by default the tokenizer's own size. Required without a tokenizer.
         cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.

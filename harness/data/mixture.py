@@ -170,15 +170,6 @@ class SequenceOrder:
         epoch, offset = divmod(number, self.num_sequences)
         return permuted(offset, self.num_sequences, f"{self.key} {epoch}")
 
-    def __len__(self) -> int:
-        return self.num_sequences
-
-    def __getitem__(self, number: int) -> int:
-        """`sequence_at` for the first epoch: with this and a length, the order can be the indices of a `Subset`."""
-        if not 0 <= number < self.num_sequences:
-            raise IndexError(number)
-        return self.sequence_at(number)
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The record

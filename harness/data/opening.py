@@ -7,11 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Subset
 
 from harness import base, flags, job
 from harness.data import eval_checks
@@ -36,7 +35,7 @@ from harness.data.eval_split import (
 )
 from harness.data.header import describe, describe_eval_data, describe_packing, describe_step
 from harness.data.loader import ranks_evaluating
-from harness.data.mixture import DataRecord, SequenceOrder, SourceSpec, make_record, read_data_record
+from harness.data.mixture import DataRecord, SourceSpec, make_record, read_data_record
 from harness.data.packing import PackedDataset, SyntheticDataset
 from harness.data.prompts import demo_prompt
 from harness.data.reader import CorpusReader
@@ -481,7 +480,7 @@ def open_sequences(
     text_field: str | tuple[str, ...],
     subset: str | None,
     shuffle: bool,
-) -> PackedDataset | Subset | TrainingData:
+) -> PackedDataset | TrainingData:
     """The sequences of one corpus, or of several mixed, for `utils.get_dataset`."""
     if not (shuffle or isinstance(dataset, str)):
         raise base.UserError("shuffle=False: a mixture has the order that its shares and its seed give; leave it out")
@@ -506,10 +505,6 @@ def open_sequences(
     for corpus in corpora.sources:
         tokens, _ = reader.open_tokens(corpus, corpus.split)
         sequences[corpus.name] = reader.pack(tokens, f"{corpus.source.dataset}, split {corpus.split!r}")
-    if not isinstance(dataset, str):
-        return mix(sequences, {source.name: source.weight for source in sources}, reader.seq_len, reader.seed)
-    (packed,) = sequences.values()
     if not shuffle:
-        return packed
-    order: Any = SequenceOrder(len(packed), reader.seed)  # computes each index on demand
-    return Subset(packed, order)
+        return sequences[sources[0].name]
+    return mix(sequences, {source.name: source.weight for source in sources}, reader.seq_len, reader.seed)

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -60,15 +60,11 @@ class TrainingData:
         return max(-(-self.orders[name].num_sequences * total // weight) for name, weight in weights.items())
 
     def __getitem__(self, sample: int) -> np.ndarray | PackedSequence:
-        """A global sample, also of further epochs; not of streams."""
-        if sample < 0:
+        """One of the first `len(self)` samples; not of streams."""
+        if not 0 <= sample < len(self):
             raise IndexError(sample)
-        source, sequence = self.find_sequence(sample)
-        return source[sequence]
-
-    def __iter__(self) -> Iterator[np.ndarray | PackedSequence]:
-        """The first `len(self)` samples."""
-        return map(self.__getitem__, range(len(self)))
+        source, index = self.find_sequence(sample)
+        return source[index]
 
     @property
     def is_uniform(self) -> bool:
@@ -173,7 +169,8 @@ class SampleReader:
                 sequences.append(reader.sequence(number))
                 positions.setdefault(name, {}).setdefault(shard, reader.position())
             else:
-                sequences.append(self.data[sample])
+                source, index = self.data.find_sequence(sample)
+                sequences.append(source[index])
         return sequences, positions
 
     def shard_reader(self, name: str, shard: int) -> ShardReader:
