@@ -13,7 +13,7 @@ from harness import base, flags, job
 from harness.data.corpora import Corpus, parse_split
 from harness.data.eval_split import EvalData
 from harness.data.formats import read_records
-from harness.data.packing import EvalSequences, PackedDataset, WholeDocumentDataset, sequence_tokens
+from harness.data.packing import EvalSequences, PackedDataset, sequence_tokens
 from harness.data.reader import CorpusReader
 from harness.data.schema import Conversation, calls_of, read_documents
 from harness.data.stream import Stream
@@ -23,7 +23,6 @@ from harness.data.training_data import OpenedSource, SampleReader, TrainingData
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_CUT_SHARE = 0.1  # maximum share of documents longer than a sequence without a warning
 MAX_SHARD_RATIO = 1.5  # largest to smallest stream shard; above it the header says so
 EXAMPLE_RECORDS = 1000  # records searched for examples
 MAX_EXAMPLES, EXAMPLE_TOKENS = 4, 200
@@ -132,8 +131,6 @@ def describe_packing(corpus: Corpus, train: PackedDataset, reader: CorpusReader,
     if train.has_loss_mask:
         share = train.total_trained() / len(train.tokens)
         line_name, document_name = ("chat", "conversation") if corpus.is_chat else ("labels", "row")
-        if isinstance(train, WholeDocumentDataset) and (warning := cut_warning(train, document_name)):
-            job.warn(warning)
         documents = base.counted(train.num_documents(), document_name)
         lines[line_name] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
     if train.has_loss_mask and with_example:
@@ -153,15 +150,6 @@ def trains_special_token(train: PackedDataset, tokenizer: "PreTrainedTokenizerBa
     trained = tokens[train.tokens.loss_mask(0, len(tokens)).astype(bool)]
     special = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
     return not len(trained) or bool(np.isin(trained, [*special, *tokenizer.all_special_ids]).any())
-
-
-def cut_warning(train: WholeDocumentDataset, document_name: str) -> str:
-    """A warning if more documents than MAX_CUT_SHARE are longer than a sequence; else ""."""
-    cut, documents, longest = train.record["cut"], train.num_documents(), train.record["longest"]
-    if cut <= MAX_CUT_SHARE * documents:
-        return ""
-    problem = f"{cut:,} of {base.counted(documents, document_name)} are longer and are cut into pieces"
-    return f"--sequence-length {train.seq_len}: {problem}; give a longer one (the longest has {longest:,} tokens)"
 
 
 def find_examples(corpus: Corpus, reader: CorpusReader) -> str:

@@ -296,7 +296,6 @@ def pack_documents(
     record: dict[str, int | str] = {
         "packing": packing,
         "documents": len(doc_lengths),
-        "longest": int(doc_lengths.max(initial=0)),
         "cut": int((doc_lengths > seq_len + 1).sum()),
         "sequences": int(is_trained.sum()),
         "left out": int((~is_trained).sum()),

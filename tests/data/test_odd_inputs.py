@@ -415,7 +415,7 @@ def template(tmp_path) -> list[str]:
     return ["--chat-template", str(tmp_path / "chat.jinja")]
 
 
-def test_the_header_counts_the_sequences_that_are_left_out_and_warns_of_many_that_are_cut(
+def test_the_header_counts_the_sequences_that_are_left_out_and_the_conversations_that_are_cut(
     tmp_path, arguments, template, device, capfd
 ):
     flags = [*arguments, "--dataset", write_records(tmp_path / "a.jsonl", LONG_USER), *template, "--batch-size", "1"]
@@ -424,12 +424,8 @@ def test_the_header_counts_the_sequences_that_are_left_out_and_warns_of_many_tha
     left_out = re.search(r"^data .*an epoch, left out (\d+) sequences? without a trained token$", out, re.M)
     assert left_out and int(left_out[1]) > 5
     assert "of them in the loss" in re.search(r"^eval data .*$", out, re.M)[0]
-    assert re.search(
-        r"warning: --sequence-length 16: \d+ of 38 conversations are longer and are cut into pieces", err
-    ), err
-    assert train([*flags, *words("--sequence-length 128 --run-name long --num-steps 1")], device) == 0
-    err = capfd.readouterr().err
-    assert "cut into pieces" not in err and "no special token is trained on" not in err
+    assert re.search(r"^packing .* 38 documents in .*, \d+ longer than a sequence cut, ", out, re.M)
+    assert "no special token is trained on" not in err
 
 
 @pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
