@@ -20,6 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -64,29 +65,24 @@ class Part(NamedTuple):
 Selection = Literal["all", "training", "eval"]  # all documents, all but the eval documents, or these
 
 
+@dataclass(eq=False, kw_only=True)
 class Stream:
     """The documents of files in shards."""
 
-    def __init__(
-        self,
-        *,
-        files: list[DataFile],
-        encoder: TextEncoder,
-        fields: tuple[str, ...],
-        seq_len: int,
-        seed: int,
-        kind: str = "text",
-        skip_bad: bool = False,
-        num_shards: int = 1,
-        document_mask: bool = False,
-    ):
-        self.files, self.encoder, self.fields = files, encoder, fields
-        self.seq_len, self.seed, self.skip_bad, self.document_mask = seq_len, seed, skip_bad, document_mask
-        self.is_uniform = not document_mask  # True if all labels of each sequence count
-        self.kind = kind  # of its records, "text" or "ids": a stream of conversations or labels is refused
-        self.selection: Selection = "all"
-        self.num_shards = num_shards
-        self.chunks = cut_into_chunks(files, num_shards)
+    files: list[DataFile]
+    encoder: TextEncoder
+    fields: tuple[str, ...]
+    seq_len: int
+    seed: int
+    kind: str = "text"  # of its records, "text" or "ids": a stream of conversations or labels is refused
+    skip_bad: bool = False
+    num_shards: int = 1
+    document_mask: bool = False
+    selection: Selection = "all"
+
+    def __post_init__(self) -> None:
+        self.is_uniform = not self.document_mask  # True if all labels of each sequence count
+        self.chunks = cut_into_chunks(self.files, self.num_shards)
 
     def select(self, selection: Selection) -> "Stream":
         """A copy of the stream that reads these documents only."""
