@@ -33,8 +33,7 @@ def write_all(settings: flags.Flags) -> None:
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - SAMPLE_BYTES))
                 sample = hashlib.sha256(file.read()).hexdigest()
-            if any(base.all_gather_objects("seconds" in record)):
-                job.print0("data      ", f"{name}: {base.counted(record['records'], 'record')} written to {path}")
+            job.print0("data      ", f"{name}: {base.counted(record['records'], 'record')} in {path}")
             if len({*base.all_gather_objects((path.stat().st_size, sample))}) > 1:
                 problem = "its function gives other records on another machine"
                 raise base.UserError(f"--dataset {name}: {problem}; the order of a set is a usual cause")

@@ -247,16 +247,6 @@ def test_records_are_written_once_for_each_version_and_up_to_the_limit(tmp_path,
     assert len(calls) == 2 * 2  # each time they are compared with a second call
 
 
-@pytest.mark.parametrize("writes", [True, False])
-def test_rank_0_says_that_records_were_written_whichever_rank_wrote_them(tmp_path, tables, monkeypatch, capsys, writes):
-    flags.DATASETS["mine"] = flags.Dataset(lambda: ["a text"], "", None)
-    registered.write_once("mine", tmp_path)
-    monkeypatch.setattr(registered.base, "call_on_all_ranks", lambda call: call())
-    monkeypatch.setattr(registered.base, "all_gather_objects", lambda mine: [mine, writes if mine is False else mine])
-    registered.write_all(parse(["--dataset", "mine", "--cache-dir", tmp_path]))
-    assert ("mine: 1 record written to" in capsys.readouterr().out) == writes
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Models that cannot be trained
 
