@@ -57,7 +57,7 @@ class Opened:
         trained_on = [] if self.settings.num_steps else state.trained_on(self.settings, self.record)
         if trained_on:
             return any(source.get("chat") for source in trained_on)
-        return data.trains_on_chats(self.corpora)
+        return any(corpus.is_chat for corpus in self.corpora.sources_or_eval)
 
 
 def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:

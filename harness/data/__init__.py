@@ -35,7 +35,7 @@ from harness.data.loader import Batches, eval_batches, mean_losses, training_bat
 from harness.data.mixture import DataRecord, SequenceOrder, SourceSpec, describe_changes, read_data_record
 from harness.data.opening import OpenedSources, load, open_sequences, open_sources, show_samples
 from harness.data.packing import PackedDataset, SyntheticDataset, create_collate_fn
-from harness.data.prompts import end_tokens, read_prompts, render_prompt, trains_on_chats
+from harness.data.prompts import end_tokens, read_prompts, render_prompt
 from harness.data.reader import CorpusReader
 from harness.data.schema import Conversation
 from harness.data.stream import Position

@@ -40,7 +40,7 @@ from harness.data.packing import PackedDataset, SyntheticDataset
 from harness.data.prompts import demo_prompt
 from harness.data.reader import CorpusReader
 from harness.data.stream import Stream, max_shards
-from harness.data.tokens import Tokens
+from harness.data.tokens import Tokens, checksum_of_beginning
 from harness.data.training_data import OpenedSource, TrainingData, mean_sample_tokens, mix
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def open_eval_dataset(
         raise base.UserError(f"--eval-split {name}: {problem}; give --document-mask or --no-document-mask")
     with blame_eval_split():
         tokens, origin = reader.open_tokens(corpus, corpus.split)
-        eval_checks.refuse_trained_tokens(name, tokens.beginning_checksum(), trained_on)
+        eval_checks.refuse_trained_tokens(name, checksum_of_beginning(tokens), trained_on)
         sequences = reader.pack(tokens, f"{name}, split {corpus.split!r}")
     job.print0("data      ", f"{name}: {origin}")
     if corpus.is_chat:
@@ -283,7 +283,7 @@ def open_mapped(settings: flags.Settings, corpus: Corpus, opened: OpenedSources)
     prefix = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
     # opened even if only another split is evaluated: its first tokens show whether the weights were trained on it
     tokens, origin = reader.open_tokens(corpus, corpus.split)
-    beginning = tokens.beginning_checksum()
+    beginning = checksum_of_beginning(tokens)
     recorded = opened.recorded_spec(settings, corpus, beginning)
     choice = choose_eval_split(settings, corpus, recorded, BY_NUMBER)
     job.print0("data      ", prefix + origin)
@@ -306,7 +306,7 @@ def open_mapped(settings: flags.Settings, corpus: Corpus, opened: OpenedSources)
             eval_checks.refuse_overlap(corpus.split, tokens, choice.split, eval_tokens)
         job.print0("data      ", prefix + origin)
         evaluated = reader.pack(eval_tokens, f"{corpus.source.dataset}, split {choice.split!r}")
-        eval_beginning = eval_tokens.beginning_checksum()
+        eval_beginning = checksum_of_beginning(eval_tokens)
         eval_data = EvalData(evaluated, choice.split, other_split=choice.split, beginning=eval_beginning)
     # without training the eval sequences stand in, as in `load`: a training split that is too short is no error then
     train = evaluated

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness import base, flags
 from harness.data.chat import ChatEncoder
-from harness.data.corpora import Corpora, Corpus
+from harness.data.corpora import Corpus
 from harness.data.packing import SyntheticDataset, sequence_tokens
 from harness.data.schema import LAYOUTS, BadRecord, Conversation, describe_layouts, find_document, is_object_list
 from harness.data.stream import Stream
@@ -105,11 +105,6 @@ def answer_end_token(tokenizer: "PreTrainedTokenizerBase", template: str | None)
     if ids and (token := tokenizer.added_tokens_decoder.get(ids[0])) and token.special:
         return ids[0]
     return None
-
-
-def trains_on_chats(corpora: Corpora) -> bool:
-    """True if some of the corpora that a run trains on, or else evaluates, are conversations."""
-    return any(corpus.is_chat for corpus in corpora.sources_or_eval)
 
 
 def demo_prompt(

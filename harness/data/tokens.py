@@ -141,11 +141,6 @@ class Tokens:
     def __len__(self) -> int:
         return int(self.stretch_offsets[-1])
 
-    @property
-    def is_cached(self) -> bool:
-        """True for tokens of the token cache, which are one file."""
-        return bool(self.files[0].cache_key)
-
     def __getitem__(self, span: slice) -> np.ndarray:
         """These tokens, unsigned integers: a view if they are one stretch of one file with this dtype. A UserError if
         a token has no embedding."""
@@ -263,10 +258,6 @@ class Tokens:
         stops[-1] -= offsets[end] - last
         return starts, stops
 
-    def beginning_checksum(self) -> str:
-        """A checksum of the first tokens, by which a corpus is recognized."""
-        return checksum_of_beginning(self[:BEGINNING_TOKENS])
-
     def fingerprint(self) -> str:
         """A checksum of 256 samples of 4,096 tokens, and the number of tokens: the same wherever a corpus is stored."""
         starts = np.linspace(0, max(0, len(self) - 4096), 256, dtype=np.int64).tolist()
@@ -295,6 +286,6 @@ def doc_ends_in(file_doc_ends: np.ndarray, starts: np.ndarray, stops: np.ndarray
     return ends - starts[stretch] + before[stretch]
 
 
-def checksum_of_beginning(tokens: np.ndarray) -> str:
-    """A checksum of the first tokens of a corpus, equal if it is streamed."""
+def checksum_of_beginning(tokens: np.ndarray | Tokens) -> str:
+    """A checksum of the first tokens of a corpus, by which it is recognized; equal if it is streamed."""
     return hashlib.sha256(tokens[:BEGINNING_TOKENS].astype("<u4").tobytes()).hexdigest()[:20]

@@ -84,7 +84,7 @@ class TrainingData:
     def from_token_files(self) -> bool:
         """True if all tokens are in token files: the run's tokenizer has not made them."""
         opened = [getattr(source, "tokens", None) for source in self.sources.values()]
-        return all(tokens is not None and not tokens.is_cached for tokens in opened)
+        return all(tokens is not None and not tokens.files[0].cache_key for tokens in opened)
 
     def find_sequence(self, sample: int) -> tuple[Any, int]:
         """(the sequences of the source that a global sample comes from, its index among them); not of streams."""

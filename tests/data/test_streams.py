@@ -14,6 +14,7 @@ from harness.data.files import find_files
 from harness.data.schema import DOC_SEPARATOR
 from harness.data.stream import Stream
 from harness.data.tokenize import TextEncoder
+from harness.data.tokens import checksum_of_beginning
 
 SEQ_LEN = 16
 OPTIONS = {"seq_len": SEQ_LEN, "seed": 7}
@@ -158,7 +159,7 @@ def test_a_stream_and_a_token_cache_begin_alike_whatever_the_formats_of_the_file
     files = find_files(str(tmp_path / "data")).files_in_split("train")
     encoder, fields = TextEncoder(tokenizer, 1536), ("input_ids", "text")
     stream = Stream(files=files, encoder=encoder, fields=fields, **OPTIONS, num_shards=4)
-    assert stream.identify()["beginning"] == load(tmp_path / "data").tokens.beginning_checksum()
+    assert stream.identify()["beginning"] == checksum_of_beginning(load(tmp_path / "data").tokens)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
