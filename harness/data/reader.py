@@ -6,7 +6,6 @@ import itertools
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,36 +97,26 @@ class CorpusReader:
     def _tokenize(
         self, corpus: Corpus, split_files: list[DataFile], rows: tuple[int, int] | None
     ) -> tuple[pathlib.Path, dict]:
-        """Tokenize files, or some of their rows, unless the cache has them; return (the cache's folder, its record).
-
-        A cache that was made with --skip-bad-records lacks bad records. Without that flag they are an error: then the
-        records are read again up to the first bad one.
-        """
+        """Tokenize files, or some of their rows, unless the cache has them; return (the cache's folder, its record)."""
         encoder = self.encoder(corpus)
         content = [file.identity() for file in split_files]
-        identity = [tokenize.VERSION, content, rows, corpus.names_to_read, corpus.has_loss_mask, *encoder.identity()]
+        identity = [tokenize.VERSION, content, rows, corpus.names_to_read, corpus.has_loss_mask, self.skip_bad_records]
+        identity += encoder.identity()
 
-        def encoded_batches(counts: Counter) -> Iterator[tokenize.Encoded]:
-            """Encode all documents; `counts` gets the numbers of documents and tokens, and of what is left out."""
+        def make(folder: pathlib.Path) -> dict:
+            counts: Counter = Counter()  # of documents and tokens, and of what is left out
             records = itertools.chain.from_iterable(read_records(file, corpus.names_to_read) for file in split_files)
             if rows:
                 records = itertools.islice(records, *rows)  # type: ignore[assignment]
             documents = read_documents(records, self.vocab_size, self.skip_bad_records, counts, corpus.kind)
-            while batch := list(next_batch(documents, TOKENIZE_BATCH)):
-                yield encoder.encode(batch, counts)
-
-        def make(folder: pathlib.Path) -> dict:
-            counts: Counter = Counter()
-            tokenize.write_tokens(tokenize.with_progress(encoded_batches(counts), counts), folder)
+            batches = iter(lambda: list(next_batch(documents, TOKENIZE_BATCH)), [])
+            encoded = (encoder.encode(batch, counts) for batch in batches)
+            tokenize.write_tokens(tokenize.with_progress(encoded, counts), folder)
             if not counts["tokens"]:
                 raise no_tokens_error(f"--dataset {corpus.source.dataset}", counts)
             return {**counts, "warnings": encoder.warnings() if isinstance(encoder, ChatEncoder) else []}
 
-        folder, record = make_once("tokens", identity, make, self.cache_dir)
-        if record.get("bad records") and not self.skip_bad_records:
-            for _ in encoded_batches(Counter()):  # raises the error of the first one
-                pass
-        return folder, record
+        return make_once("tokens", identity, make, self.cache_dir)
 
     def with_doc_ends(self, tokens: Tokens) -> Tokens:
         """The same tokens with known document boundaries. If the files do not have these, one process of a node reads
