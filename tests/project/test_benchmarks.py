@@ -13,7 +13,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench
 import contact
 import plan_published
-import psutil
 from peers import common
 
 
@@ -112,36 +111,3 @@ def test_runs_whose_losses_differ_are_not_compared(tmp_path):
     assert part["configs"]["far"]["error"].startswith("not compared: its last loss is 5.100000")
     assert bench.ratios(part, "near", "bare", "1") == [1, 1]
     assert bench.ratios(part, "far", "bare", "1") == []
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# contact.py
-
-
-def call_contact(monkeypatch, capsys, out, steps: dict[str, str], *flags) -> str:
-    """Return the output of a call of contact.py with these steps, each a piece of Python."""
-    found = [contact.Step(name, 0, ["-c", code]) for name, code in steps.items()]
-    monkeypatch.setattr(contact, "steps", lambda gpus, rehearse: found)
-    monkeypatch.setattr(sys, "argv", ["contact.py", "--rehearse", "--out", str(out), *flags])
-    contact.main()
-    return capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_contact_continues_where_a_call_ended_and_kills_a_step_with_its_children(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "out"
-    once = f"open({str(tmp_path / 'once')!r}, 'x'); print('first')"
-    child = "import subprocess, time; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
-    steps = {"a": once, "b": "exit(3)", "late": f"{child}; time.sleep(600)"}
-    text = call_contact(monkeypatch, capsys, out, steps, "--minutes", "0.2")
-    assert "a: done, first" in text and "b: failed, exit code 3" in text
-    assert "late: timed out, not done within" in text and "not done: late" in text
-    sleeper = int((out / contact.LOG).read_text().split()[-1])
-    for _ in range(100):  # a process that was killed may still be seen for a moment
-        if not psutil.pid_exists(sleeper) or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE:
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail(f"process {sleeper} continues")
-    text = call_contact(monkeypatch, capsys, out, steps | {"late": "print('in time')"})
-    assert "late: done, in time" in text and "a ..." not in text and "not done: none" in text
