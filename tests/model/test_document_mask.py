@@ -2,13 +2,13 @@
 
 import functools
 import json
-import sys
 
+import families
 import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, write_model
+from conftest import write_model
 from tiny import END, MODELS, SIZES, build
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -17,10 +17,6 @@ from harness.base import UserError
 from harness.data.packing import PackedDataset, create_collate_fn
 from harness.model.masks import prepare_masks
 from harness.model.weights import decoder_layers
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import families
 
 
 def packed_sequences(count: int, length: int) -> list[np.ndarray]:

@@ -4,20 +4,16 @@ import functools
 import json
 import re
 import shutil
-import sys
 
+import families
 import pytest
 import torch
-from conftest import ROOT, forked, parse, train, words
+from conftest import forked, parse, train, words
 from safetensors.torch import load_file
 from tiny import build, take_steps
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import families
 
 import utils
 from harness import model as models

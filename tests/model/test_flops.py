@@ -1,19 +1,13 @@
 """FLOPs per token are what torch's own counter counts, from a model or its config (every family: test_families.py), and
 PaLM's formula if it holds."""
 
-import sys
-
+import families
 import multirank
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import families
 
 import utils
 from harness.model import flops

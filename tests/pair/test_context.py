@@ -2,12 +2,12 @@
 
 import itertools
 import json
-import sys
 
 import contextranks
+import families
 import pytest
 import torch
-from conftest import DEMO, ROOT, chat, forked, metrics_of, parse, story_texts, write_model
+from conftest import DEMO, chat, forked, metrics_of, parse, story_texts, write_model
 from corpora import write_records
 from multirank import MODELS, SIZES
 from safetensors.torch import load_file
@@ -16,10 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from harness.base import UserError
 from harness.model import load_config
 from harness.resolving import resolve
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import families
 
 SINKS = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16}
 SINKS |= {"layer_types": ["sliding_attention", "full_attention"]}

@@ -3,6 +3,7 @@
 import re
 import sys
 
+import families
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,10 +12,6 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import utils
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import families
 
 
 def test_the_loop_of_the_docs_trains_as_the_trainer_of_transformers_does(monkeypatch, tmp_path):

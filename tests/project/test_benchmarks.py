@@ -5,14 +5,11 @@ import json
 import sys
 import time
 
-import pytest
-from conftest import ROOT, parse, start
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 import bench
 import contact
 import plan_published
+import pytest
+from conftest import ROOT, parse, start
 from peers import common
 
 

@@ -1,12 +1,7 @@
 """A rank's work at a start, in a step and in a save grows with ranks only by gathering a short record of each, and with
 tokens not at all."""
 
-import sys
-
 import pytest
-from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 import scale
 
 pytestmark = pytest.mark.slow
