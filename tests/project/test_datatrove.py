@@ -1,40 +1,32 @@
 """launch/datatrove.py with datatrove's local executor: a killed start is resumed, and a run trains on its tokens."""
 
-import gzip
-import json
 import pathlib
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 
 import numpy as np
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, STORIES, python, start
+from conftest import DEMO, ROOT, python, start, story_texts, wait_until
+from corpora import write_records
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 SCRIPT = ROOT / "launch" / "datatrove.py"
-DEMO = ROOT / "assets" / "demo"
 needs_datatrove = pytest.mark.skipif(find_spec("datatrove") is None, reason="needs the package datatrove")
 
 
 def write_corpus(folder: pathlib.Path, copies: int) -> list[str]:
     """Write stories as .jsonl, .jsonl.gz and .parquet, and an empty file; return their texts."""
-    texts = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").open()][:3000]
+    texts = story_texts(0, 3000)
     texts[3] = "Zażółć gęślą jaźń, 日本語\r\nin lines. " * 20
-    (folder / "more").mkdir(parents=True)
-    lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
     for number in range(copies):
-        (folder / f"{number}.jsonl").write_text("".join(lines[:2000]))
-    (folder / "empty.jsonl").write_text("")
-    with gzip.open(folder / "more" / "b.jsonl.gz", "wt") as file:
-        file.writelines(lines[2000:2500])
-    pq.write_table(pa.table({"text": texts[2500:]}), folder / "c.parquet", row_group_size=100)
+        write_records(folder / f"{number}.jsonl", texts[:2000])
+    write_records(folder / "empty.jsonl", [])
+    write_records(folder / "more" / "b.jsonl.gz", texts[2000:2500])
+    write_records(folder / "c.parquet", texts[2500:], row_group_size=100)
     return texts[:2000] * copies + texts[2000:]
 
 
@@ -72,10 +64,8 @@ def test_a_killed_start_is_resumed_without_a_lost_or_doubled_document_and_a_run_
     words = [sys.executable, SCRIPT, "--dataset", tmp_path / "corpus", "--output", tmp_path / "tokens"]
     words = [*map(str, [*words, "--tokenizer", tmp_path / "tokenizer", "--workers", 2])]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 300
-    while len(done := completions(tmp_path)) < 3:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: len(completions(tmp_path)) >= 3, [process])
+    done = completions(tmp_path)
     for one in [*psutil.Process(process.pid).children(recursive=True), process]:
         one.send_signal(signal.SIGKILL)
     process.wait()
