@@ -29,7 +29,6 @@ from conftest import (
 )
 from corpora import write_records
 from multirank import SIZES, resolved
-from tiny import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
@@ -238,15 +237,3 @@ def test_random_tokens_are_trained_on_and_a_given_peak_gives_mfu_on_any_device(i
     assert final["mfu_percent"] == pytest.approx(200 * final["actual_tflops_per_sec"])
     flops = utils.get_model_flops_per_token(AutoConfig.from_pretrained(tmp_path / "model"), 32)
     assert final["actual_tflops_per_sec"] * 1e12 == pytest.approx(final["tokens_per_sec"] * flops, rel=1e-9)
-
-
-@pytest.mark.slow
-def test_each_kind_of_layer_is_compiled_once(tmp_path):
-    """SmolLM3 has two kinds, with rotary positions and without; the last norm and the loss are compiled too."""
-    model = write_model(tmp_path / "smollm3", "smollm3", **MODELS["smollm3"])
-    flags = "--dataset synthetic --compile --activation-checkpointing selective --num-steps 3 --sequence-length 32"
-    flags += f" --batch-size 2 --final-checkpoint --output-dir {tmp_path}"
-    process = cold_python("--model", model, *flags.split(), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))
-    assert process.returncode == 0, process.stderr
-    graphs = [*(tmp_path / "inductor" / "fxgraph").glob("*/*")]
-    assert len(graphs) == 2 * 2 + 2 + 1  # forward and backward; the loss computes its gradients in the forward
