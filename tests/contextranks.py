@@ -2,11 +2,8 @@
 
 import copy
 import json
-import os
 import pathlib
-import signal
 import warnings
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,24 +24,13 @@ FLAGS = "--precision fp32 --num-workers 0 --log-interval 1 --lr-scheduler consta
 FLAGS += " --no-compile --perf-warmup-steps 0 --no-own-plan --num-steps 4"
 
 
-def run(folder: pathlib.Path, name: str, flags: str, size: int = 1, kill_at: int = 0) -> None:
-    """Train on all ranks, `size` of which share a sequence, and export into NAME-export; `kill_at` is a step."""
-    step = train_fsdp.train_step
-
-    def step_or_die(*args):
-        nonlocal kill_at
-        kill_at -= 1
-        if kill_at == 0:
-            dist.barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(*args)
-
+def run(folder: pathlib.Path, name: str, flags: str, size: int) -> None:
+    """Train on all ranks, `size` of which share a sequence, and export into NAME-export."""
     batch_size = SEQUENCES * size // dist.get_world_size()  # unless the flags have another
     argv = [*FLAGS.split(), "--run-name", name, "--batch-size", batch_size, "--context-parallel", size]
     argv += ["--output-dir", folder, "--cache-dir", folder / "cache", "--export", folder / f"{name}-export"]
-    with mock.patch.object(train_fsdp, "train_step", step_or_die):
-        settings = parse_args([*map(str, argv), *flags.split()])
-        train_fsdp.train_or_evaluate(settings, torch.device("cpu"), StopRequest())
+    settings = parse_args([*map(str, argv), *flags.split()])
+    train_fsdp.train_or_evaluate(settings, torch.device("cpu"), StopRequest())
 
 
 def main(folder: pathlib.Path, runs: list[tuple]) -> None:
