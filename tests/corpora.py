@@ -67,6 +67,20 @@ def write_records(path: pathlib.Path, records, **options) -> pathlib.Path:
     return path
 
 
+def shown_samples(printed: str) -> dict[int, tuple[str, str]]:
+    """{sample: (its source, its text without white space)} in the output of --show-samples."""
+    samples: dict[int, tuple[str, str]] = {}
+    for line in printed.splitlines():
+        if line.startswith("sample "):
+            number, name = line.removeprefix("sample ").split(", ")[0].split(": ")
+            samples[int(number.replace(",", ""))] = (name, "")
+        elif line.startswith("  "):
+            name, text = samples[max(samples)]
+            document = re.sub(r"^  from token [\d,]+: ", "", line)  # of a stream there is no such beginning
+            samples[max(samples)] = (name, text + "".join(document.split()))
+    return samples
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     tokenizer = demo_tokenizer()

@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from conftest import forked, forking, losses_of, metrics_of, story_texts, train, words
-from corpora import CHAT_TEMPLATE, chat, write_records
+from corpora import CHAT_TEMPLATE, chat, shown_samples, write_records
 
 import train_fsdp
 import utils
@@ -61,18 +61,12 @@ def start(device, small, corpora, tmp_path, monkeypatch):
 
 @pytest.fixture
 def show(start, capsys):
-    """`show(step, *flags)`: (source, text) of each sample of a step, as --show-samples prints them."""
+    """`show(step, *flags)`: (source, text) of each sample of a step, by --show-samples."""
 
     def show(step: int, *flags) -> list[tuple[str, str]]:
         capsys.readouterr()
         start("--show-samples", step, *flags)
-        samples: list[tuple[str, str]] = []
-        for line in capsys.readouterr().out.splitlines():
-            if begins := re.match(r"sample [\d,]+: ([^,]+)", line):
-                samples.append((begins[1], ""))
-            elif samples:
-                samples[-1] = (samples[-1][0], samples[-1][1] + line)
-        return samples
+        return [*shown_samples(capsys.readouterr().out).values()]
 
     return show
 

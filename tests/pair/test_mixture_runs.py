@@ -8,7 +8,7 @@ import multirank
 import numpy as np
 import pytest
 from conftest import DEMO, Stop, forked, losses_of, metrics_of, small_run, story_texts, train, words
-from corpora import write_records
+from corpora import shown_samples, write_records
 from transformers import AutoTokenizer
 
 from harness import data
@@ -222,19 +222,6 @@ def test_eval_losses_of_a_run_are_those_of_an_evaluation_after_it(run, tmp_path,
 # --show-samples
 
 
-def shown(printed: str) -> dict[int, tuple[str, str]]:
-    """{sample: (its source, its text without white space)} in the output of --show-samples."""
-    samples: dict[int, tuple[str, str]] = {}
-    for line in printed.splitlines():
-        if line.startswith("sample "):
-            number, name = line.removeprefix("sample ").split(", ")[0].split(": ")
-            samples[int(number.replace(",", ""))] = (name, "")
-        elif line.startswith("  "):
-            name, text = samples[max(samples)]
-            samples[max(samples)] = (name, text + "".join(line.split(": ", 1)[1].split()))
-    return samples
-
-
 def test_show_samples_prints_what_a_step_trained_on(run, flags, corpora, device, tmp_path, capsys):
     mixed = words("--dataset web=web.jsonl:0.5 code=code.jsonl:0.5")
     steps = run(*mixed, stop_after=3)
@@ -247,7 +234,7 @@ def test_show_samples_prints_what_a_step_trained_on(run, flags, corpora, device,
         for step, first in ((2, BATCH), (5, 3 * BATCH + 2)):
             capsys.readouterr()
             train([*way, "--cache-dir", corpora / "cache", "--show-samples", step], device)
-            found = shown(capsys.readouterr().out)
+            found = shown_samples(capsys.readouterr().out)
             assert list(found) == list(range(first, first + len(steps[step])))
             for (_, text), sequence in zip(found.values(), steps[step], strict=True):
                 assert text == "".join(tokenizer.decode(sequence[:-1]).split())
