@@ -177,15 +177,6 @@ def test_a_source_of_a_mixture_is_known_by_its_tokens_under_another_name(run, mo
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
-def test_a_streamed_mixture_continues_where_it_was_in_other_batches(run, tmp_path):
-    streamed = words("--dataset web=web.jsonl:2 code=code.jsonl:1 --streaming --num-workers 0")
-    whole = run(*streamed, output=tmp_path / "whole")
-    first = run(*streamed, stop_after=3)
-    then = run(*streamed, *words("--batch-size 2 --gradient-accumulation-steps 2"))
-    assert first | then == whole
-    assert len({tuple(sequence) for sequences in whole.values() for sequence in sequences}) == 8 * BATCH
-
-
 def test_an_epoch_of_a_stream_has_each_document_once(run):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     documents = sorted(tokenizer.encode(story) for story in story_texts(40, 70))
