@@ -110,13 +110,6 @@ def test_records_and_lists_of_records_follow_each_other_in_json(load, encoded, t
     assert tokens_of(load(tmp_path / "data.json")) == encoded(texts)
 
 
-def test_broken_json_is_reported_without_reading_the_rest_of_the_file():
-    stream = io.BytesIO(b'[{"text": "A"}, {"text": "B", }, ' + b'{"text": "C"}, ' * 100_000)
-    with pytest.raises(ValueError, match="broken JSON after 1 records, at byte 30 of the file"):
-        list(json_reader.values_in(stream))
-    assert stream.tell() == json_reader.READ_BYTES
-
-
 def test_a_bad_byte_of_a_text_costs_its_line_and_a_pdf_is_left_out(load, line_of, encoded, tmp_path):
     novel = b"Call me Ishmael.\nSome y\xe9ars ago.\nHaving little money.\n\0\0\nIt is a way \xef\xbf\xbd."
     (tmp_path / "data").mkdir()
