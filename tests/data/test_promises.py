@@ -5,7 +5,6 @@ import functools
 import os
 import pathlib
 import re
-import time
 from collections import Counter
 
 import datasets
@@ -16,8 +15,8 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import forked, forking, losses_of, metrics_of, story_texts, train, words
-from corpora import CHAT_TEMPLATE, chat, shown_samples, write_records
+from conftest import chat, forked, forking, losses_of, metrics_of, story_texts, train, wait_until, words
+from corpora import CHAT_TEMPLATE, shown_samples, write_records
 
 import train_fsdp
 import utils
@@ -304,11 +303,8 @@ def test_a_run_that_was_killed_continues_exactly_on_another_number_of_ranks(kind
     checkpoints = tmp_path / "r" / "checkpoints"
     long = [*small, "--num-steps", 10_000, "--output-dir", tmp_path, *flags, *words("--batch-size 1")]
     long += words("--gradient-accumulation-steps 2 --checkpoint-interval 3")
-    with forking(2, in_folder, str(corpora), *map(str, long)) as (_, output):
-        deadline = time.monotonic() + 300
-        while not [*checkpoints.glob("step-*")]:
-            assert time.monotonic() < deadline, output.read()
-            time.sleep(0.01)
+    with forking(2, in_folder, str(corpora), *map(str, long)) as (world, _):
+        wait_until(lambda: [*checkpoints.glob("step-*")], world.processes)
     steps = 3 + max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
     start(*flags, "--num-steps", steps, "--resume", "auto")
     continued = losses_of(tmp_path / "r")

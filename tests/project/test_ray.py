@@ -5,10 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, lines_logged, wait_until
 
 ray_cluster = pytest.importorskip("ray.cluster_utils", reason="needs the package ray: ./setup.sh --dev")
 
@@ -25,10 +24,7 @@ def test_two_nodes_of_ray_train_together_and_save_at_sigterm(tmp_path):
     command = [sys.executable, ROOT / "launch" / "ray_torchrun.py", *map(str, [*launch, *flags])]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        metrics = tmp_path / "r" / "metrics.jsonl"
-        while not metrics.exists() or not metrics.read_text():
-            assert process.poll() is None
-            time.sleep(0.2)
+        wait_until(lambda: lines_logged(tmp_path / "r"), [process])
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=120) == 1  # of torchrun, for any signal
     finally:
