@@ -26,11 +26,6 @@ def calling(name: str, *arguments: dict, content: str | None = "") -> dict:
     return says("assistant", content, tool_calls=calls)
 
 
-def chat(question: str, answer: str) -> dict:
-    """A record with a conversation."""
-    return {"messages": [says("user", question), says("assistant", answer)]}
-
-
 def demo_tokenizer(chat_template: str | None = None, **options):
     from transformers import AutoTokenizer
 

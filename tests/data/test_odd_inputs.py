@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tokenizers
-from conftest import ROOT, train, words
-from corpora import CHAT_TEMPLATE, calling, chat, demo_tokenizer, says, write_records
+from conftest import ROOT, chat, train, words
+from corpora import CHAT_TEMPLATE, calling, demo_tokenizer, says, write_records
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoTokenizer, ByT5Tokenizer
 

@@ -10,8 +10,8 @@ import multirank
 import numpy as np
 import pytest
 import torch
-from conftest import forked, metrics_of, slow_case, train, words, write_model
-from corpora import CHAT_TEMPLATE, chat, demo_tokenizer, write_records
+from conftest import chat, forked, metrics_of, slow_case, train, words, write_model
+from corpora import CHAT_TEMPLATE, demo_tokenizer, write_records
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import utils

@@ -8,8 +8,8 @@ import re
 import multirank
 import pytest
 import torch.distributed as dist
-from conftest import STORIES, forked, metrics_of, story_texts, train, words
-from corpora import CHAT_TEMPLATE, chat, demo_tokenizer, write_records
+from conftest import STORIES, chat, forked, metrics_of, story_texts, train, words
+from corpora import CHAT_TEMPLATE, demo_tokenizer, write_records
 
 from harness import base
 from harness.base import UserError, all_gather_objects

@@ -6,8 +6,8 @@ import shutil
 import tracemalloc
 
 import pytest
-from conftest import losses_of, metrics_of, story_texts, train, words
-from corpora import chat, write_records
+from conftest import chat, losses_of, metrics_of, story_texts, train, words
+from corpora import write_records
 
 from harness.base.errors import UserError
 from harness.data.files import find_files
