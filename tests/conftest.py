@@ -131,17 +131,21 @@ def torchrun_command(ranks: int, *launcher: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *launcher]
 
 
+def free_port() -> int:
+    """A port on which nothing listens at the moment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 @contextlib.contextmanager
 def forking(ranks: int, function, *arguments):
     """Ranks of a world that call a function: (their processes, the file of their output); ended on exit."""
     import multirank
     import torch.multiprocessing
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with tempfile.NamedTemporaryFile("r+") as output:
-        rank_arguments = (ranks, port, output.name, function, arguments)
+        rank_arguments = (ranks, free_port(), output.name, function, arguments)
         world = torch.multiprocessing.start_processes(
             multirank.as_rank, rank_arguments, ranks, join=False, start_method="forkserver"
         )

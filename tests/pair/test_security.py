@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import forge
-from conftest import DEMO, chat, parse, train
+from conftest import DEMO, chat, free_port, parse, train
 from corpora import write_records
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -286,8 +286,7 @@ def test_a_checkpoint_reads_no_file_from_outside_its_folder(mistake, device, arg
 
 
 def test_the_metrics_endpoint_answers_on_the_loopback_address_alone(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     prometheus.Prometheus(parse(["--metrics-port", port]), tmp_path)
     socket.create_connection(("127.0.0.1", port), timeout=5).close()
     with pytest.raises(ConnectionRefusedError):

@@ -4,13 +4,12 @@ import concurrent.futures
 import contextlib
 import re
 import shutil
-import socket
 import time
 import urllib.request
 
 import pytest
 import yaml
-from conftest import ROOT, metrics_of, parse, python, start
+from conftest import ROOT, free_port, metrics_of, parse, python, start
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,12 +25,6 @@ FLAGS = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --sample-tok
 
 CHECKED = ["check rules prometheus-rules.yml", "check config prometheus.yml"]
 promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool (Debian: prometheus)")
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def scrape(port: int) -> dict[str, list]:
