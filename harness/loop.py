@@ -263,7 +263,6 @@ def finish_setup(
     if checkpoint:
         train_state.load(checkpoint, from_other_run=not state.resumes_same_run(checkpoint, folder))
         changed = ", ".join(filter(None, [changed, train_state.describe_lr_change()]))
-    opened.stop.resumed_step = train_state.step  # the message after Ctrl-C counts lost steps from here
     state.check_finite(settings, train_state, checkpoint)
     has_room = True  # on the disk; without room no final checkpoint is written
     if train_state.step < settings.num_steps:
