@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -159,12 +159,11 @@ def export(
     if problem:
         raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
     write = functools.partial(write_on_rank_0, settings, temporary)
-    with contextlib.ExitStack() as stack:
-        write(lambda: create_locked(temporary, stack))
-        write_weights(temporary, settings, state, trained_on)
-        write(lambda: write_configs(temporary, settings, state.model, tokenizer, stop_ids))
-        write(lambda: sync_folder(temporary))  # before an earlier export is removed: the power may be cut
-        base.broadcast_from_rank_0(lambda: publish(settings, temporary, state.run_id))
+    write(lambda: create_locked(temporary))
+    write_weights(temporary, settings, state, trained_on)
+    write(lambda: write_configs(temporary, settings, state.model, tokenizer, stop_ids))
+    write(lambda: sync_folder(temporary))  # before an earlier export is removed: the power may be cut
+    base.broadcast_from_rank_0(lambda: publish(settings, temporary, state.run_id))
     parts = [os.path.expanduser(settings.export), state.describe_steps()]
     if settings.lora_rank:
         parts.append("only adapters, for peft" if exports_adapters(settings) else "the adapters merged into the model")
@@ -176,22 +175,17 @@ def export(
     job.print0(f"exported   {', '.join(parts)}")
 
 
-def create_locked(folder: pathlib.Path, stack: contextlib.ExitStack) -> None:
-    """Create a folder that no other export removes until `stack` is closed."""
+def create_locked(folder: pathlib.Path) -> None:
+    """Create a folder that no other export removes while this process lives."""
     folder.mkdir(parents=True)
     with contextlib.suppress(OSError):  # a file system without locks
-        stack.enter_context(locked(folder))
+        lock(folder)
 
 
-@contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Lock a folder. Raises OSError if another process writes into it, or if its file system has no locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+def lock(folder: pathlib.Path) -> None:
+    """Lock a folder until this process ends. Raises OSError if another process has locked it, or if its file system
+    has no locks."""
+    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_on_rank_0(settings: flags.Settings, temporary: pathlib.Path, write: Callable[[], None]) -> None:
@@ -241,7 +235,8 @@ def publish(settings: flags.Settings, new: pathlib.Path, run_id: str) -> None:
         raise base.UserError(problem, exit_code=1) from error
     unfinished, _, _ = new.name.rpartition("-")
     for leftover in final.parent.glob(f"{glob.escape(unfinished)}-*.writing"):  # of killed exports of this run
-        with contextlib.suppress(OSError), locked(leftover):
+        with contextlib.suppress(OSError):
+            lock(leftover)
             shutil.rmtree(leftover)
     shutil.rmtree(old, ignore_errors=True)
 
