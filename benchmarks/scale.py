@@ -91,7 +91,7 @@ class Store:
     """The job's store with a beat of each rank; counts its requests."""
 
     def __init__(self, world: World):
-        beat = {"host_and_pid": ["node-0", 1], "beat": 9, "waited": 700.0, "phase": "forward", "step": 100}
+        beat = {"name": "rank 0 (node-0, pid 1)", "beat": 9, "waited": 700.0, "phase": "forward", "step": 100}
         self.world, self.beat = world, json.dumps(beat | {"phase_count": [1, 2], "lasts": 1.0, "progress": ""})
 
     def check(self, keys: list[str]) -> bool:
@@ -204,7 +204,7 @@ def costs_of_ranks(world: World, work: pathlib.Path) -> Iterator[tuple[str, Call
     yield "manifest of a checkpoint", save
     watch = job.heartbeats.Heartbeats.__new__(job.heartbeats.Heartbeats)
     watch.world, watch.store, watch.calls = world.size, Store(world), concurrent.futures.ThreadPoolExecutor(1)
-    yield "the ranks meet", job.heartbeats.meet
+    watch.names = [""] * world.size
     yield "heartbeats of all ranks, read at a stall", watch.read
 
 

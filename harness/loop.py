@@ -35,7 +35,6 @@ class Opened:
     tokenizer: Any
     prompts: list[str | data.Conversation]  # to generate samples from
     checkpoint: state.Checkpoint | None  # of --resume: to continue or, without training, to evaluate, sample or export
-    replaced_run: str = ""  # --export DIR holds an export of the run with this id, which is replaced; "" if it does not
     dataset: Any = None  # a data.TrainingData, with the eval data; None if no data are read, or before they are
 
     @property
@@ -81,7 +80,8 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     warning = base.broadcast_from_rank_0(lambda: models.describe_ignored_weights(args.model)) if draws_weights else ""
     if warning:
         job.warn(warning)
-    replaced_run = state.check_export(args, checkpoint, folder) if args.export else ""
+    if args.export:
+        state.check_export(args, checkpoint, folder)
     # only a run that trains keeps what its checkpoint resolved: precision, learning rate, global batch, warmup
     resumed_manifest = checkpoint.manifest if checkpoint and args.trains() else None
     settings = resolving.resolve(args, config, corpora, resumed_manifest)
@@ -108,7 +108,6 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
         tokenizer=tokenizer,
         prompts=prompts,
         checkpoint=checkpoint,
-        replaced_run=replaced_run,
     )
     check_prompts(opened)
     return opened
@@ -263,7 +262,6 @@ def finish_setup(
     if checkpoint:
         train_state.load(checkpoint, from_other_run=not state.resumes_same_run(checkpoint, folder))
         changed = ", ".join(filter(None, [changed, train_state.describe_lr_change()]))
-    opened.stop.resumed_step = train_state.step  # the message after Ctrl-C counts lost steps from here
     state.check_finite(settings, train_state, checkpoint)
     has_room = True  # on the disk; without room no final checkpoint is written
     if train_state.step < settings.num_steps:
@@ -505,7 +503,7 @@ def generate_samples(opened: Opened, model: transformers.PreTrainedModel, device
 def export(opened: Opened, loaded: state.TrainState) -> None:
     """Write the folder of --export."""
     settings, trained_on = opened.settings, state.trained_on(opened.settings, opened.record)
-    state.export(settings, loaded, opened.tokenizer, find_stop_ids(opened), trained_on, opened.replaced_run)
+    state.export(settings, loaded, opened.tokenizer, find_stop_ids(opened), trained_on)
 
 
 def find_stop_ids(opened: Opened) -> list[int]:

@@ -14,13 +14,15 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from harness import base
 from harness.job import endings, terminal
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from harness.job.signals import StopRequest
 
 T = TypeVar("T")
 
@@ -29,17 +31,6 @@ MISSED_BEATS = 3  # after a broken collective, a rank that missed so many beats 
 READING_INTERVAL = 0.75  # share of the timeout between two readings; a call into C may hold the GIL and block beats
 STORE_TIMEOUT = 10.0  # seconds
 EXIT_TIMEOUT = 9.0  # seconds after which a rank of a stalled job exits, whatever blocks it
-
-UNKNOWN = ("", 0)
-
-
-def host_and_pid() -> tuple[str, int]:
-    """Return (host, pid) of this process."""
-    return socket.gethostname(), os.getpid()
-
-
-# (host, pid) of each rank, UNKNOWN before its first beat; only this rank's before the first heartbeat
-RANKS: list[tuple[str, int]] = [host_and_pid()]
 
 
 @dataclasses.dataclass
@@ -78,17 +69,6 @@ def enter_phase(phase: str, step: int | None = None) -> None:
 def end_save_stage() -> None:
     """Record that a thread of this rank has finished a stage of a save. Every rank calls this."""
     PROGRESS.save_stages += 1
-
-
-def meet() -> None:
-    """Learn host and pid of each rank. Every rank calls this."""
-    RANKS[:] = base.all_gather_objects(host_and_pid())
-
-
-def rank_name(rank: int) -> str:
-    """Return `rank 3 (node-b, pid 411)`."""
-    host, pid = RANKS[rank]
-    return f"rank {rank} ({host}, pid {pid})" if pid else f"rank {rank}"
 
 
 def describe_progress() -> str:
@@ -137,21 +117,14 @@ def find_stalled_ranks(before: list[dict | None], now: list[dict | None], second
     return behind, where
 
 
-class HasFinished(Protocol):
-    """The part of `StopRequest` that the thread reads."""
-
-    has_finished: bool  # True once all ranks have finished their work
-
-
 class Heartbeats(threading.Thread):
     """A thread that writes this rank's beats and, in a job of several ranks, ends this rank if no rank has made
     progress for `seconds`.
 
-    Time during which this process was stopped does not count. No clocks of different hosts are compared. `stop` is the
-    run's `StopRequest`.
+    Time during which this process was stopped does not count. No clocks of different hosts are compared.
     """
 
-    def __init__(self, seconds: float, store: "dist.Store", stop: HasFinished):
+    def __init__(self, seconds: float, store: "dist.Store", stop: "StopRequest"):
         super().__init__(daemon=True)
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.seconds, self.stop = seconds, stop
@@ -159,8 +132,8 @@ class Heartbeats(threading.Thread):
         self.waited = 0.0  # seconds without progress
         self.beats = 0
         self.reported: set[str] = set()  # phases reported as long
-        RANKS[:] = [UNKNOWN] * self.world
-        RANKS[self.rank] = host_and_pid()
+        self.names = [f"rank {rank}" for rank in range(self.world)]  # with host and pid, once a rank's beat was read
+        self.names[self.rank] += f" ({socket.gethostname()}, pid {os.getpid()})"
         # another connection, as a call on the first one may block
         self.store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
         self.store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
@@ -186,7 +159,7 @@ class Heartbeats(threading.Thread):
         """Write this rank's beat to the store."""
         self.beats += 1
         beat = {
-            "host_and_pid": RANKS[self.rank],
+            "name": self.names[self.rank],  # such as `rank 3 (node-b, pid 411)`
             "beat": self.beats,
             "waited": self.waited,  # seconds
             "phase": PROGRESS.phase,
@@ -204,13 +177,13 @@ class Heartbeats(threading.Thread):
         if beat["lasts"] < self.seconds or beat["phase"] in self.reported:
             return
         self.reported.add(beat["phase"])
-        line = f"{rank_name(rank)} has been in {beat['phase']} for {beat['lasts'] / 60:.3g} minutes"
+        line = f"{self.names[rank]} has been in {beat['phase']} for {beat['lasts'] / 60:.3g} minutes"
         if beat["progress"]:
             line += f": {beat['progress']}"
         print_in_thread(f"train_fsdp.py: {line}")
 
     def read(self) -> list[dict | None]:
-        """Return the newest beat of each rank, None for a rank without one, and update RANKS."""
+        """Return the newest beat of each rank, None for a rank without one, and update `names`."""
 
         def newest() -> list[dict | None]:
             keys = [f"heartbeat/{rank}" for rank in range(self.world)]
@@ -219,7 +192,9 @@ class Heartbeats(threading.Thread):
             return [beats.get(key) for key in keys]
 
         beats = self.call_store(newest)
-        RANKS[:] = [tuple(beat["host_and_pid"]) if beat else UNKNOWN for beat in beats]
+        for rank, beat in enumerate(beats):
+            if beat:
+                self.names[rank] = beat["name"]
         return beats
 
     def run(self) -> None:
@@ -249,12 +224,12 @@ class Heartbeats(threading.Thread):
                 before, read_at = beats, self.waited + READING_INTERVAL * self.seconds + 2 * self.interval
             except RuntimeError as error:
                 if self.waited > self.seconds and self.world > 1:
-                    waiting = f"{rank_name(self.rank)} waits in {PROGRESS.phase} of step {PROGRESS.step}"
+                    waiting = f"{self.names[self.rank]} waits in {PROGRESS.phase} of step {PROGRESS.step}"
                     self.end(f"--timeout-minutes: {waiting}, and {error}")
 
     def describe(self, ranks: list[int]) -> str:
         others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-        return f"{rank_name(ranks[0])}{others} timed out after {self.seconds / 60:g} minutes"
+        return f"{self.names[ranks[0]]}{others} timed out after {self.seconds / 60:g} minutes"
 
     def explain(self, error: BaseException) -> str:
         """Describe the rank that stopped beating after a collective broke; "" for any other error, or if all beat."""
@@ -267,11 +242,11 @@ class Heartbeats(threading.Thread):
             time.sleep(MISSED_BEATS * self.interval)
             now = self.read()
         except RuntimeError as no_answer:
-            return f"{rank_name(self.rank)} lost the other ranks, and {no_answer}"
+            return f"{self.names[self.rank]} lost the other ranks, and {no_answer}"
         for rank in ranks_without_beat(before, now):
             beat = now[rank]
             state = f"last seen in {beat['phase']} of step {beat['step']}" if beat else "or was never started"
-            return f"{rank_name(rank)} is gone, {state}"
+            return f"{self.names[rank]} is gone, {state}"
         return ""
 
     def is_first_to_print(self) -> bool:

@@ -39,7 +39,6 @@ class StopRequest:
         self.name = ""  # name of the signal
         self.exit_code = self.EXIT_CODE
         self.can_save = False  # set by the loop once a step is done
-        self.resumed_step = 0  # set by the loop: the step of the checkpoint that this start resumes
         self.has_finished = False  # set once all ranks have finished their work
         self.began = time.monotonic()
         self.first_request = math.inf  # monotonic time, seconds
@@ -110,9 +109,7 @@ class StopRequest:
         elif interrupts:
             if self.settings is not None and terminal.is_first_rank():
                 progress = heartbeats.PROGRESS
-                lines = terminal.describe_interrupt(
-                    self.settings, progress.step, progress.phase, progress.folder, self.resumed_step
-                )
+                lines = terminal.describe_interrupt(self.settings, progress.step, progress.phase, progress.folder)
                 terminal.print_error(lines)
             endings.end(endings.INTERRUPTED, timeout=3)
         elif not self.has_finished:  # torchrun sends SIGTERM to the ranks that exit after the first one

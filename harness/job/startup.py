@@ -19,13 +19,7 @@ LAUNCHERS = {
     "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
     "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
 }
-LAUNCHER_MINIMUMS = {
-    "RANK": 0,
-    "LOCAL_RANK": 0,
-    "WORLD_SIZE": 1,
-    "LOCAL_WORLD_SIZE": 1,
-    "MASTER_PORT": 0,
-}  # smallest values
+LAUNCHER_MINIMUMS = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
 MAX_PORT = 65_535
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate")
 

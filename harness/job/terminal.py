@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 BAR_FORMAT = "{n_fmt}/{total_fmt}{postfix}, eta {remaining} {bar}"  # a narrow terminal cuts off its end
-IN_A_STEP = ("data", "labels", "forward", "backward", "optimizer")  # phases of an unfinished step
 CLEAR = "\r\x1b[K"  # erases the bar
 
 
@@ -108,32 +107,15 @@ def last_lines(lines: dict[str, str]) -> str:
     return f"\n{text}\n" if "TORCHELASTIC_RUN_ID" in os.environ else text
 
 
-def describe_interrupt(
-    settings: flags.Args, step: int, phase: str, folder: pathlib.Path | None, resumed_step: int
-) -> str:
-    """Return the last lines after Ctrl-C: the phase and step, the steps that are lost, and the command that resumes.
-    `resumed_step` is the step of the checkpoint that this start resumed, 0 for none."""
+def describe_interrupt(settings: flags.Args, step: int, phase: str, folder: pathlib.Path | None) -> str:
+    """Return the last lines after Ctrl-C: the phase, the step, the newest checkpoint, and the command that resumes."""
     if not settings.trains():
         return "stopped    by Ctrl-C"
-    length = f"{settings.num_steps:,}"
-    if settings.num_tokens:
-        length = f"{settings.num_tokens:,} tokens"
-    elif settings.num_epochs:
-        length = settings.describe_epochs()
-    where = f"in {phase} of step {step:,} of {length}" if step else "before the first step"
+    where = f"in {phase} of step {step:,}" if step else "before the first step"
     lines = {"stopped": f"by Ctrl-C {where}"}
     newest = base.newest_checkpoint(folder)
-    saved_step = max(resumed_step, base.step_in_name(newest) or 0 if newest else 0)
-    done = step - 1 if phase in IN_A_STEP else step
-    if done > saved_step:
-        lines["lost"] = base.counted(done - saved_step, "step")
-        if saved_step:
-            lines["lost"] += f", since step {saved_step:,}"
-        elif not settings.checkpoint_interval:
-            lines["lost"] += "; --checkpoint-interval N saves every N steps"
-    elif step and saved_step:
-        lines["lost"] = f"nothing, step {saved_step:,} is saved"
     if folder and newest:
+        lines["stopped"] += f"; {newest.name} is saved"
         lines["resume"] = command(settings, folder)
     return last_lines(lines)
 

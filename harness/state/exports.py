@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,9 +44,8 @@ OTHER_WEIGHTS = ("quantization_config", "transformers_weights")  # describe the 
 # ---- The folder ------------------------------------------------------------------------------------------------------
 
 
-def check_export(settings: flags.Args, checkpoint: Checkpoint | None, folder: pathlib.Path | None) -> str:
-    """Check --export before anything is trained. Returns the id of the run whose export is in DIR and may be replaced,
-    "" for none. Every rank calls this.
+def check_export(settings: flags.Args, checkpoint: Checkpoint | None, folder: pathlib.Path | None) -> None:
+    """Check --export before anything is trained. Every rank calls this.
 
     Args:
         checkpoint: the checkpoint to resume or export; None for a fresh start.
@@ -63,32 +62,29 @@ def check_export(settings: flags.Args, checkpoint: Checkpoint | None, folder: pa
         run = checkpoint.path.parent.parent
         is_in_run = checkpoint.path.parent.name == "checkpoints" and base.is_run(run)
         in_use.append(run if is_in_run else checkpoint.path)
-    return base.broadcast_from_rank_0(lambda: check_target(settings, run_id, in_use))
+    base.broadcast_from_rank_0(lambda: check_target(settings, run_id, in_use))
 
 
-def check_target(settings: flags.Args, run_id: str | None, in_use: list[pathlib.Path]) -> str:
+def check_target(settings: flags.Args, run_id: str | None, in_use: list[pathlib.Path]) -> None:
     """Check DIR as `check_export` does. `run_id` is that of the run that exports, None for a new one; `in_use` are the
     folders that DIR must not overlap."""
     final = export_folder(settings)
     try:
         existing = next((parent for parent in final.parents if parent.exists()), final)
         tempfile.TemporaryFile(dir=existing).close()
-        header = read_earlier_export(settings)
+        if final.is_mount():
+            problem = "is a mount point, which an export cannot replace"
+            raise base.UserError(f"--export: {settings.export} {problem}; give a folder inside it")
+        if os.path.realpath(os.path.expanduser(settings.model)) == os.path.realpath(final):
+            raise base.UserError(f"--export: {settings.export} is the folder of --model; choose another folder")
+        for folder in map(pathlib.Path.resolve, in_use):
+            if final.is_relative_to(folder) or folder.is_relative_to(final):
+                raise base.UserError(
+                    f"--export: {settings.export} overlaps the run's folder {folder}; choose another folder"
+                )
+        check_replaceable(settings, run_id)  # last, as its advice is to remove DIR
     except OSError as error:
         raise base.UserError(f"--export {settings.export}: cannot be written ({error.strerror})") from error
-    if final.is_mount():
-        problem = "is a mount point, which an export cannot replace"
-        raise base.UserError(f"--export: {settings.export} {problem}; give a folder inside it")
-    if os.path.realpath(os.path.expanduser(settings.model)) == os.path.realpath(final):
-        raise base.UserError(f"--export: {settings.export} is the folder of --model; choose another folder")
-    for folder in map(pathlib.Path.resolve, in_use):
-        if final.is_relative_to(folder) or folder.is_relative_to(final):
-            raise base.UserError(
-                f"--export: {settings.export} overlaps the run's folder {folder}; choose another folder"
-            )
-    if header and header["run_id"] != run_id and header.get("command") != command_checksum(settings):
-        raise holds_other_export(settings)
-    return header.get("run_id", "")
 
 
 def export_folder(settings: flags.Flags) -> pathlib.Path:
@@ -96,23 +92,14 @@ def export_folder(settings: flags.Flags) -> pathlib.Path:
     return pathlib.Path(os.path.realpath(os.path.expanduser(settings.export)))
 
 
-def read_earlier_export(settings: flags.Flags) -> dict[str, str]:
-    """Return the header of the export in DIR; {} if DIR does not exist or is an empty folder.
-
-    Raises:
-        UserError: DIR is something else.
-    """
-    final = export_folder(settings)
+def check_replaceable(settings: flags.Flags, run_id: str | None) -> None:
+    """Raise UserError unless DIR is missing, empty, or an earlier export of this command or of the run `run_id`."""
+    final, advice = export_folder(settings), "choose another folder or remove it"
     header = read_export_header(final)
     if not header and os.path.lexists(final) and not (final.is_dir() and not any(final.iterdir())):
-        advice = "choose another folder or remove it"
         raise base.UserError(f"--export: {settings.export} exists and is no export; {advice}")
-    return header
-
-
-def holds_other_export(settings: flags.Flags) -> base.UserError:
-    advice = "choose another folder or remove it"
-    return base.UserError(f"--export: {settings.export} holds the export of another run; {advice}")
+    if header and header["run_id"] != run_id and header.get("command") != command_checksum(settings):
+        raise base.UserError(f"--export: {settings.export} holds the export of another run; {advice}")
 
 
 def read_export_header(folder: pathlib.Path) -> dict[str, str]:
@@ -149,7 +136,6 @@ def export(
     tokenizer: PreTrainedTokenizerBase | None,
     stop_ids: list[int],
     trained_on: list[data.SourceSpec],
-    replaced_run: str,
 ) -> None:
     """Write the folder of --export, for AutoModelForCausalLM and AutoTokenizer.from_pretrained. It replaces an earlier
     export. Every rank calls this.
@@ -160,7 +146,6 @@ def export(
     Args:
         stop_ids: ids of the tokens that end a text.
         trained_on: records of the sources, for the header.
-        replaced_run: from `check_export`.
 
     Raises:
         UserError: the model is not finite, or the folder cannot be written; nothing is left then. Or another run has
@@ -174,12 +159,11 @@ def export(
     if problem:
         raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
     write = functools.partial(write_on_rank_0, settings, temporary)
-    with contextlib.ExitStack() as stack:
-        write(lambda: create_locked(temporary, stack))
-        write_weights(temporary, settings, state, trained_on)
-        write(lambda: write_configs(temporary, settings, state.model, tokenizer, stop_ids))
-        write(lambda: sync_folder(temporary))  # before an earlier export is removed: the power may be cut
-        base.broadcast_from_rank_0(lambda: publish(settings, temporary, {state.run_id, replaced_run}))
+    write(lambda: create_locked(temporary))
+    write_weights(temporary, settings, state, trained_on)
+    write(lambda: write_configs(temporary, settings, state.model, tokenizer, stop_ids))
+    write(lambda: sync_folder(temporary))  # before an earlier export is removed: the power may be cut
+    base.broadcast_from_rank_0(lambda: publish(settings, temporary, state.run_id))
     parts = [os.path.expanduser(settings.export), state.describe_steps()]
     if settings.lora_rank:
         parts.append("only adapters, for peft" if exports_adapters(settings) else "the adapters merged into the model")
@@ -191,22 +175,17 @@ def export(
     job.print0(f"exported   {', '.join(parts)}")
 
 
-def create_locked(folder: pathlib.Path, stack: contextlib.ExitStack) -> None:
-    """Create a folder that no other export removes until `stack` is closed."""
+def create_locked(folder: pathlib.Path) -> None:
+    """Create a folder that no other export removes while this process lives."""
     folder.mkdir(parents=True)
     with contextlib.suppress(OSError):  # a file system without locks
-        stack.enter_context(locked(folder))
+        lock(folder)
 
 
-@contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Lock a folder. Raises OSError if another process writes into it, or if its file system has no locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+def lock(folder: pathlib.Path) -> None:
+    """Lock a folder until this process ends. Raises OSError if another process has locked it, or if its file system
+    has no locks."""
+    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_on_rank_0(settings: flags.Settings, temporary: pathlib.Path, write: Callable[[], None]) -> None:
@@ -231,8 +210,8 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 
 @base.working()
-def publish(settings: flags.Settings, new: pathlib.Path, replaced_runs: set[str]) -> None:
-    """Rename the finished export `new` to DIR, and remove the earlier one there if it is of `replaced_runs`.
+def publish(settings: flags.Settings, new: pathlib.Path, run_id: str) -> None:
+    """Rename the finished export `new` of the run `run_id` to DIR, and remove the earlier one there.
 
     Raises:
         UserError: DIR holds something else by now, or cannot be replaced; `new` gets a free name then.
@@ -240,9 +219,7 @@ def publish(settings: flags.Settings, new: pathlib.Path, replaced_runs: set[str]
     final = export_folder(settings)
     old = final.with_name(f".{final.name}.deleting")
     try:
-        header = read_earlier_export(settings)
-        if header and header["run_id"] not in replaced_runs:
-            raise holds_other_export(settings)
+        check_replaceable(settings, run_id)
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():
             final.rename(old)
@@ -258,7 +235,8 @@ def publish(settings: flags.Settings, new: pathlib.Path, replaced_runs: set[str]
         raise base.UserError(problem, exit_code=1) from error
     unfinished, _, _ = new.name.rpartition("-")
     for leftover in final.parent.glob(f"{glob.escape(unfinished)}-*.writing"):  # of killed exports of this run
-        with contextlib.suppress(OSError), locked(leftover):
+        with contextlib.suppress(OSError):
+            lock(leftover)
             shutil.rmtree(leftover)
     shutil.rmtree(old, ignore_errors=True)
 
