@@ -30,7 +30,7 @@ MIN_SECONDS_LEFT = 60  # a configuration that has not run yet starts only if so 
 # metric than the part's, that metric.
 
 DEMO = {"model": "demo", "dataset": "demo", "sequence_length": 256, "cache_dir": "WORK/cache", "log_interval": 1000}
-BARE, TOKENS = "benchmarks/bare_loop.py", {"tokens": "WORK/tokens.bin"}
+BARE, TOKENS = "benchmarks/peers/bare_loop.py", {"tokens": "WORK/tokens.bin"}
 SAME = {"model": "WORK/start"}  # the first weights that programs share
 # Settings for the same steps as a peer's.
 PLAIN = {"tokenizer": "assets/demo", "init": "pretrained", "lr": 3e-4, "lr_scheduler": "constant", "precision": "fp32"}
@@ -40,11 +40,10 @@ SAME_WAITING = {"GOMP_SPINCOUNT": "1000000"}  # as train_fsdp.py sets it on free
 def harness() -> tuple:
     configs, pairs = {}, {}
     for batch, steps in ((32, 24), (8, 64)):
-        size = {"batch_size": batch, "num_steps": steps}
+        size = {"sequence_length": 256, "batch_size": batch, "num_steps": steps, "perf_warmup_steps": 4}
         ours, bare = f"train_fsdp.py, batch {batch}", f"bare loop, batch {batch}"
-        configs[bare] = Config(BARE, TOKENS | SAME | size | {"perf_warmup_steps": 4})
-        flags = DEMO | SAME | size | PLAIN | {"perf_warmup_steps": 4}
-        configs[ours] = Config("train_fsdp.py", flags, same_loss_as=bare)
+        configs[bare] = Config(BARE, TOKENS | SAME | size)
+        configs[ours] = Config("train_fsdp.py", DEMO | SAME | size | PLAIN, same_loss_as=bare)
         label = f"harness / bare loop, {batch * 256:,} tokens a step"
         pairs[f"{label}, steps/s"] = (ours, bare, "at least 0.97")
         pairs[f"{label}, CPU seconds"] = (ours, bare, "at most 1.03", "cpu_s")
@@ -54,7 +53,8 @@ def harness() -> tuple:
 def start() -> tuple:
     one = DEMO | {"precision": "fp32", "num_steps": 1, "perf_warmup_steps": 0, "batch_size": 8}
     bare, cached, cold = "bare loop, tokens ready", "tokens cached", "tokens not cached"
-    configs = {bare: Config(BARE, TOKENS | {"perf_warmup_steps": 0, "num_steps": 1})}
+    size = {"model": "demo", "sequence_length": 256, "batch_size": 8, "num_steps": 1, "perf_warmup_steps": 0}
+    configs = {bare: Config(BARE, TOKENS | size)}
     configs[cached] = Config("train_fsdp.py", one)
     configs[cold] = Config("train_fsdp.py", one | {"cache_dir": "FRESH"})
     pairs = {}

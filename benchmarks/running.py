@@ -121,7 +121,7 @@ def now() -> str:
 def code_hash() -> str:
     """Hash the measured files: runs of different code are never combined."""
     files = [ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").rglob("*.py"))]
-    files += [ROOT / "benchmarks" / "bare_loop.py", *sorted((ROOT / "benchmarks" / "peers").glob("*.py"))]
+    files += sorted((ROOT / "benchmarks" / "peers").glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
