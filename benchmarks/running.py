@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
@@ -25,6 +24,9 @@ PEERS = {  # program in benchmarks/peers: the package that it needs
     "accelerate_fsdp2": "accelerate",
     "lightning_fabric": "lightning",
 }
+sys.path.insert(0, str(ROOT))
+
+from harness import base
 
 
 @dataclass
@@ -132,13 +134,6 @@ def processor_name() -> str:
 
 
 def describe_machine() -> dict:
-    packages = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "torchao", "numpy", "lightning")
-    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in packages:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     code = ("train_fsdp.py", "utils.py", "harness")
@@ -148,6 +143,6 @@ def describe_machine() -> dict:
         "processor": processor_name(),
         "threads": torch.get_num_threads(),
         "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
-        "versions": versions,
+        "versions": base.package_versions() | {"cuda": torch.version.cuda, "lightning": base.installed("lightning")},
         "commit": (commit + "-changed" * changed.returncode) or None,
     }
