@@ -1,11 +1,7 @@
-"""Measure train_fsdp.py and other programs in fresh processes, in rounds. Prints a table, writes one JSON file.
+"""Measure train_fsdp.py and other programs on a CPU, in fresh processes, in rounds. Prints a table, writes a JSON file.
 
     python benchmarks/bench.py cpu                     speed and start against a bare loop, as ratios
-    python benchmarks/bench.py gpu                     learning curves; on several GPUs also their scaling
-    python benchmarks/bench.py compare                 against the programs in benchmarks/peers
-    python benchmarks/bench.py compare --cpu           the same with the demo model on a CPU
-                                                       --missing: only the rounds that earlier calls lack
-    python benchmarks/bench.py gpu --rehearse          the same path with the demo model on the CPU
+    python benchmarks/bench.py compare-cpu             against the programs in benchmarks/peers
 
 Configurations run in rounds, A B C A B C, up to --repeats or --minutes. The same command again adds rounds: runs of the
 same code, command and machine are kept. A configuration that fails is kept with its error line.
@@ -21,10 +17,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 
 import torch
-from running import PEERS, ROOT, Config, RunError, code_hash, describe_machine, device_name, execute, now
+from running import ROOT, Config, RunError, code_hash, describe_machine, execute, now, processor_name
 
 RESULTS = ROOT / "benchmarks" / "results"
 MIN_SECONDS_LEFT = 60  # a configuration that has not run yet starts only if so many are left
@@ -35,29 +30,20 @@ MIN_SECONDS_LEFT = 60  # a configuration that has not run yet starts only if so 
 # metric than the part's, that metric.
 
 DEMO = {"model": "demo", "dataset": "demo", "sequence_length": 256, "cache_dir": "WORK/cache", "log_interval": 1000}
-SPEED = {"model": "smollm3-3b", "dataset": "synthetic", "sequence_length": 8192, "batch_size": 1, "zero_stage": 2}
-SPEED |= {"own_plan": False}  # a short run would wait for it
-PUBLISHED = {"precision": "bf16-pure", "compile": False, "fused_loss": False, "attention": "flash"}
-FINAL = {"precision": "bf16", "compile": True, "fused_loss": True, "attention": "auto"}
-BARE, TOKENS = "benchmarks/bare_loop.py", {"tokens": "WORK/tokens.bin"}
+BARE, TOKENS = "benchmarks/peers/bare_loop.py", {"tokens": "WORK/tokens.bin"}
 SAME = {"model": "WORK/start"}  # the first weights that programs share
 # Settings for the same steps as a peer's.
 PLAIN = {"tokenizer": "assets/demo", "init": "pretrained", "lr": 3e-4, "lr_scheduler": "constant", "precision": "fp32"}
 SAME_WAITING = {"GOMP_SPINCOUNT": "1000000"}  # as train_fsdp.py sets it on free cores (harness/job/host.py)
 
 
-def trained(base: dict, variants: dict[str, dict]) -> dict[str, Config]:
-    return {name: Config("train_fsdp.py", base | flags) for name, flags in variants.items()}
-
-
 def harness() -> tuple:
     configs, pairs = {}, {}
     for batch, steps in ((32, 24), (8, 64)):
-        size = {"batch_size": batch, "num_steps": steps}
+        size = {"sequence_length": 256, "batch_size": batch, "num_steps": steps, "perf_warmup_steps": 4}
         ours, bare = f"train_fsdp.py, batch {batch}", f"bare loop, batch {batch}"
-        configs[bare] = Config(BARE, TOKENS | SAME | size | {"perf_warmup_steps": 4})
-        flags = DEMO | SAME | size | PLAIN | {"perf_warmup_steps": 4}
-        configs[ours] = Config("train_fsdp.py", flags, same_loss_as=bare)
+        configs[bare] = Config(BARE, TOKENS | SAME | size)
+        configs[ours] = Config("train_fsdp.py", DEMO | SAME | size | PLAIN, same_loss_as=bare)
         label = f"harness / bare loop, {batch * 256:,} tokens a step"
         pairs[f"{label}, steps/s"] = (ours, bare, "at least 0.97")
         pairs[f"{label}, CPU seconds"] = (ours, bare, "at most 1.03", "cpu_s")
@@ -67,63 +53,15 @@ def harness() -> tuple:
 def start() -> tuple:
     one = DEMO | {"precision": "fp32", "num_steps": 1, "perf_warmup_steps": 0, "batch_size": 8}
     bare, cached, cold = "bare loop, tokens ready", "tokens cached", "tokens not cached"
-    configs = {bare: Config(BARE, TOKENS | {"perf_warmup_steps": 0, "num_steps": 1})}
-    configs |= trained(one, {cached: {}, cold: {"cache_dir": "FRESH"}})
+    size = {"model": "demo", "sequence_length": 256, "batch_size": 8, "num_steps": 1, "perf_warmup_steps": 0}
+    configs = {bare: Config(BARE, TOKENS | size)}
+    configs[cached] = Config("train_fsdp.py", one)
+    configs[cold] = Config("train_fsdp.py", one | {"cache_dir": "FRESH"})
     pairs = {}
     for seconds, key in (("seconds", "first_step_s"), ("CPU seconds", "cpu_s")):
         pairs[f"start / start of the bare loop, {seconds}"] = (cached, bare, "at most 1.3", key)
         pairs[f"start, tokens cached / not cached, {seconds}"] = (cached, cold, "under 1", key)
     return "seconds from command to the end of the first step, demo model", "first_step_s", pairs, configs
-
-
-def curves(base: dict, variants: dict[str, dict]) -> tuple:
-    """Learning curves on the same data: the reference, the reference with another seed (the noise), the others."""
-    (reference, flags), *others = variants.items()
-    variants = {reference: flags, f"{reference}, another seed": flags | {"seed": 43}, **dict(others)}
-    pairs = {
-        f"eval loss, {name} / {reference}": (name, reference, "0.995 to 1.005" if "fp8" in name else "within noise")
-        for name in variants
-        if name != reference
-    }
-    return "eval loss after the same steps on the same data", "eval_loss", pairs, trained(base, variants)
-
-
-def loss_gpu() -> tuple:
-    base = SPEED | {"dataset": "demo", "tokenizer": "assets/demo", "cache_dir": "WORK/cache", "sequence_length": 2048}
-    base |= {"batch_size": 4, "num_steps": 100, "warmup_steps": 10, "eval_interval": 100, "log_interval": 2}
-    return curves(
-        base,
-        {
-            "bf16, eager, full logits": PUBLISHED | {"precision": "bf16"},
-            "bf16, compiled, fused loss": FINAL,
-            "fp8, compiled, fused loss": FINAL | {"precision": "fp8"},
-            "bf16-pure, eager, full logits": PUBLISHED,
-        },
-    )
-
-
-def ranks(available: int) -> tuple:
-    """The same work per GPU on 1, 2, 4, 8 GPUs at stage 3, and on all GPUs at the other stages."""
-    base = SPEED | FINAL | {"activation_checkpointing": "selective"}
-    numbers = [n for n in (1, 2, 4, 8) if n <= available]
-    configs = {f"ZeRO-3, {n} ranks": Config("train_fsdp.py", base | {"zero_stage": 3}, ranks=n) for n in numbers}
-    configs |= trained(base, {f"ZeRO-{stage}, {available} ranks": {"zero_stage": stage} for stage in (2, 1, 0)})
-    several = [f"ZeRO-3, {n} ranks" for n in numbers[1:]]
-    pairs = {f"{name} / 1 rank": (name, "ZeRO-3, 1 ranks", "1 is perfect") for name in several}
-    return "the same work per GPU on more of them", "tokens_per_sec_per_gpu", pairs, configs
-
-
-def peers() -> tuple:
-    size = {"model": "smollm3-3b", "sequence_length": 8192, "batch_size": 1}
-    configs = trained(SPEED | FINAL, {"train_fsdp.py": {}})
-    trainer = {"hf_trainer, Liger, eager": {"liger": True}, "hf_trainer, compiled": {"liger": False}}
-    others = {name: Config("benchmarks/peers/hf_trainer.py", size | kernels) for name, kernels in trainer.items()}
-    for peer in ("fully_shard_loop", *PEERS):
-        if peer != "hf_trainer":
-            others[peer] = Config(f"benchmarks/peers/{peer}.py", size)
-    configs |= others
-    pairs = {f"train_fsdp.py / {peer}": ("train_fsdp.py", peer, "over 1") for peer in others}
-    return "the same model, batch and tokens in other programs", "tokens_per_sec_per_gpu", pairs, configs
 
 
 def peers_cpu(ranks: int, tokens: int, threads: int, optimizer: str) -> tuple:
@@ -156,7 +94,7 @@ def peers_cpu(ranks: int, tokens: int, threads: int, optimizer: str) -> tuple:
     reference = next(iter(configs))  # a bare loop
     for label, config in configs.items():
         config.ranks, config.same_loss_as = ranks, "" if label == reference else reference
-        config.env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)} | SAME_WAITING
+        config.env = {"OMP_NUM_THREADS": str(threads)} | SAME_WAITING
     pairs = {f"train_fsdp.py / {other}": ("train_fsdp.py", other, "at least 1") for other in others}
     if ranks > 1:  # each against the stage with the same communication: Fabric keeps layers gathered
         alike = {"Fabric, FSDP2": 2} | dict.fromkeys(replicas, 0)
@@ -176,14 +114,8 @@ def compare_cpu() -> dict[str, tuple]:
     return parts
 
 
-def find_parts(suite: str, available: int) -> dict[str, tuple]:
-    if suite == "cpu":
-        return {"harness": harness(), "start": start()}
-    if suite == "compare":
-        return {"peers": peers()}
-    if suite == "compare-cpu":
-        return compare_cpu()
-    return {"loss": loss_gpu()} | ({"ranks": ranks(available)} if available > 1 else {})
+def find_parts(suite: str) -> dict[str, tuple]:
+    return {"harness": harness(), "start": start()} if suite == "cpu" else compare_cpu()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -194,7 +126,7 @@ def prepare(work: pathlib.Path) -> None:
     """Write the files that the bare loop reads: the demo's tokens, and first weights, exported after a step with a
     learning rate too small to change them."""
     first = {"num_steps": 1, "lr": 1e-30, "precision": "fp32", "export": "WORK/start"}
-    execute(Config("train_fsdp.py", DEMO | first), work, 1, 900)
+    execute(Config("train_fsdp.py", DEMO | first), work, 900)
     os.link(next((work / "cache").glob("tokens-*/tokens.bin")), work / "tokens.bin")
 
 
@@ -209,26 +141,6 @@ def check_loss(figures: dict, config: Config, entry: dict) -> None:
         raise RunError(f"not compared: {found}; a difference above {SAME_LOSS} means other work")
 
 
-def set_steps(flags: dict) -> None:
-    """Set about 160,000 tokens per rank after three warmup steps, if the flags have no number of steps."""
-    if "sequence_length" in flags and "num_steps" not in flags:
-        tokens = flags["sequence_length"] * flags.get("batch_size", 1) * flags.get("gradient_accumulation_steps", 1)
-        flags |= {"num_steps": 3 + max(3, 163840 // tokens), "perf_warmup_steps": 3}
-
-
-def shrink(flags: dict) -> None:
-    """Change flags for a rehearsal: the demo model, a 128th of the sequence, six steps, nothing that needs a GPU."""
-    if "sequence_length" in flags:
-        flags |= {"sequence_length": max(16, flags["sequence_length"] // 128)}
-        if flags["model"] != SAME["model"]:
-            flags["model"] = "demo"
-        flags |= {"num_steps": 6, "perf_warmup_steps": 2}
-    if "eval_interval" in flags:
-        flags |= {"eval_interval": 6, "warmup_steps": 2}
-    if flags.get("precision") == "fp8":
-        flags["fp8_emulate"] = True
-
-
 def measure(name: str, part: tuple, args, store: dict, save) -> None:
     """Run a part's configurations in rounds; save after every run."""
     what, figure, pairs, configs = part
@@ -236,30 +148,19 @@ def measure(name: str, part: tuple, args, store: dict, save) -> None:
     entry |= {"what": what, "figure": figure, "pairs": pairs}
     wanted = {label: config for label, config in configs.items() if fnmatch.fnmatch(f"{name}/{label}", args.only)}
     began = now()
-    here = {"code": code_hash(), "on": device_name(args.rehearse), "threads": torch.get_num_threads()}
+    here = {"code": code_hash(), "on": processor_name(), "threads": torch.get_num_threads()}
     stamps = {}
     for label, config in wanted.items():
-        set_steps(config.flags)
-        if args.rehearse:
-            shrink(config.flags)
-        stamps[label] = here | {"ranks": config.ranks or args.gpus}
+        stamps[label] = here | {"ranks": config.ranks}
         old, command = entry["configs"].get(label, {}), config.command()
         kept = [r for r in old.get("runs", []) if old["command"] == command and stamps[label].items() <= r.items()]
         entry["configs"][label] = {"command": command, "runs": kept}
     entry["configs"] = {label: entry["configs"][label] for label in configs if label in entry["configs"]}
-    repeats = args.repeats
-    if args.missing:
-        repeats -= drop_unfinished_rounds([entry["configs"][label] for label in wanted])
-        if repeats <= 0 or args.deadline - time.monotonic() < MIN_SECONDS_LEFT:
-            return
     with tempfile.TemporaryDirectory() as folder:
         work = pathlib.Path(folder)
         if any("WORK/" in word and "cache" not in word for config in wanted.values() for word in config.words()):
             prepare(work)
-        for repeat in range(repeats):
-            results = [entry["configs"][label] for label in wanted]
-            if args.missing and args.deadline - time.monotonic() < seconds_of_a_round(results):
-                break
+        for repeat in range(args.repeats):
             for label, config in wanted.items():
                 result, left = entry["configs"][label], args.deadline - time.monotonic()
                 if "error" in result or (result["runs"] and left < max(run["wall_s"] for run in result["runs"])):
@@ -267,28 +168,14 @@ def measure(name: str, part: tuple, args, store: dict, save) -> None:
                 try:
                     if left < MIN_SECONDS_LEFT and not result["runs"]:
                         raise RunError("not run: --minutes are over")
-                    figures = execute(config, work, args.gpus, left, args.rehearse)
+                    figures = execute(config, work, left)
                     check_loss(figures, config, entry)
                     result["runs"].append(figures | stamps[label] | {"date": now(), "round": f"{began}, {repeat}"})
                     text = f"{figures.get(figure, math.nan):,.4g}"
                 except RunError as error:
                     text = result["error"] = str(error)
-                print(f"{name} {repeat + 1}/{repeats}  {label}: {text}", flush=True)
+                print(f"{name} {repeat + 1}/{args.repeats}  {label}: {text}", flush=True)
                 save()
-
-
-def drop_unfinished_rounds(results: list[dict]) -> int:
-    """Remove the runs of incomplete rounds. Returns the number of rounds that remain."""
-    runs = Counter(run["round"] for result in results for run in result["runs"])
-    finished = [name for name, count in runs.items() if count == max(runs.values())]
-    for result in results:
-        result["runs"] = [run for run in result["runs"] if run["round"] in finished]
-    return len(finished)
-
-
-def seconds_of_a_round(results: list[dict]) -> float:
-    """Sum the longest run of each configuration, 0 for one that has not run."""
-    return sum(max((run["wall_s"] for run in result["runs"]), default=0) for result in results)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -314,8 +201,6 @@ def median_and_spread(values: list[float], digits: int = 4) -> str:
 
 COLUMNS = {
     "step ms": "step_time_ms",
-    "MFU %": "mfu_percent",
-    "GiB": "peak_memory_reserved",
     "loss": "loss",
     "first step s": "first_step_s",
     "CPU s": "cpu_s",
@@ -348,42 +233,26 @@ def table(entry: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=["cpu", "gpu", "compare"])
+    parser.add_argument("suite", choices=["cpu", "compare-cpu"])
     parser.add_argument("--only", default="*", help="PART, or PART/CONFIGURATION with * and ?")
-    parser.add_argument("--repeats", type=int, help="rounds [3; 5 of compare --cpu]")
-    parser.add_argument("--missing", action="store_true", help="only the rounds that kept runs lack for --repeats")
+    parser.add_argument("--repeats", type=int, help="rounds [3; 5 of compare-cpu]")
     parser.add_argument("--minutes", type=float, default=8.5, help="no run starts or continues after these [8.5]")
-    parser.add_argument("--gpus", type=int, help="ranks [all GPUs of this machine, or 1]")
-    parser.add_argument("--out", type=pathlib.Path, help="folder of the JSON [benchmarks/results]")
-    parser.add_argument("--rehearse", action="store_true", help="the demo model on the CPU, to a temporary folder")
-    parser.add_argument("--cpu", action="store_true", help="compare: the demo model on the CPU")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the JSON [benchmarks/results]")
     args = parser.parse_args()
     args.deadline = time.monotonic() + 60 * args.minutes
-    if args.cpu:
-        if args.suite != "compare":
-            parser.error(f"--cpu: has no effect on {args.suite}; it is for compare")
-        args.suite = "compare-cpu"
-    args.repeats = args.repeats or (5 if args.cpu else 3)
-    on_cpu = args.suite in ("cpu", "compare-cpu")
-    args.gpus = args.gpus or (1 if on_cpu else max(1, torch.cuda.device_count()))
+    args.repeats = args.repeats or (3 if args.suite == "cpu" else 5)
     if "/" not in args.only:
         args.only += "/*"
-    out = args.out or (pathlib.Path(tempfile.mkdtemp(prefix="rehearsal-")) if args.rehearse else RESULTS)
-    if args.rehearse and out.resolve().is_relative_to(RESULTS):
-        parser.error(f"--rehearse: its results do not belong in {RESULTS}; give another --out")
-    if args.suite in ("gpu", "compare") and not (torch.cuda.is_available() or args.rehearse):
-        more = ", --cpu measures it there" if args.suite == "compare" else ""
-        parser.error(f"{args.suite}: there is no GPU; --rehearse runs it with the demo model on the CPU{more}")
-    out.mkdir(parents=True, exist_ok=True)
-    run_suite(args, out / f"{args.suite}.json")
+    args.out.mkdir(parents=True, exist_ok=True)
+    run_suite(args, args.out / f"{args.suite}.json")
 
 
 def run_suite(args, file: pathlib.Path) -> None:
-    parts, wanted = find_parts(args.suite, args.gpus), args.only.partition("/")[0]
+    parts, wanted = find_parts(args.suite), args.only.partition("/")[0]
     if not fnmatch.filter(parts, wanted):
         sys.exit(f"bench.py: error: --only {wanted}: {args.suite} has {', '.join(parts)}")
     results = json.loads(file.read_text()) if file.exists() else {"parts": {}}
-    results |= {"suite": args.suite, "rehearsal": args.rehearse, "machine": describe_machine()}
+    results |= {"suite": args.suite, "machine": describe_machine()}
     results["command"] = " ".join(["python", *sys.argv])
 
     def save() -> None:

@@ -25,31 +25,28 @@ KempnerForge's memory is torch.cuda.max_memory_allocated by 2**30; its batches a
 import argparse
 import collections
 import contextlib
-import datetime
 import fnmatch
-import importlib.metadata
 import json
 import pathlib
 import pkgutil
 import re
 import statistics
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterable
 from unittest import mock
 
+import running
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "plan_published.json"
-sys.path.insert(0, str(ROOT))
+RESULTS = running.ROOT / "benchmarks" / "results" / "plan_published.json"
 warnings.filterwarnings("ignore")
 
 import train_fsdp
+from harness import base
 from harness import model as models
 from harness import plan as planning
 from harness.flags import parse_args
@@ -131,22 +128,8 @@ def compared(run: dict, planned: dict) -> dict:
         "mfu_percent": planned["mfu_percent"],
         "step_time_ms": planned["step_time_ms"],
         "time_ms": planned["time_ms"],
-        "date": now(),
+        "date": running.now(),
     }
-
-
-def now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def summarize(rows: list[dict]) -> dict:
-    """Return median and worst error of a group, for speed and memory."""
-    summary = {"runs": len(rows)}
-    for name in ("error", "memory_error"):
-        sizes = [abs(row[name]) for row in rows if row[name] is not None]
-        if sizes:
-            summary |= {f"median_{name}": statistics.median(sizes), f"worst_{name}": max(sizes)}
-    return summary
 
 
 def published_share(rows: Iterable[dict]) -> list[float]:
@@ -165,40 +148,15 @@ def min_median_max(shares: list[float]) -> list[float]:
     return [min(shares), statistics.median(shares), max(shares)]
 
 
-def split_runs(rows: Iterable[dict]) -> dict[str, list[dict]]:
-    """Split runs into those that a constant was fitted to and held-out ones."""
-    groups: dict[str, list[dict]] = {"set": [], "held out": []}
-    for row in rows:
-        groups["set" if row["chose"] else "held out"].append(row)
-    return groups
-
-
 def save(out: pathlib.Path, runs: dict[str, dict]) -> None:
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "torchao")}
     contents = {
         "suite": "plan_published",
-        "about": {"date": now(), "versions": versions},
-        "summary": {name: summarize(group) for name, group in split_runs(runs.values()).items()},
+        "about": {"date": running.now(), "versions": base.package_versions()},
         "published_share": published_share(runs.values()),
         "published_memory_share": published_memory_share(runs.values()),
         "runs": runs,
     }
     out.write_text(json.dumps(contents, indent=1) + "\n")
-
-
-def percent(error: float | None) -> str:
-    return "" if error is None else f"{100 * error:+.0f} %"
-
-
-def table(rows: list[dict]) -> str:
-    """Format runs and plans as Markdown."""
-    lines = ["| run | tokens/s a GPU | planned | error | GiB | planned | error |", "|---|---|---|---|---|---|---|"]
-    for row in rows:
-        cells = [row["name"], f"{row['published']:,.0f}", f"{row['planned']:,.0f}", percent(row["error"])]
-        cells.append(f"{row['memory_gib']:.1f}" if row["memory_gib"] else "")
-        cells += [f"{row['planned_memory_gib']:.1f}", percent(row["memory_error"])]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -212,10 +170,6 @@ def main() -> None:
             runs[name] = compared(run, plan(run))
             print(f"{name:60}{runs[name]['planned']:10,.0f}{100 * runs[name]['error']:+7.1f} %", flush=True)
     save(args.out, runs)
-    for group_name, group in split_runs(runs.values()).items():
-        summary = summarize(group)
-        error, worst = 100 * summary["median_error"], 100 * summary["worst_error"]
-        print(f"\n{group_name}: median {error:.0f} %, worst {worst:.0f} %\n\n{table(group)}")
 
 
 if __name__ == "__main__":

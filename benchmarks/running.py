@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
@@ -25,6 +24,9 @@ PEERS = {  # program in benchmarks/peers: the package that it needs
     "accelerate_fsdp2": "accelerate",
     "lightning_fabric": "lightning",
 }
+sys.path.insert(0, str(ROOT))
+
+from harness import base
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Config:
 
     program: str
     flags: dict
-    ranks: int = 0  # 0: the suite's number
+    ranks: int = 1
     same_loss_as: str = ""  # name of a configuration; the last losses must agree
     env: dict = field(default_factory=dict)  # environment variables to set
 
@@ -53,10 +55,10 @@ class RunError(Exception):
     """A configuration's error in one line."""
 
 
-def execute(config: Config, work: pathlib.Path, available: int, seconds: float, rehearse: bool = False) -> dict:
-    """Run a configuration in fresh processes. Returns its last metrics, the seconds to the first step and to the end,
-    the CPU seconds of all its processes, and the peak resident memory in GiB of the largest (at least the 0.3 GiB that
-    this process has when it forks).
+def execute(config: Config, work: pathlib.Path, seconds: float) -> dict:
+    """Run a configuration on the CPU in fresh processes. Returns its last metrics, the seconds to the first step and to
+    the end, the CPU seconds of all its processes, and the peak resident memory in GiB of the largest (at least the 0.3
+    GiB that this process has when it forks).
 
     Raises:
         RunError: the package is not installed, or the run failed or did not end within `seconds`.
@@ -64,14 +66,15 @@ def execute(config: Config, work: pathlib.Path, available: int, seconds: float, 
     package = PEERS.get(pathlib.Path(config.program).stem)
     if package and not find_spec(package):
         raise RunError(f"not installed: {package}")
-    world, first_step, lines = config.ranks or available, None, []
+    first_step, lines = None, []
     with tempfile.TemporaryDirectory(dir=work) as fresh, tempfile.TemporaryFile("w+") as errors:
         words = [word.replace("FRESH", f"{fresh}/fresh").replace("WORK", str(work)) for word in config.words()]
         if config.program == "train_fsdp.py":
             words += ["--output-dir", fresh, "--run-name", "run", "--no-final-checkpoint"]
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"] if world > 1 else []
-        env = os.environ | config.env
-        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if rehearse else {}
+        launch = []
+        if config.ranks > 1:
+            launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={config.ranks}"]
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | config.env
         pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
         began = time.perf_counter()
         process = subprocess.Popen(
@@ -120,35 +123,26 @@ def now() -> str:
 def code_hash() -> str:
     """Hash the measured files: runs of different code are never combined."""
     files = [ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").rglob("*.py"))]
-    files += [ROOT / "benchmarks" / "bare_loop.py", *sorted((ROOT / "benchmarks" / "peers").glob("*.py"))]
+    files += sorted((ROOT / "benchmarks" / "peers").glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
-def device_name(cpu: bool) -> str:
-    if torch.cuda.is_available() and not cpu:
-        return torch.cuda.get_device_name()
+def processor_name() -> str:
     info = pathlib.Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"
 
 
 def describe_machine() -> dict:
-    packages = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "torchao", "numpy", "lightning")
-    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in packages:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     code = ("train_fsdp.py", "utils.py", "harness")
     changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code], capture_output=True)
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
-        "processor": device_name(cpu=True),
+        "processor": processor_name(),
         "threads": torch.get_num_threads(),
         "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
-        "versions": versions,
+        "versions": base.package_versions() | {"cuda": torch.version.cuda, "lightning": base.installed("lightning")},
         "commit": (commit + "-changed" * changed.returncode) or None,
     }

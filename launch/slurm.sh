@@ -23,7 +23,7 @@ exit_code() {
 
 # without a network, fill the hub's cache before and set this
 # export HF_HUB_OFFLINE=1
-# settings for fabrics, and lines to look for with NCCL_DEBUG=INFO (GDRDMA, NVLS): docs/LAUNCH.md
+# settings for fabrics, not tried; docs/LAUNCH.md has the lines to look for with NCCL_DEBUG=INFO (GDRDMA, NVLS)
 # export NCCL_SOCKET_IFNAME=ib0 NCCL_IB_HCA=mlx5_0,mlx5_1 NCCL_NET_GDR_LEVEL=PHB NCCL_NVLS_ENABLE=0
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save; torchrun of torch 2.11 always kills after 30

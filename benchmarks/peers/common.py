@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import sys
-import time
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import utils
-from harness import base, data, report
+from harness import base, data
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -32,9 +31,6 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         "--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: of matrices in the layers"
     )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument(
-        "--profile", action="store_true", help="where the time of the last three steps went; no figures"
-    )
     return parser
 
 
@@ -141,9 +137,6 @@ class Clock:
         self.steps += 1
         last = self.steps == self.args.num_steps
         main = int(os.environ.get("RANK", 0)) == 0
-        if self.args.profile:
-            self.profile(last, main)
-            return
         self.tracker.step(self.tokens, self.flops, synchronize=last)
         if self.steps == 1 and main:
             print(f"step 1/{self.args.num_steps}  loss {loss.item():.4f}", flush=True)
@@ -156,20 +149,6 @@ class Clock:
             figures["loss"] = loss.item()
             if main:
                 print(json.dumps(figures), flush=True)
-
-    def profile(self, last: bool, main: bool) -> None:
-        """Profile on rank 0, like train_fsdp.py's `--profile`."""
-        if main and self.steps == self.args.num_steps - 3:
-            self.profiler = torch.profiler.profile().__enter__()
-            self.start = time.perf_counter()
-        if main and last:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - self.start
-            self.profiler.__exit__(None, None, None)
-            shares = report.time_shares(self.profiler.events(), seconds)
-            table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
-            print(f"3 steps of {1000 * seconds / 3:,.1f} ms: {table}", flush=True)
 
 
 def leave() -> None:

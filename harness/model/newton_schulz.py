@@ -11,7 +11,9 @@ EPS = 1e-7  # torch.optim.Muon's
 POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 # Iterations of each part of `iterate_gram`. In one part of five the rounding of the Gram matrix would make some of its
-# eigenvalues negative, and the iterations let these grow without bound.
+# eigenvalues negative, and the iterations let these grow without bound: for a 128 x 640 matrix with one large singular
+# value the largest one of the result was 2.8 in fp16 and 31,000 in bf16, instead of 0.7. With parts of 2 and 3 in bf16
+# it was 1.4 instead of 1.2, for a condition number of 100 (torch 2.13.0, a CPU).
 GRAM_PARTS = (3, 2)
 GRAM_RATIO = 2  # columns over rows from which on `iterate_gram` takes fewer FLOPs, 8 m m n + 28 m^3, for 20 and 10
 

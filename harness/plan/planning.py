@@ -8,6 +8,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -81,12 +82,7 @@ def make_plan(args: flags.Args, recipe: Recipe) -> tuple[flags.Settings, dict]:
         result["run"] = price_run(settings, result)
     elif settings.num_epochs:
         result["num_epochs"] = settings.num_epochs  # the number of steps depends on the data
-    warnings = (
-        describe_spread(settings, search.replicas(worlds[0])),
-        describe_unread_lengths(settings),
-        describe_fp32(settings),
-    )
-    result["warning"] = "; ".join(filter(None, warnings))
+    result["warning"] = "; ".join(find_warnings(settings, search.replicas(worlds[0])))
     result["imports"] = flags.describe_imports()
     result["rates"] = rates.values
     result["measured_share"], result["published_share"] = measured_shares(settings, config, result)
@@ -104,28 +100,16 @@ def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
             raise base.UserError(f"--plan-gpus {world}: that is {nodes}; {advice}")
 
 
-def describe_spread(settings: flags.Settings, layouts: list[dict]) -> str:
-    """Return the line about a shard group that spans several nodes, whose other `layouts` are `Search.replicas`; "" on
-    one node or with --dp-replicate-size."""
-    if not layouts or "dp_replicate_size" in settings.explicit:
-        return ""
-    nodes = layouts[0]["dp_replicate_size"]
-    return f"one shard group over {nodes} nodes; compare --dp-replicate-size {nodes}, shards inside a node"
-
-
-def describe_unread_lengths(settings: flags.Settings) -> str:
-    """Return the warning about document lengths, which a plan does not know; "" if attention spans full sequences."""
-    if not settings.document_mask and settings.packing != "none":
-        return ""
-    flag = "--document-mask" if settings.document_mask else "--packing none"
-    return f"{flag}: a plan reads no data: time, tokens and MFU are of documents that fill sequences"
-
-
-def describe_fp32(settings: flags.Settings) -> str:
-    """Return the warning about --precision fp32, for which a plan has no rates; "" for others."""
-    if settings.precision != "fp32":
-        return ""
-    return "--precision fp32: time, cost and MFU are those of bf16 matmuls; fp32 takes many times as long"
+def find_warnings(settings: flags.Settings, layouts: list[dict]) -> Iterator[str]:
+    """Yield the warnings of a plan. `layouts` is `Search.replicas`, not empty if a shard group spans several nodes."""
+    if layouts and "dp_replicate_size" not in settings.explicit:
+        nodes = layouts[0]["dp_replicate_size"]
+        yield f"one shard group over {nodes} nodes; compare --dp-replicate-size {nodes}, shards inside a node"
+    if settings.document_mask or settings.packing == "none":
+        flag = "--document-mask" if settings.document_mask else "--packing none"
+        yield f"{flag}: a plan reads no data: time, tokens and MFU are of documents that fill sequences"
+    if settings.precision == "fp32":
+        yield "--precision fp32: time, cost and MFU are those of bf16 matmuls; fp32 takes many times as long"
 
 
 def price_run(settings: flags.Settings, plan: dict) -> dict:

@@ -51,7 +51,7 @@ def describe_verdict(settings: flags.Settings, result: dict) -> str:
 def describe_speed(result: dict) -> dict[str, str]:
     """Return the lines about the given configuration: speed, with the range of measured runs if they are comparable,
     advice if the host bounds a step, and the full run."""
-    share, lines = share_to_expect(result), {}
+    share, lines = result["measured_share"] or result["published_share"], {}  # this program's runs first
     if result["fits"]:
         lines["expect"] = describe_metrics(result, share)
         if share:
@@ -143,11 +143,6 @@ def describe_adapters(result: dict) -> dict[str, str]:
         return {}
     room = describe_share(row["reserved_gib"], row["capacity_gib"])
     return {"adapters": f"{row['flags']}: {describe_metrics(row, None)}, {room}; other training, only of adapters"}
-
-
-def share_to_expect(result: dict) -> tuple | None:
-    """Return the shares that this program's runs, else published runs, reached of comparable plans; None if none."""
-    return result["measured_share"] or result["published_share"]
 
 
 def describe_host(result: dict) -> str:

@@ -20,7 +20,7 @@ from harness.base import UserError
 from harness.flags import Attention
 from harness.model import load_config
 from harness.plan import fake_step, search
-from harness.plan.planning import describe_fp32, describe_spread
+from harness.plan.planning import find_warnings
 from harness.plan.rates import choose_rates
 from harness.plan.recorder import HOST, KINDS
 
@@ -245,13 +245,14 @@ def test_a_run_ends_with_its_plan_beside_its_metrics(tmp_path):
 def test_one_shard_group_over_several_nodes_is_named_with_its_alternative(flags, world, nodes):
     settings = parse(["--plan", *words(flags)])
     layouts = search.Search(settings, None, (world,), None, 0, 0).replicas(world)
-    line = describe_spread(settings, layouts)
+    line = "; ".join(find_warnings(settings, layouts))
     assert bool(line) == bool(nodes) and (not nodes or f"--dp-replicate-size {nodes}," in line)
 
 
 @pytest.mark.parametrize("precision, warns", [("fp32", True), ("bf16", False)])
 def test_a_plan_of_fp32_warns_that_its_rates_are_those_of_bf16(precision, warns):
-    assert ("those of bf16" in describe_fp32(parse(["--plan", "--precision", precision]))) == warns
+    warnings = find_warnings(parse(["--plan", "--precision", precision]), [])
+    assert any("those of bf16" in warning for warning in warnings) == warns
 
 
 # ---- What a plan counts ----------------------------------------------------------------------------------------------

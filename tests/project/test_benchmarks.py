@@ -9,22 +9,22 @@ import bench
 import contact
 import plan_published
 import pytest
-from conftest import ROOT, parse, start
+import running
+from conftest import ROOT, parse
 from peers import common
 
 
-@pytest.mark.parametrize("suite", ["cpu", "gpu", "compare", "compare-cpu"])
+@pytest.mark.parametrize("suite", ["cpu", "compare-cpu"])
 def test_every_command_of_a_suite_is_accepted(suite):
-    parts = bench.find_parts(suite, available=4)
+    parts = bench.find_parts(suite)
     configs = [config for *_, configs in parts.values() for config in configs.values()]
     programs = {config.program.split()[0] for config in configs}
     assert all((ROOT / program).is_file() for program in programs)
     for config in configs:
         if config.program == "train_fsdp.py":
-            bench.set_steps(config.flags)
             args = vars(parse(config.words()[1:]))
             assert {key: str(args[key]) for key in config.flags} == {k: str(v) for k, v in config.flags.items()}
-            assert args["num_steps"] > args["perf_warmup_steps"] or args["eval_interval"] or args["num_steps"] == 1
+            assert args["num_steps"] > args["perf_warmup_steps"] or args["num_steps"] == 1
 
 
 def test_peers_read_the_tokens_of_a_synthetic_run():
@@ -46,36 +46,25 @@ def test_every_command_of_contact_is_accepted():
 
 
 @pytest.mark.slow
-def test_a_rehearsal_keeps_commands_and_runs_and_adds_rounds(tmp_path):
-    one = ["gpu", "--only", "loss/bf16-pure*", "--repeats", "1", "--rehearse", "--out", tmp_path]
-    for _ in range(2):
-        process = start([sys.executable, ROOT / "benchmarks/bench.py", *one])
-        assert process.returncode == 0, process.stderr
-    results = json.loads((tmp_path / "gpu.json").read_text())
-    config = results["parts"]["loss"]["configs"]["bf16-pure, eager, full logits"]
-    assert results["rehearsal"] and "--model demo" in config["command"]
-    assert len(config["runs"]) == 2
-    for run in config["runs"]:
-        assert run["eval_loss"] > 0
-        assert 0 < run["first_step_s"] < run["wall_s"]
-
-
-@pytest.mark.slow
-def test_the_programs_of_compare_cpu_have_the_same_loss(tmp_path):
-    """Those with Muon, whose embeddings have AdamW."""
+def test_the_programs_of_compare_cpu_have_the_same_loss(tmp_path, monkeypatch):
+    """Those with Muon, whose embeddings have AdamW, in six steps on one thread."""
     pytest.importorskip("lightning")
-    part = "muon-process-2048"
-    command = [sys.executable, ROOT / "benchmarks/bench.py", "compare", "--cpu", "--rehearse", "--repeats", "1"]
-    process = start([*command, "--only", part, "--out", tmp_path, "--minutes", "30"])
-    assert process.returncode == 0, process.stderr
-    configs = json.loads((tmp_path / "compare-cpu.json").read_text())["parts"][part]["configs"]
-    assert {label: config.get("error") for label, config in configs.items()} == dict.fromkeys(configs)
+    name = "muon-process-2048"
+    part = bench.compare_cpu()[name]
+    for config in part[-1].values():
+        config.flags["num_steps"] = 6
+        config.env = {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setattr(bench, "find_parts", lambda suite: {name: part})
+    command = ["bench.py", "compare-cpu", "--only", name, "--repeats", "1", "--minutes", "30", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    bench.main()
+    configs = json.loads((tmp_path / "compare-cpu.json").read_text())["parts"][name]["configs"]
+    assert {label: config.get("error") for label, config in configs.items()} == dict.fromkeys(part[-1])
 
 
-def measured(configs: dict, pairs: dict, seconds: float) -> dict:
-    """Return the record of a part after two rounds within `seconds`."""
-    given = {"only": "*", "repeats": 2, "missing": False, "gpus": 1, "rehearse": True}
-    args, store = argparse.Namespace(**given, deadline=time.monotonic() + seconds), {}
+def measure(configs: dict, pairs: dict, seconds: float, store: dict) -> dict:
+    """Return the record of a part in `store` after two more rounds within `seconds`."""
+    args = argparse.Namespace(only="*", repeats=2, deadline=time.monotonic() + seconds)
     bench.measure("part", ("what", "speed", pairs, configs), args, store, lambda: None)
     return store["part"]
 
@@ -88,23 +77,26 @@ def test_what_fails_is_kept_with_its_error_and_stops_nothing(tmp_path, monkeypat
         "works": "import json; print('step 1/2', flush=True); print(json.dumps({'speed': 2.0}))",
     }.items():
         (tmp_path / f"{name}.py").write_text(code)
-    monkeypatch.setitem(bench.PEERS, "absent", "a_package_that_nobody_has")
+    monkeypatch.setitem(running.PEERS, "absent", "a_package_that_nobody_has")
     monkeypatch.setattr(bench, "MIN_SECONDS_LEFT", 0)
     names = ("absent", "fails", "works", "hangs")
     configs = {name: bench.Config(str(tmp_path / f"{name}.py"), {}) for name in names}
-    kept = measured(configs, {"ratio": ("works", "fails", "1")}, seconds=15)["configs"]
+    kept = measure(configs, {"ratio": ("works", "fails", "1")}, 15, {})["configs"]
     assert kept["absent"]["error"] == "not installed: a_package_that_nobody_has"
     assert kept["fails"]["error"] == "MemoryError: out of memory"
     assert kept["hangs"]["error"].startswith("did not end within")
-    assert kept["works"]["runs"][0]["speed"] == 2.0
+    run = kept["works"]["runs"][0]
+    assert run["speed"] == 2.0 and 0 < run["first_step_s"] < run["wall_s"]
 
 
-def test_runs_whose_losses_differ_are_not_compared(tmp_path):
+def test_runs_whose_losses_differ_are_not_compared_and_a_second_call_adds_rounds(tmp_path):
     for name, loss in {"bare": 5.0, "near": 5.0004, "far": 5.1}.items():
         (tmp_path / f"{name}.py").write_text(f'print(\'{{"speed": 2.0, "loss": {loss}}}\')')
     configs = {name: bench.Config(str(tmp_path / f"{name}.py"), {}, same_loss_as="bare") for name in ("near", "far")}
     configs = {"bare": bench.Config(str(tmp_path / "bare.py"), {})} | configs
-    part = measured(configs, {name: (name, "bare", "1") for name in ("near", "far")}, seconds=300)
+    pairs, store = {name: (name, "bare", "1") for name in ("near", "far")}, {}
+    part = measure(configs, pairs, 300, store)
     assert part["configs"]["far"]["error"].startswith("not compared: its last loss is 5.100000")
     assert bench.ratios(part, "near", "bare", "1") == [1, 1]
     assert bench.ratios(part, "far", "bare", "1") == []
+    assert len(measure(configs, pairs, 300, store)["configs"]["near"]["runs"]) == 4
