@@ -5,16 +5,14 @@ import json
 import multiprocessing
 import os
 import pathlib
-import pty
 import signal
 import subprocess
-import sys
 import time
 
 import multirank
 import psutil
 import pytest
-from conftest import PROGRAM, ROOT, forked, forking, losses_of, metrics_of, parse, torchrun_command, wait_until, words
+from conftest import forked, forking, losses_of, metrics_of, parse, wait_until, words
 
 from harness.job import endings, signals
 
@@ -22,14 +20,6 @@ SIZES = words("--sequence-length 32 --batch-size 1 --precision fp32 --num-worker
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Child processes
-
-
-def start_by_subprocess() -> int:
-    return subprocess.Popen(["sleep", "60"]).pid
-
-
-def start_by_spawn() -> int:
-    return os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ)
 
 
 def start_by_fork() -> int:
@@ -42,15 +32,15 @@ def start_by_fork() -> int:
     return child
 
 
-def start_in_a_thread() -> int:
+def start_by_subprocess_in_a_thread() -> int:
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        return threads.submit(start_by_subprocess).result()
+        return threads.submit(lambda: subprocess.Popen(["sleep", "60"]).pid).result()
 
 
 def signal_children() -> None:
     """End child processes by each signal, in a process that listens to them."""
     signals.listen(parse(["--demo"]))
-    for start_child in (start_by_subprocess, start_by_spawn, start_by_fork, start_in_a_thread):
+    for start_child in (start_by_fork, start_by_subprocess_in_a_thread):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             child = psutil.Process(start_child())
             child.send_signal(number)
@@ -106,23 +96,6 @@ def test_ctrl_c_in_a_long_run_saves_unless_checkpoints_are_saved_at_an_interval(
     assert stop.saves_on_interrupt(stop.began + 2 * stop.LONG_RUN) == ON_CTRL_C[more]
 
 
-def fail_at_a_signal(number: int) -> None:
-    endings.LISTENERS.clear()  # of runs in this process
-    signals.StopRequest.react = lambda *_: 1 / 0
-    signals.listen(parse(["--demo"]))
-    os.kill(os.getpid(), number)
-    time.sleep(60)
-
-
-@pytest.mark.parametrize("number, exit_code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_bug_in_the_answer_to_a_signal_ends_the_run(number, exit_code):
-    run = multiprocessing.get_context("fork").Process(target=fail_at_a_signal, args=(number,))
-    run.start()
-    run.join(10)
-    run.kill()
-    assert run.exitcode == exit_code
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # A stop in each phase of a run
 
@@ -164,8 +137,9 @@ def stop_in(phase: str, ranks: int, folder: pathlib.Path, arguments: list) -> tu
     with forking(ranks, multirank.slowed, phase, str(there), *arguments, "--run-name", folder.name) as (world, _):
         wait_until(there.exists, world.processes)
         time.sleep(0.3)
+        number = signal.SIGHUP if phase == "data" else signal.SIGTERM  # a closed terminal's, or a scheduler's
         for process in world.processes:  # as torchrun forwards it
-            os.kill(process.pid, signal.SIGTERM)
+            os.kill(process.pid, number)
         for process in world.processes:
             process.join(300)
         codes = [process.exitcode for process in world.processes]
@@ -185,31 +159,6 @@ def test_a_stop_in_each_phase_saves_the_last_complete_step_at_once(phase, flags)
         lines = metrics_of(folder / phase)
         assert [line["step"] for line in lines] == [*range(1, step + 1)] and missing not in lines[-1]
         assert json.loads((folder / phase / "config.json").read_text())["starts"][-1]["exit_code"] == 143
-
-
-def close_a_terminal(command: list, marker: bytes) -> None:
-    """Run a command in a terminal of its own, and close that once the command prints `marker`."""
-    shell, terminal = pty.fork()
-    if shell == 0:
-        os.chdir(ROOT)
-        os.execv(command[0], [str(word) for word in command])
-    sent, deadline = b"", time.monotonic() + 600
-    while marker not in sent:
-        assert time.monotonic() < deadline, sent.decode()
-        sent += os.read(terminal, 65536)
-    os.close(terminal)
-    os.waitpid(shell, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[sys.executable], torchrun_command(2)], ids=["python", "torchrun"])
-def test_a_closed_terminal_saves_the_last_step(launcher, flags):
-    folder, given = flags
-    name = f"closed-{len(launcher)}"
-    close_a_terminal([*launcher, PROGRAM, *given, "--num-steps", "4000", "--run-name", name], b"step    2/4000")
-    (saved,) = (folder / name / "checkpoints").glob("step-*")
-    assert len(losses_of(folder / name)) == int(saved.name.removeprefix("step-"))
-    assert json.loads((folder / name / "config.json").read_text())["starts"][-1]["exit_code"] == 143
 
 
 @pytest.mark.slow
