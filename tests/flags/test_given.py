@@ -10,7 +10,7 @@ import multirank
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from conftest import PROGRAM, ROOT, forked, metrics_of, parse, train, unlock, words, write_model
+from conftest import PROGRAM, metrics_of, parse, train, words, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import flags, state
@@ -189,23 +189,6 @@ def test_starts_on_other_ranks_keep_the_global_batch(batch, again, monkeypatch):
         manifest = json.loads(json.dumps(flags.record_flags(settings) | {"world_size": world}))
         global_batches.add(world * settings.batch_size * settings.gradient_accumulation_steps)
     assert len(global_batches) == 1
-
-
-@pytest.mark.slow
-def test_two_starts_on_other_ranks_are_one_run(small, token_cache, printed, tmp_path):
-    """Its losses are those of a run without a stop, eval losses of --eval-steps included."""
-    (tmp_path / "run.toml").write_text('dataset = "demo"\nbatch-size = 2\ngradient-accumulation-steps = 2')
-    more = f"--lr-scheduler constant --eval-interval 2 --eval-steps 3 --tokenizer {ROOT / 'assets' / 'demo'}"
-    common = words(f"{small.replace('--dataset synthetic', '')} --cache-dir {token_cache} {more}")
-    common += ["--config", str(tmp_path / "run.toml")]
-    printed([*common, "--run-name", "whole", "--num-steps", "4"])
-    output = printed([*common, "--run-name", "r", "--num-steps", "2"])
-    unlock(tmp_path / "r")
-    assert "global batch" not in forked(2, multirank.program, *paste(output))
-    assert metrics_of(tmp_path / "r")[-1]["tokens_seen"] == metrics_of(tmp_path / "whole")[-1]["tokens_seen"]
-    for name in ("loss", "eval_loss"):
-        whole, moved = ([m[name] for m in metrics_of(tmp_path / run) if name in m] for run in ("whole", "r"))
-        assert moved == pytest.approx(whole, rel=1e-5)
 
 
 def test_tokens_have_a_decay_and_a_resume_is_judged_by_the_warmup_that_it_keeps(run, small, device, tmp_path):

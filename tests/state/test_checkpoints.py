@@ -619,7 +619,8 @@ def test_a_checkpoint_that_is_not_finite_is_neither_trained_nor_exported(run, mi
 def test_one_run_over_a_kill_and_other_numbers_of_ranks(device, flags, tmp_path):
     """2 ranks in stage 2, of which one is killed and torchrun starts both again, 4 ranks in two replicas, 1 rank; and
     the same global batch on one rank, undisturbed."""
-    folder, flags = tmp_path / "r", [*flags, *words("--lr-scheduler constant --lr 1e-4")]
+    folder, constant = tmp_path / "r", "--lr-scheduler constant --lr 1e-4 --eval-interval 34 --eval-steps 3"
+    flags = [*flags, *words(constant)]
     common = [*flags, *words(f"--batch-size 1 --num-workers 1 --output-dir {tmp_path} --run-name r --resume auto")]
 
     more = words("--gradient-accumulation-steps 2 --zero-stage 2 --num-steps 60 --checkpoint-interval 10")
@@ -639,8 +640,9 @@ def test_one_run_over_a_kill_and_other_numbers_of_ranks(device, flags, tmp_path)
     assert train([*flags, *uninterrupted], device) == 0
     survived, reference = steps_of(folder), steps_of(tmp_path / "uninterrupted")
     assert [step[0] for step in survived] == [*range(1, 69), 68]
-    assert [step[1] for step in survived] == pytest.approx([step[1] for step in reference], rel=1e-5)
-    assert [step[3:] for step in survived] == [step[3:] for step in reference]
+    for loss in (1, KEYS.index("eval_loss")):
+        assert [step[loss] for step in survived] == pytest.approx([step[loss] for step in reference], rel=1e-5)
+    assert [step[3:5] for step in survived] == [step[3:5] for step in reference]
     ends = [saved.newest_checkpoint(place) for place in (folder, tmp_path / "uninterrupted")]
     weights, expected = (torch.cat([t.flatten() for t in tensors_of(end, "model.").values()]) for end in ends)
     assert (weights - expected).norm() < 1e-3 * expected.norm()
