@@ -1,4 +1,4 @@
-"""Checkpoints without shards, manifests that are written again, tensors and logits, and a full disk."""
+"""Checkpoints without shards, manifests and JSON files that are changed, tensors and logits, and a full disk."""
 
 import contextlib
 import hashlib
@@ -10,6 +10,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from harness.base import saved
+
+
+def change(file: pathlib.Path, **keys) -> None:
+    """Set keys of a JSON object in a file, which need not be there."""
+    old = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(old | keys))
 
 
 def write_checkpoint(run: pathlib.Path, step: int, **manifest) -> pathlib.Path:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from checkpoints import change
 from conftest import SMALL, train, words
 from safetensors.torch import load_file, save_file
 from tiny import SIZES
@@ -32,8 +33,7 @@ def write(folder, family: str = "llama", **sizes):
 def put(folder, weights: dict[str, torch.Tensor], name: str = "model.safetensors", **fields) -> None:
     """Write weights into a file, and fields into the config."""
     save_file({key: tensor.contiguous() for key, tensor in weights.items()}, folder / name, {"format": "pt"})
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    change(folder / "config.json", **fields)
 
 
 def read(folder, export, device) -> None:

@@ -17,7 +17,7 @@ import jinja2
 import pytest
 import torch
 import transformers
-from checkpoints import forge
+from checkpoints import change, forge
 from conftest import DEMO, chat, free_port, parse, train
 from corpora import write_records
 from safetensors import safe_open
@@ -48,12 +48,6 @@ class Attack:
 
     def __reduce__(self):
         return pathlib.Path.touch, (self.mark,)
-
-
-def change(file: pathlib.Path, **keys) -> None:
-    """Set keys of a JSON object in a file."""
-    old = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps(old | keys))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from checkpoints import IDS, folder_of, logits_of, tensors_of
+from checkpoints import IDS, change, folder_of, logits_of, tensors_of
 from conftest import eval_loss_of, forked, losses_of, parse, slow_case, train, words
 from multirank import SIZES, program
 from torch.utils.flop_counter import FlopCounterMode
@@ -160,13 +160,13 @@ def test_a_run_continues_after_a_kill_on_other_ranks_as_if_uninterrupted(flags, 
 
 def test_other_adapters_are_no_resume(flags, finished, device, tmp_path):
     shutil.copytree(finished, tmp_path / "r")
-    for problem, change in {
+    for problem, other in {
         "--lora-rank was 2": "--lora-rank 3 --lora-alpha 4",
         "--lora-alpha was 4": "--lora-alpha 2",
         "--lora-targets was ": "--lora-targets q_proj",
     }.items():
         with pytest.raises(base.UserError, match=problem):
-            train(flags("llama", *MORE, *words(f"--resume auto --num-steps 6 {change}")), device)
+            train(flags("llama", *MORE, *words(f"--resume auto --num-steps 6 {other}")), device)
 
 
 def test_the_same_base_in_other_files_is_a_resume_and_another_base_is_none(workspace, flags, device, tmp_path):
@@ -264,9 +264,7 @@ def test_experts_in_one_weight_are_refused_by_any_name_for_them(flags, device):
 
 def test_quantized_weights_are_refused(workspace, flags, device, tmp_path):
     shutil.copytree(workspace / "checkpoints" / "llama", tmp_path / "quantized")
-    path = tmp_path / "quantized" / "config.json"
-    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
-    path.write_text(json.dumps(config))
+    change(tmp_path / "quantized" / "config.json", quantization_config={"quant_method": "fp8"})
     with pytest.raises(base.UserError, match="are quantized"):
         train(flags(tmp_path / "quantized"), device)
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from checkpoints import files_of_at_most, flip, folder_of, logits_of, reseal
+from checkpoints import change, files_of_at_most, flip, folder_of, logits_of, reseal
 from conftest import DEMO, SMALL, chat, forked, metrics_of, train, words, write_model
 from corpora import write_records
 from multirank import MODELS, SIZES, program
@@ -40,10 +40,6 @@ def run(device, arguments):
 
 def read(folder, name: str = "generation_config") -> dict:
     return json.loads((folder / f"{name}.json").read_text())
-
-
-def change(path, **values) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def habits_of(folder) -> dict:
