@@ -10,8 +10,7 @@ import torch
 import transformers
 from conftest import write_model
 from tiny import END, MODELS, SIZES, build
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.base import UserError
 from harness.data.packing import PackedDataset, create_collate_fn
@@ -159,13 +158,3 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=start > 0):
             logits = [model(**batch, use_cache=False).logits for model in variants.values()]
         torch.testing.assert_close(*logits)
-
-
-def test_flash_attention_which_takes_no_mask_is_refused(monkeypatch):
-    """torch's kernel replaces flash attention's, which is not installed."""
-    kernel = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", kernel)
-    model = build_small("llama")
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(UserError, match="without transformers' masks"):
-        error_of_packing(model, "llama")

@@ -77,7 +77,7 @@ def train(workspace, case: str) -> dict:
         "losses": losses,
         "norms": norms,
         "adapters": {name: (p.full_tensor() if isinstance(p, DTensor) else p).tolist() for name, p in adapters.items()},
-        "frozen dtypes": sorted({str(parameter.dtype) for parameter in frozen}),
+        "dtypes": [sorted({str(p.dtype) for p in parameters}) for parameters in (frozen, adapters.values())],
         "states": len(optimizer.state),
         "gradients of frozen": sum(parameter.grad is not None for parameter in frozen),
     }
@@ -155,4 +155,4 @@ def test_adapters_are_trained_as_by_a_plain_loop_of_peft(workspace, observed, ca
         assert torch.tensor(seen["adapters"][name]).sub(adapter).abs().max() < 10 * near, name
     assert min(seen["norms"]) > 0 and seen["gradients of frozen"] == 0
     assert seen["states"] == len(reference["adapters"])  # of the optimizer
-    assert seen["frozen dtypes"] == ["torch.bfloat16" if in_bf16 else "torch.float32"]
+    assert seen["dtypes"] == [["torch.bfloat16" if in_bf16 else "torch.float32"], ["torch.float32"]]

@@ -270,18 +270,6 @@ def test_fp32_on_a_gpu_repeats_shared_keys_as_no_fused_kernel_takes_them():
         sdpa_attention.sdpa_attention_forward(module, query, keys, keys, None)
 
 
-@pytest.mark.parametrize("flags", ["", "--document-mask"])
-def test_naming_the_kernel_takes_memory_for_one_row_of_queries_whatever_the_batch(flags):
-    config = load_config("demo")
-    config._attn_implementation = "sdpa"
-    settings = parse(["--model", "demo", "--sequence-length", "256", "--batch-size", "64", *words(flags)])
-    with Allocated() as allocated:
-        assert "sdpa attention (" in describe_attention(settings, config, "cpu")
-    assert max(tensor.untyped_storage().nbytes() // tensor.itemsize for tensor in allocated.tensors) == (
-        256 * config.hidden_size
-    )
-
-
 class Allocated(TorchDispatchMode):
     """Collects each tensor that an operator returns, but those on the meta device."""
 

@@ -8,7 +8,7 @@ import typing
 
 import planranks
 import pytest
-from conftest import copy_with_gpu, forked, metrics_of, parse, python, start, words, write_model
+from conftest import copy_with_gpu, forked, metrics_of, parse, start, words, write_model
 from multirank import MODELS, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -61,8 +61,6 @@ def test_what_is_planned_of_a_step_is_what_real_ranks_hold_and_send(tmp_path, ra
     assert planned.keys() == measured.keys() == flags.keys()
     for name, plan in planned.items():
         compare_memory(name, plan, measured[name])
-        if "adapters" in name:
-            compare_adapters(plan, measured[name], ranks if "stage 0" not in name else 1)
         compare_traffic(name, plan, measured[name]["sent"] if ranks > 1 else {})
 
 
@@ -90,20 +88,6 @@ def compare_memory(name: str, plan: dict, real: dict) -> None:
     held = sorted(filter(None, plan["held_by_streams_gib"]))
     assert [size * GIB for size in held] == pytest.approx(real["held"], rel=0.02), name
     assert memory["total"] <= sum(held) * (1 + 1e-9) < memory["reserved"], name
-
-
-def compare_adapters(plan: dict, real: dict, shards: int) -> None:
-    """The base is held in 2 bytes a number and gathered so; what is trained has 4 bytes, its gradients and their sums
-    too, and 8 for AdamW's moments. Uneven shards are padded."""
-    trained, everything = plan["trained_parameters"], plan["parameters"]
-    near = {"rel": 0.03, "abs": 30_000}  # a tensor of one number takes 512 bytes
-    assert real["parameters"] == pytest.approx((2 * (everything - trained) + 4 * trained) / shards, **near)
-    assert real["gradients"] == pytest.approx(4 * trained / shards, **near)
-    assert real["optimizer"] == pytest.approx(8 * trained / shards, **near)
-    reductions = real["sent"].get("reduce_scatter")
-    if reductions:
-        passes = reductions[0] / 3  # of 3 layers
-        assert reductions[1] == pytest.approx(passes * 4 * trained, rel=0.03)
 
 
 def compare_traffic(name: str, plan: dict, sent: dict[str, tuple[int, int]]) -> None:
@@ -197,14 +181,6 @@ def test_a_model_to_be_tuned_that_does_not_fit_learns_that_adapters_do(tmp_path)
     advised = re.search("^adapters   (--lora-rank 16 .*?): ", printed, re.MULTILINE)[1]
     plan = json.loads(start([*command, 0, "--json", *words(advised)]).stdout)
     assert plan["fits"] and plan["trained_parameters"] < 0.02 * plan["parameters"]
-
-
-def test_a_mistake_in_a_plan_is_one_line_and_with_json_an_object_too():
-    process = python(*words("--plan --json --plan-gpu Voodoo"))
-    assert process.returncode == 2
-    error = process.stderr.removeprefix("train_fsdp.py: error: ").removesuffix("\n")
-    assert "--plan-gpu 'Voodoo'" in error and "\n" not in error
-    assert json.loads(process.stdout) == {"error": error}
 
 
 def test_what_cannot_be_planned_is_refused(mistake, tmp_path):

@@ -100,13 +100,6 @@ def test_a_streak_continues_over_a_restart(device, arguments, mistake, tmp_path,
 # ---- Its end ---------------------------------------------------------------------------------------------------------
 
 
-def test_with_max_skipped_0_the_first_one_ends_the_run(mistake, monkeypatch):
-    plant(monkeypatch, {4: math.nan})
-    printed = mistake("--num-steps", 9, "--log-interval", 3, "--max-skipped", 0, exit_code=1)
-    problem = "the gradient norm is nan at step 4; 1 step in a row skipped, more than --max-skipped 0"
-    assert printed.startswith(f"{problem}; nothing was saved; a lower --lr")
-
-
 def test_an_update_that_overflows_ends_the_run_and_is_not_saved(device, arguments, mistake, tmp_path, monkeypatch):
     step = models.step_or_skip
 

@@ -325,18 +325,6 @@ def test_a_run_that_continues_in_another_folder_than_its_checkpoints_is_a_new_on
     assert config_of(new)["run_id"] == config["run_id"] and len(config_of(new)["starts"]) == 2
 
 
-def test_a_moved_run_folder_continues_as_itself(run, copied, tmp_path, capsys):
-    old, place = config_of(copied)["run_id"], tmp_path / "outputs" / "other"
-    place.parent.mkdir()
-    copied.rename(place)
-    (tmp_path / "link").symlink_to(place.parent)
-    assert run("other", "--output-dir", tmp_path / "link", "--resume", "auto", "--num-steps", 7) == 0
-    output, config = capsys.readouterr().out, config_of(place)
-    assert config["run_id"] == old and len(config["starts"]) == 2
-    assert reported(output, "done").startswith("7 steps, ")
-    assert [line["step"] for line in metrics_of(place)] == [*range(1, 8), 7]
-
-
 def test_a_new_run_that_saved_nothing_does_not_start_over_in_silence(run, mistake, copied, tmp_path):
     path = copied / "checkpoints" / "step-00000004"
     run("new", "--resume", path)
