@@ -104,17 +104,10 @@ QUICK = {
     ),
 }
 SLOW = {
-    "stage 0": ("smollm3", "--zero-stage 0"),
-    "stage 2 in 4 microbatches": ("smollm3", "--zero-stage 2 --gradient-accumulation-steps 4"),
     "offload": ("smollm3", "--cpu-offload --gradient-accumulation-steps 2"),
-    "2 replicas": ("smollm3", "--dp-replicate-size 2"),
-    "stage 3": ("smollm3", ""),
-    "stage 1": ("smollm3", "--zero-stage 1"),
     "stage 0 in 4 microbatches": ("smollm3", "--zero-stage 0 --gradient-accumulation-steps 4"),
     "stage 3 deferred": ("smollm3", "--gradient-accumulation-steps 4 --defer-grad-sync"),
-    "full checkpointing": ("smollm3", "--activation-checkpointing full"),
     "2 replicas in 4 microbatches": ("smollm3", "--dp-replicate-size 2 --gradient-accumulation-steps 4"),
-    "2 replicas deferred": ("smollm3", "--dp-replicate-size 2 --gradient-accumulation-steps 4 --defer-grad-sync"),
     "2 replicas at stage 1": ("smollm3", "--dp-replicate-size 2 --zero-stage 1 --gradient-accumulation-steps 4"),
     "2 ranks a sequence at stage 1": (
         "smollm3",
