@@ -1,7 +1,6 @@
 """Ranks of the tests of --context-parallel: full runs with equal samples, and the gradients of single families."""
 
 import copy
-import json
 import pathlib
 import warnings
 
@@ -113,15 +112,12 @@ def compare(config, flags: list[str]) -> float | str | None:
     return max(error / norm, abs(shared_loss - loss) / loss)
 
 
-def compare_families(configs: dict[str, str], out: pathlib.Path, *flags: str) -> None:
-    """Write what `compare` says of each config, {name: folder}, into a JSON file."""
+def compare_families(configs: dict[str, str], *flags: str) -> dict[str, float | str | None]:
+    """What `compare` says of each config, {name: folder}."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    start_processes()
     found = {}
     for name, folder in configs.items():
         config = models.load_config(folder)
         found[name] = compare(config, ["--model", folder, *FLAGS.split(), *flags])
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(found))
-    stop_processes()
+    return found

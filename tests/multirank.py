@@ -159,6 +159,15 @@ def as_rank(rank: int, world: int, port: int, output: str, function, arguments: 
     function(*arguments)
 
 
+def answer(file: str, function, *arguments) -> None:
+    """Call `function` in every rank of a world; write what it returns on rank 0."""
+    start_processes()
+    returned = function(*arguments)
+    if dist.get_rank() == 0:
+        pathlib.Path(file).write_text(json.dumps(returned))
+    stop_processes()
+
+
 def as_program(stdout: str, stderr: str, environment: dict, folder: pathlib.Path, arguments: list[str]) -> None:
     """Run train_fsdp.py as a shell does in this folder and environment; its output goes into two files."""
     os.environ.clear()

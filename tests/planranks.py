@@ -1,6 +1,6 @@
 """Memory and traffic of a real step, and of its plan; tests/plan/test_planning.py compares the two.
 
-`main` is a rank that measures on real tensors, and `plan_all` plans the same; both write a JSON file.
+Ranks call `measure_all`, which measures on real tensors; `plan_all` plans the same and writes a JSON file.
 """
 
 import collections
@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 import train_fsdp
 from harness import plan as planning
 from harness.flags import parse_args
-from harness.job import start_processes, stop_processes
 from harness.model import activations, newton_schulz
 
 CASES = {
@@ -151,10 +150,6 @@ def plan_all(ranks: int, flags: dict[str, list[str]], out: pathlib.Path) -> None
     out.write_text(json.dumps({name: plan(argv, ranks) for name, argv in flags.items()}))
 
 
-def main(flags: dict[str, list[str]], out: pathlib.Path) -> None:
-    start_processes()
+def measure_all(flags: dict[str, list[str]]) -> dict[str, dict]:
     newton_schulz.product_dtype = lambda x: x.dtype  # as on a GPU
-    result = {name: measure(argv) for name, argv in flags.items()}
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(result))
-    stop_processes()
+    return {name: measure(argv) for name, argv in flags.items()}

@@ -1,19 +1,17 @@
 """Layer inputs on the host: the numbers of full checkpointing, without the memory of the inputs."""
 
 import functools
-import json
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import forked, write_model
+from conftest import answer_of, write_model
 from multirank import MODELS
 from tiny import build, take_steps
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import model as models
-from harness.job import start_processes, stop_processes
 
 CASES = {
     "stage 3": "--precision bf16",
@@ -35,10 +33,9 @@ def batches(has_documents: bool):
         yield batch
 
 
-def train(folder) -> None:
+def train(folder) -> dict[str, list]:
     """Train each case in both modes, and count at each copy to the host the inputs of earlier layers that are still on
     the device. The forward pass of the model holds that of the first layer until its end."""
-    start_processes()
     torch.compile = functools.partial(torch.compile, backend="aot_eager")  # inductor takes a minute
     copy, storages, held = models.LayerInputOffload._copy, [], []
 
@@ -59,17 +56,14 @@ def train(folder) -> None:
             weights = [torch.hash_tensor(weight.full_tensor()).item() for weight in model.parameters()]
             results[f"{name}, {mode}"] = [found, weights, held[:]]
             held.clear()
-    if dist.get_rank() == 0:
-        (folder / "results").write_text(json.dumps(results))
-    stop_processes()
+    return results
 
 
 @pytest.mark.slow
 def test_offloaded_inputs_change_no_bit_of_a_run_and_leave_the_device(tmp_path):
     model = write_model(tmp_path / "deep", MODELS["deep"][0], **MODELS["deep"][1])
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)  # that adapters are for
-    forked(2, train, tmp_path)
-    results = json.loads((tmp_path / "results").read_text())
+    results = answer_of(2, train, tmp_path)
     for name, flags in CASES.items():
         (losses, norms), weights, held = results[f"{name}, full"]
         passes = STEPS * (2 if "accumulation" in flags else 1)

@@ -1,19 +1,15 @@
 """Adapters are trained as in a plain loop of peft, on any ranks and by every technique, and nothing else is."""
 
 import itertools
-import json
 
 import peft
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import forked, slow_case
+from conftest import answer_of, slow_case
 from tiny import build, rank_share, take_steps
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
-
-from harness.job import start_processes, stop_processes
 
 SEQUENCES, LENGTH, STEPS = 8, 32, 4
 DOCUMENTS = (LENGTH // 4, 3 * LENGTH // 4)  # tokens of the two in each sequence, with --document-mask
@@ -83,26 +79,21 @@ def train(workspace, case: str) -> dict:
     }
 
 
-def train_all(workspace, cases: list[str], out) -> None:
-    start_processes()
-    seen = {case: train(workspace, case) for case in cases}
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(seen))
-    stop_processes()
+def train_all(workspace, cases: list[str]) -> dict[str, dict]:
+    return {case: train(workspace, case) for case in cases}
 
 
 @pytest.fixture(scope="module")
-def observed(request, workspace, device, tmp_path_factory):
+def observed(request, workspace, device):
     """{case: what `train` returned} of this tier's cases; one rank in this process."""
-    out, seen = tmp_path_factory.mktemp("observed") / "seen.json", {}
+    seen = {}
     chosen = QUICK if request.config.option.markexpr == "not slow" else CASES
     for ranks in (1, 2, 4):
         cases = [case for case in chosen if CASES[case][0] == ranks]
         if ranks == 1:
-            seen |= {case: train(workspace, case) for case in cases}
+            seen |= train_all(workspace, cases)
         elif cases:
-            forked(ranks, train_all, workspace, cases, out)
-            seen |= json.loads(out.read_text())
+            seen |= answer_of(ranks, train_all, workspace, cases)
     return seen
 
 

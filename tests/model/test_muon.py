@@ -6,18 +6,15 @@ both leave out the cast to bf16.
 
 import contextlib
 import itertools
-import json
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import forked, losses_of, slow_case, train, words, write_model
+from conftest import answer_of, forked, losses_of, slow_case, train, words, write_model
 from multirank import program
 from tiny import build, rank_share, take_steps
 from torch.optim import _muon as torchs
 
-from harness.job import start_processes, stop_processes
 from harness.model import newton_schulz
 
 STEPS, SEQUENCES, TOKENS, LR, ADAMW_LR = 20, 24, 32, 2e-3, 1e-3
@@ -204,12 +201,8 @@ def losses(folder, case: str, steps: int, is_reference: bool = False) -> list[fl
         return take_steps(settings, model, optimizer, itertools.chain.from_iterable(shares), steps)[0]
 
 
-def train_all(folder, cases: list[str], steps: int) -> None:
-    start_processes()
-    found = {case: losses(folder, case, steps) for case in cases}
-    if dist.get_rank() == 0:
-        (folder / "losses.json").write_text(json.dumps(found))
-    stop_processes()
+def train_all(folder, cases: list[str], steps: int) -> dict[str, list[float]]:
+    return {case: losses(folder, case, steps) for case in cases}
 
 
 @pytest.mark.parametrize(
@@ -223,8 +216,7 @@ def train_all(folder, cases: list[str], steps: int) -> None:
     ],
 )
 def test_losses_of_any_number_of_ranks_are_those_of_full_matrices_in_one_process(folder, device, ranks, cases, steps):
-    forked(ranks, train_all, folder, [*cases], steps)
-    for case, found in json.loads((folder / "losses.json").read_text()).items():
+    for case, found in answer_of(ranks, train_all, folder, [*cases], steps).items():
         reference = losses(folder, case, steps, is_reference=True)
         assert found == pytest.approx(reference, rel=1e-4 if "bf16" in case else 1e-5), case
         assert len(found) == steps

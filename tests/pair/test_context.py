@@ -1,13 +1,12 @@
 """--context-parallel: ranks that share each sequence train as one rank does."""
 
 import itertools
-import json
 
 import contextranks
 import families
 import pytest
 import torch
-from conftest import DEMO, chat, forked, metrics_of, parse, story_texts, write_model
+from conftest import DEMO, answer_of, chat, forked, metrics_of, parse, story_texts, write_model
 from corpora import write_records
 from multirank import MODELS, SIZES
 from safetensors.torch import load_file
@@ -141,8 +140,8 @@ def write_families(folder, names: list[str]) -> dict[str, str]:
 @pytest.mark.parametrize("flags", [(), ("--document-mask",)], ids=" ".join)
 def test_every_family_has_the_gradients_of_one_rank_or_is_refused(tmp_path, flags):
     configs = write_families(tmp_path, families.families())
-    forked(2, contextranks.compare_families, configs, tmp_path / "found", *flags)
-    found = {name: seen for name, seen in json.loads((tmp_path / "found").read_text()).items() if seen is not None}
+    found = answer_of(2, contextranks.compare_families, configs, *flags)
+    found = {name: seen for name, seen in found.items() if seen is not None}
     equal = {name for name, seen in found.items() if isinstance(seen, float)}
     assert {name: found[name] for name in equal if not found[name] < 1e-5} == {}
     assert len(equal) > 90

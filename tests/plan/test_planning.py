@@ -8,7 +8,7 @@ import typing
 
 import planranks
 import pytest
-from conftest import copy_with_gpu, forked, metrics_of, parse, start, words, write_model
+from conftest import answer_of, copy_with_gpu, forked, metrics_of, parse, start, words, write_model
 from multirank import MODELS, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -55,9 +55,9 @@ def test_what_is_planned_of_a_step_is_what_real_ranks_hold_and_send(tmp_path, ra
     flags = {name: planranks.arguments(model, planranks.CASES[name]) for name in planranks.NAMES[ranks]}
     with concurrent.futures.ThreadPoolExecutor() as threads:
         planning_all = threads.submit(forked, 1, planranks.plan_all, ranks, flags, tmp_path / "planned")
-        forked(ranks, planranks.main, flags, tmp_path / "measured")
+        measured = answer_of(ranks, planranks.measure_all, flags)
         planning_all.result()
-    planned, measured = (json.loads((tmp_path / name).read_text()) for name in ("planned", "measured"))
+    planned = json.loads((tmp_path / "planned").read_text())
     assert planned.keys() == measured.keys() == flags.keys()
     for name, plan in planned.items():
         compare_memory(name, plan, measured[name])
