@@ -19,13 +19,13 @@ import pathlib
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
-import warnings
 
+import multirank
 import torch
+from conftest import free_port
 from transformers.models.llama import modeling_llama  # noqa: F401 - before the fork
 
 import train_fsdp
@@ -179,18 +179,10 @@ class Ending:
         return [line for line in self.output.splitlines() if line.startswith("train_fsdp.py: error: ")]
 
 
-def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: str, output: str) -> None:
-    """The program, watched, in a forked process; its points and what it prints are appended to two files."""
+def watched(start: Start, folder: pathlib.Path, log: str) -> None:
+    """The program in a forked rank; its points are appended to a file."""
     torch.set_num_threads(1)  # a fork's first call makes a new thread pool: two threads at once can abort (2.11)
-    files = [os.open(name, os.O_WRONLY | os.O_APPEND) for name in (log, output)]
-    for descriptor in (1, 2):
-        os.dup2(files[1], descriptor)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))  # noqa: SIM115
-    warnings.filterwarnings("ignore")
-    if start.ranks > 1:
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": start.ranks, "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    Watch(folder, files[0], rank, start.fault, start.point)
+    Watch(folder, os.open(log, os.O_WRONLY | os.O_APPEND), int(os.environ["RANK"]), start.fault, start.point)
     base.commit = lambda: None  # it asks git, the slowest part of a start here
     argv = f"{FLAGS} --model {folder.parent / 'model'} --output-dir {folder} {start.flags}"
     train_fsdp.main(parse_args(argv.split()))
@@ -199,13 +191,10 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: str, 
 def run(start: Start, folder: pathlib.Path, timeout: float = 60) -> Ending:
     """Starts the program with output folder `folder` and waits for its end. As a launcher does, it kills the other
     ranks some time after one has failed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with tempfile.NamedTemporaryFile("r") as log, tempfile.NamedTemporaryFile("r") as output:
-        arguments = (start, port, folder, log.name, output.name)
+        arguments = (start.ranks, free_port(), output.name, watched, (start, folder, log.name))
         fork = multiprocessing.get_context("fork")
-        ranks = [fork.Process(target=as_rank, args=(rank, *arguments)) for rank in range(start.ranks)]
+        ranks = [fork.Process(target=multirank.as_rank, args=(rank, *arguments)) for rank in range(start.ranks)]
         for process in ranks:
             process.start()
         deadline, has_failed = time.monotonic() + timeout, False
@@ -310,8 +299,7 @@ def disturb_at_points(start: Start, resumed: bool, folder: pathlib.Path, choose)
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text(json.dumps(MODEL))
     undisturbed = run(start, folder / "undisturbed")
-    if undisturbed.code:
-        sys.exit(f"the undisturbed run failed:\n{undisturbed.output}")
+    assert not undisturbed.code, undisturbed.output
     reference = steps_of(folder / "undisturbed")
     template.mkdir()
     if resumed:
