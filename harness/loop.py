@@ -219,7 +219,6 @@ def open_training(
     opened = open_run(args, folder)
     settings, config, tokenizer = opened.settings, opened.config, opened.tokenizer
     job.check_machine(settings, mesh, device)
-    job.check_host_memory(models.offloaded_bytes(settings, config))  # for --activation-checkpointing offload
     opened.dataset = data.load(
         settings,
         opened.corpora,

@@ -15,7 +15,7 @@ Each name of the list has a docstring in its file.
 from harness.job.endings import STOPPED, at_exit, describe_exit
 from harness.job.folders import replace_file, take_folder
 from harness.job.heartbeats import PROGRESS, end_save_stage, enter_phase
-from harness.job.preflight import check_disk, check_host_memory, check_machine, check_world
+from harness.job.preflight import check_disk, check_machine, check_world
 from harness.job.schedule import Actions, count_steps, due
 from harness.job.signals import Stopped, StopRequest, ignore_signals
 from harness.job.startup import begin, set_allocator

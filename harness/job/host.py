@@ -43,12 +43,6 @@ def cores() -> int:
     return max(1, int(min([len(allowed_cores()), *quotas])))
 
 
-def available_memory() -> int:
-    """Return the bytes that processes of this machine or container may still take."""
-    limits = [int(limit) for (limit,) in cgroup_limits("memory.max") if limit != "max"]
-    return min([psutil.virtual_memory().available, *limits])
-
-
 def busy_cores() -> float:
     """Sleep 0.1 s and return how many of this process's cores were in use."""
     percents = psutil.cpu_percent(0.1, percpu=True)

@@ -1,5 +1,7 @@
-"""Preflight: checks before a run trains: shards over several nodes, other processes on a GPU, room in host memory and
-on the disk. An error if the run cannot succeed, else a warning."""
+"""Preflight: checks before a run trains: shards over several nodes, other processes on a GPU, room on the disk.
+
+An error if the run cannot succeed, else a warning.
+"""
 
 from __future__ import annotations
 
@@ -38,24 +40,6 @@ def check_machine(settings: flags.Settings, mesh: DeviceMesh, device: torch.devi
             terminal.warn(line)
     if spread := describe_spread(settings, mesh["shard"].size(), host.local_world_size()):
         terminal.print0(spread)
-
-
-def check_host_memory(per_rank: int) -> None:
-    """Check that each node has memory for the layer inputs of its ranks, `per_rank` bytes each. Every rank calls this.
-
-    Raises:
-        UserError: a node has not; on every rank.
-    """
-
-    def check() -> None:
-        ranks, available = host.local_world_size(), host.available_memory()
-        if ranks * per_rank > available:
-            held = f"the layer inputs of {base.counted(ranks, 'rank')} take {amount(ranks * per_rank)} of host memory"
-            advice = "use full, a shorter --sequence-length or more nodes"
-            problem = f"{held}, {socket.gethostname()} has {amount(available)} available"
-            raise base.UserError(f"--activation-checkpointing offload: {problem}; {advice}", 1)
-
-    base.call_on_all_ranks(check)
 
 
 # ---- Nodes and GPUs --------------------------------------------------------------------------------------------------

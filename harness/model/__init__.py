@@ -4,7 +4,7 @@ any number of ranks and knows nothing of runs, checkpoint files or reports.
 Import it as `from harness import model as models`, as a model is called `model` elsewhere.
 """
 
-from harness.model.activations import LayerInputOffload, checkpoint_activations, offloaded_bytes, pinned_bytes
+from harness.model.activations import LayerInputOffload, checkpoint_activations, pinned_bytes
 from harness.model.attention import choose_attention, describe_attention
 from harness.model.collectives import (
     avoid_copies_on_one_rank,

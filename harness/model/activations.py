@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import PretrainedConfig
-
-from harness import flags
 
 
 def checkpoint_activations(layer: nn.Module, mode: str) -> None:
@@ -91,15 +88,6 @@ class HostCopy:
 def pinned_bytes(size: int) -> int:
     """Round bytes up to a power of two, as torch's allocator of pinned memory does (CachingHostAllocator.h)."""
     return 1 << max(size - 1, 0).bit_length()
-
-
-def offloaded_bytes(settings: flags.Settings, config: PretrainedConfig) -> int:
-    """Return the bytes that a rank's layer inputs take on the host; 0 without --activation-checkpointing offload."""
-    if settings.activation_checkpointing != "offload":
-        return 0
-    text = config.get_text_config()
-    numbers = settings.batch_size * (settings.sequence_length // settings.context_parallel) * text.hidden_size
-    return text.num_hidden_layers * pinned_bytes(numbers * (4 if settings.precision == "fp32" else 2))
 
 
 def empty_on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from conftest import parse, slow_case, train
 
 from harness.base import GIB, UserError
 from harness.flags.settings import OPTIMIZERS
-from harness.job import host, preflight, start_processes
+from harness.job import preflight, start_processes
 
 
 def test_several_ranks_without_local_rank_are_one_line_where_there_is_a_gpu(monkeypatch):
@@ -37,17 +37,6 @@ def test_memory_that_others_hold_of_a_gpu_is_named_with_their_pids_where_the_dri
     assert preflight.describe_other_processes(preflight.other_processes_on_gpu()) == ""
     monkeypatch.setitem(sys.modules, "pynvml", None)  # no package
     assert preflight.other_processes_on_gpu() == {}
-
-
-def test_layer_inputs_that_a_nodes_memory_does_not_hold_are_refused(mistake, monkeypatch):
-    """The tiny model's, of 2 x 64 tokens on one rank: two layers of 64 numbers in fp32, and a power of two each."""
-    flags = ["--activation-checkpointing", "offload", "--batch-size", 2, "--sequence-length", 64, "--precision", "fp32"]
-    monkeypatch.setattr(host, "available_memory", lambda: 50_000)
-    printed = mistake(*flags, exit_code=1)
-    assert printed.startswith(
-        "--activation-checkpointing offload: the layer inputs of 1 rank take 0.0655 MB of host memory"
-    )
-    assert "0.05 MB available; use full, a shorter --sequence-length or more nodes" in printed
 
 
 # ----------------------------------------------------------------------------------------------------------------------
