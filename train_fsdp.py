@@ -15,7 +15,7 @@ FLOP and MFU math and the clock. Everything else is in harness/:
     loop     around the steps: opening a run, evaluating, logging, saving, stopping
 
 --import FILE.py adds data sets, schedules, optimizers, metrics and loss terms (harness/register.py), and architectures.
---plan runs `build_mesh`, `build_model` and `train_step` too: on fake tensors, with fewer layers.
+--plan runs `build_mesh`, `build_model` and `train_step` too: on fake tensors, and with fewer layers if there are many.
 """
 
 from harness import before_torch
@@ -159,7 +159,8 @@ def transform_layer(
 def sharding_policies(settings: flags.Settings, model: nn.Module, device: torch.device) -> dict[str, Any]:
     """The mixed precision and the offloading of each `fully_shard`."""
     if settings.precision in ("bf16", "fp8"):
-        # Layers of transformers cast what they get in fp32, such as MPT's alibi, themselves; others may rely on FSDP2.
+        # Layers of transformers take fp32 inputs among bf16 ones: MPT's adds an fp32 alibi to the scores. Layers of other
+        # code may rely on FSDP2's cast.
         casts = not type(model).__module__.startswith("transformers.")
         precision = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=casts)
     else:
@@ -285,7 +286,9 @@ def train_or_evaluate(args: flags.Args, device: torch.device, stop: job.StopRequ
         loop.evaluate_only(args, device, build_mesh, build_model, evaluate)
     else:
         run = prepare(args, device, stop)
-        with loop.started(run):  # on a GPU another process plans this run: its last line has both figures
+        # Opens log and checkpoints. On a GPU another process plans the run meanwhile; the last log line has the
+        # predicted metrics beside the measured ones.
+        with loop.started(run):
             try:
                 train(run)
                 loop.finish(run)
