@@ -251,7 +251,9 @@ def wrong_adapters(args: Flags) -> Iterator[str]:
 def misfits_float8(args: Flags) -> str:
     """An error if float8 does not support the number of tokens in a microbatch; empty if it does, or if the number is
     unknown yet."""
-    if args.sequence_length is None or args.batch_size == "auto" or args.batch_size % args.batch_size_multiple() == 0:
+    if args.precision != "fp8" or args.sequence_length is None or args.batch_size == "auto":
+        return ""
+    if args.batch_size % args.batch_size_multiple() == 0:
         return ""
     unit = 16 // math.gcd(16, args.batch_size) * args.context_parallel
     length = max(unit, round(args.sequence_length / unit) * unit)

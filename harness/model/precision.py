@@ -34,6 +34,8 @@ def choose_precision(settings: flags.Args, manifest: dict | None) -> ChosenPreci
         chosen = ChosenPrecision(saved["precision"], saved["fp8_recipe"], saved["fp8_emulate"])
     elif settings.precision is None:
         chosen = chosen._replace(name="bf16" if on_gpu else "fp32")
+    if chosen.name != "fp8":
+        chosen = chosen._replace(fp8_recipe=None)  # a plan takes a run's flags, also those without effect
     is_refused = chosen.name == "fp8" and not chosen.fp8_emulate  # check_float8 raises the error
     if not on_gpu and chosen.name != "fp32" and not is_refused and not cpu_multiplies_bf16():
         job.warn(f"--precision {chosen.name}: this CPU has no instructions for bf16; {DEMO_SPEEDS}: give fp32")

@@ -239,6 +239,7 @@ COMMANDS = {  # flags that a plan takes: those of them that the command of the g
     "--batch-size 1 --init pretrained --lora-alpha 8": "--lora-alpha",
     "--batch-size 1 --init pretrained --lora-targets q_proj": "--lora-targets",
     "--batch-size 1 --fp8-recipe rowwise --precision fp8": "",
+    "--batch-size 1 --fp8-recipe rowwise --sequence-length 100": "--fp8-recipe",
     # 8,196 is a multiple of 4, and tokens in multiples of 16 are taken
     "--batch-size 4 --precision fp8 --sequence-length 8196 --gradient-accumulation-steps 3": "",
     "--batch-size auto --precision fp8 --sequence-length 8196 --gradient-accumulation-steps 3": "",
