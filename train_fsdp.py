@@ -159,8 +159,8 @@ def transform_layer(
 def sharding_policies(settings: flags.Settings, model: nn.Module, device: torch.device) -> dict[str, Any]:
     """The mixed precision and the offloading of each `fully_shard`."""
     if settings.precision in ("bf16", "fp8"):
-        # Layers of transformers take fp32 inputs among bf16 ones: MPT's adds an fp32 alibi to the scores. Layers of other
-        # code may rely on FSDP2's cast.
+        # Layers of transformers take fp32 inputs among bf16 ones: MPT's adds an fp32 alibi to the scores. Others may
+        # rely on FSDP2's cast.
         casts = not type(model).__module__.startswith("transformers.")
         precision = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=casts)
     else:

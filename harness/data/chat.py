@@ -277,8 +277,8 @@ class ChatEncoder(TextEncoder):
         return np.array([] if self.has_template else added_special_tokens(self.tokenizer)[0], np.uint32)
 
     def check_text(self, conversation: Conversation, template: str, text: str, has_spans: bool) -> None:
-        """Raise a BadConversationError if the rendered `text` lacks a part of the conversation, or if the conversation
-        was rendered before. Problems that change neither a turn nor what is trained on are counted as warnings."""
+        """Raise a BadConversationError for the first problem that is an error, such as a turn that the rendered `text`
+        lacks. Others, such as thoughts cut out of earlier turns, are counted as warnings."""
         shape = shape_of(conversation)
         if shape not in self.problems_by_shape:
             num_messages = len(conversation.messages)

@@ -62,8 +62,8 @@ class Segment:
     def divide(self, num_samples: int) -> dict[str, int]:
         """The number of samples of each source among the first `num_samples`, a multiple of BLOCK, of this segment in a
         shard: from the heaviest source on, each takes its share of what is left, rounded. Each of n sources is within
-        (2 + 1/2 + 1/3 + ... + 1/(n - 2)) / 2 samples of its share: within 1 with up to 3 sources, within 2 with up to
-        12, within 3 with up to 84. More samples never give a source fewer; by largest remainder they could."""
+        (1 + H(n - 2)) / 2 samples of its share, with H(k) = 1 + 1/2 + ... + 1/k: within 1 with up to 3 sources, within
+        2 with up to 12, within 3 with up to 84. More samples never give a source fewer, as by largest remainder."""
         counts, left, total = {}, num_samples, sum(self.sample_weights.values())
         for name, weight in self.sample_weights.items():
             counts[name] = (2 * weight * left + total) // (2 * total)  # weight * left / total, rounded
@@ -294,5 +294,6 @@ def describe_changes(before: DataRecord, now: DataRecord, num_samples: int) -> l
     changes += [f"source {name} removed" for name in before.names if name not in now.names]
     if before.typed_shares() != now.typed_shares():
         old, new = ([part for part in record.segments if part.first <= num_samples][-1] for record in (before, now))
-        changes.append(f"mixture {old.describe()} -> {new.describe()}")
+        is_later = old.shares() == new.shares()
+        changes.append("later stages of the mixture" if is_later else f"mixture {old.describe()} -> {new.describe()}")
     return changes

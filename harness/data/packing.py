@@ -26,7 +26,7 @@ MASK_PART = 2**20  # tokens whose mask is read at once
 class PackedSequence:
     """A sample that is more than tokens: labels that are not trained on, or documents that do not see each other."""
 
-    tokens: np.ndarray  # unsigned integers, shape (seq_len + 1,); there may be padding at its end
+    tokens: np.ndarray  # integers, shape (seq_len + 1,); there may be padding at its end
     loss_mask: np.ndarray | None = None  # bool, shape (seq_len,): which labels count; None: all do
     doc_starts: np.ndarray | None = None  # inputs at which documents begin, 0 first, and at which padding begins
     unpadded_len: int | None = None  # inputs before the padding; None: there is none
@@ -94,7 +94,7 @@ class PackedDataset(Dataset):
         return len(self.kept)
 
     def __getitem__(self, index: int) -> np.ndarray | PackedSequence:
-        """Tokens of shape (seq_len + 1,), unsigned integers."""
+        """Tokens of shape (seq_len + 1,), integers."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         first, last = self.input_range(index)

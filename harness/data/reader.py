@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import os
 import pathlib
@@ -130,12 +131,16 @@ class CorpusReader:
             tokens.file_doc_ends.tofile(folder / "doc_ends.bin")
             return {}
 
-        # the dtype too: that of datatrove's .ds without metadata depends on the vocabulary, not on the file
-        files = [[file.identity, file.tokens.dtype.str, file.read_doc_ends is not None] for file in tokens.files]
-        identity = [files, tokens.end_of_text]
-        folder, _ = base.broadcast_from_node_main(
-            lambda: make_once("ends", identity, write, self.cache_dir), self.is_main
-        )
+        def find() -> pathlib.Path:
+            files = []
+            for file in tokens.files:
+                index = hashlib.sha256(file.read_doc_ends().data).hexdigest() if file.read_doc_ends else None
+                # the dtype of datatrove's .ds without metadata depends on the vocabulary, not on the file
+                files.append([file.identity, file.tokens.dtype.str, index])
+            folder, _ = make_once("ends", [files, tokens.end_of_text], write, self.cache_dir)
+            return folder
+
+        folder = base.broadcast_from_node_main(find, self.is_main)
         return dataclasses.replace(tokens, known_doc_ends=map_numbers(str(folder / "doc_ends.bin"), np.int64))
 
     def check_doc_ends(self, tokens: Tokens) -> None:

@@ -386,9 +386,10 @@ def conversation_of(fields: dict[str, Any], name: str) -> Conversation:
         raise ValueError(f"tools are {excerpt(tools)} instead of a list")
     try:
         json.dumps([tools, [calls_of(message) for message in messages]])
+        text = json.dumps([messages, tools], ensure_ascii=False, default=str)
     except TypeError as error:  # a decimal or date of a column, which a template would write as Decimal('1')
-        raise ValueError(f"its tools or calls: {error}; make it a number or text") from error
-    if has_lone_surrogate(json.dumps([messages, tools], ensure_ascii=False, default=str)):
+        raise ValueError(f"{error}; make it a number or text") from error
+    if has_lone_surrogate(text):
         raise ValueError(f"{excerpt(messages)} with half a surrogate pair")
     is_text_completion = "completion" in layout.needs and isinstance(fields["completion"], str)
     return Conversation(messages, tools or None, name, first_trained, is_text_completion)

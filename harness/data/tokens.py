@@ -142,8 +142,8 @@ class Tokens:
         return int(self.stretch_offsets[-1])
 
     def __getitem__(self, span: slice) -> np.ndarray:
-        """These tokens, unsigned integers: a view if they are one stretch of one file with this dtype. A UserError if
-        a token has no embedding."""
+        """These tokens in `self.dtype`, a view if they are one stretch of one file that has it; without a vocabulary as
+        they are. A UserError if a token has no embedding."""
         first, last, _ = span.indices(len(self))
         return self._read(first, max(first, last), self._read_file)  # the slice 5:3 is empty
 

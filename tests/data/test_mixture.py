@@ -108,7 +108,9 @@ def test_the_same_shares_written_otherwise_are_the_same_mixture():
         now = record(dataset, stages, first, 25, 200)
         assert now.segments == first.segments and describe_changes(first, now, 200) == []
     other = record("x/a:5 x/b:3 x/c:3", stage, first, 25, 200)
-    assert other.segments != first.segments and describe_changes(first, other, 200)
+    assert other.segments != first.segments and describe_changes(first, other, 200)[0].startswith("mixture a ")
+    later = record("x/a:5 x/b:3 x/c:2", "--mixture-stage 0.6:a=3,b=1", first, 25, 200)
+    assert describe_changes(first, later, 200) == ["later stages of the mixture"]
 
 
 @pytest.mark.parametrize("sources, within", [(3, 1), (12, 2), (84, 3)])

@@ -230,11 +230,27 @@ def test_a_message_that_is_a_map_with_a_key_twice_is_refused(tmp_path, load, suf
         load(file, with_tokenizer=demo_tokenizer(EVERYTHING))
 
 
+def test_json_of_a_column_that_cannot_be_parsed_is_a_bad_record_and_so_are_keys_that_json_lacks(tmp_path, load):
+    texts = ['{"role": "user"', "[" * 100_000, *map(json.dumps, (ASKS, {"role": "assistant", "content": "no"}))]
+    for text in texts[:2]:
+        column = pyarrow.array([[text], texts[2:]]).cast(MESSAGES["the JSON of datasets"])
+        file = write_records(tmp_path / "a.parquet", pyarrow.table({"messages": column}))
+        packed = load(file, with_tokenizer=demo_tokenizer(EVERYTHING), skip_bad_records=True)
+        assert packed.num_documents() == 1
+    kind = pyarrow.struct({"role": pyarrow.string(), "day": pyarrow.map_(pyarrow.date32(), pyarrow.string())})
+    days = {"day": [(datetime.date(2024, 7, 26), "Friday")]}
+    kind = pyarrow.list_(pyarrow.struct([*kind, pyarrow.field("content", pyarrow.string())]))
+    column = pyarrow.array([[{**ASKS, **days}, {"role": "assistant", "content": "no"}]], kind)
+    file = write_records(tmp_path / "a.parquet", pyarrow.table({"messages": column}))
+    with pytest.raises(UserError, match=r"row 1: keys must be str, .*, not datetime.date; make it"):
+        load(file, with_tokenizer=demo_tokenizer(EVERYTHING))
+
+
 @pytest.mark.parametrize("value", [decimal.Decimal("1.5"), datetime.date(2024, 7, 26)])
 def test_an_argument_that_json_does_not_have_is_refused(tmp_path, load, value):
     """transformers renders its type."""
     file = write_records(tmp_path / "a.parquet", [call("add", a=value)])
-    with pytest.raises(UserError, match=r"row 1: its tools or calls: Object of type .* is not JSON serializable; make"):
+    with pytest.raises(UserError, match=r"row 1: Object of type .* is not JSON serializable; make"):
         load(file, with_tokenizer=demo_tokenizer(EVERYTHING))
 
 

@@ -14,6 +14,7 @@ from unittest import mock
 
 import filelock
 import pyarrow
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from corpora import END, demo_tokenizer, says, write_records
@@ -39,6 +40,15 @@ def tokens_of(sequences) -> list[int]:
 
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
 MARKED, IN_TWO = DOC_SEPARATOR.join(TEXTS), (LINES[:90].encode(), LINES[90:].encode())
+
+
+def zstd_of(write) -> bytes:
+    """A table of TEXTS that `write` writes, compressed."""
+    file = io.BytesIO()
+    write(pyarrow.table({"text": TEXTS}), file)
+    return pyarrow.compress(file.getvalue(), codec="zstd", asbytes=True)
+
+
 SAME = {  # a file, its content: all hold TEXTS
     "a mark at the end": ("data.txt", (MARKED + DOC_SEPARATOR).encode()),
     "marks in lines of their own": ("data.txt", MARKED.replace(DOC_SEPARATOR, f"{DOC_SEPARATOR}\n" * 2).encode()),
@@ -50,6 +60,8 @@ SAME = {  # a file, its content: all hold TEXTS
     "gz in two parts, and zeros": ("data.jsonl.gz", b"".join(map(gzip.compress, IN_TWO)) + bytes(512)),
     "bz2 in two parts, and zeros": ("data.Jsonl.BZ2", b"".join(map(bz2.compress, IN_TWO)) + bytes(512)),
     "zst": ("data.txt.zst", pyarrow.compress(MARKED.encode(), codec="zstd", asbytes=True)),
+    "zst of Parquet": ("data.parquet.zst", zstd_of(pyarrow.parquet.write_table)),
+    "zst of Arrow's file format": ("data.arrow.zst", zstd_of(pyarrow.feather.write_feather)),
 }
 
 

@@ -80,11 +80,13 @@ def test_a_document_of_megatron_may_be_several_sequences_or_none(tmp_path):
 
 def test_an_index_beside_files_without_one_says_where_its_documents_end(tmp_path, load):
     flat(tmp_path / "b.bin")
-    before = load(tmp_path, 8, document_mask=True)
+    before = load(tmp_path / "*.bin", 8, document_mask=True)
     flat(tmp_path / "a.bin", range(10, 18))
     formats.write_index(tmp_path / "a.idx", [3, 5], [0, 6], [0, 1, 2])
-    sequence = load(tmp_path, 8, document_mask=True)[0]
+    sequence = load(tmp_path / "*.bin", 8, document_mask=True)[0]
     assert sequence.doc_starts.tolist() == [0, 3] and len(before) == len(FLAT[:-1]) // 8
+    formats.write_index(tmp_path / "a.idx", [5, 3], [0, 10], [0, 1, 2])  # of the same tokens
+    assert load(tmp_path / "*.bin", 8, document_mask=True)[0].doc_starts.tolist() == [0, 5]
 
 
 def test_a_slice_is_cut_at_the_ends_of_documents(tmp_path, load):

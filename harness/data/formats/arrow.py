@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from harness.data.formats.parquet import BATCH_ROWS, READ_AHEAD, choose_columns, read_batch
+from harness.data.formats.parquet import BATCH_ROWS, READ_AHEAD, choose_columns, read_batch, seekable
 from harness.data.schema import Record
 
 SUFFIXES = (".arrow",)
@@ -18,7 +18,7 @@ def read(stream: BinaryIO, names: tuple[str, ...]) -> Iterator[Record]:
     """Yield the rows of a file; an empty file has none, as in other formats."""
     import pyarrow.ipc
 
-    buffered = io.BufferedReader(stream, READ_AHEAD)  # type: ignore[type-var]  # decompressed is no RawIOBase
+    buffered = io.BufferedReader(seekable(stream), READ_AHEAD)
     beginning = buffered.peek(len(FILE_MAGIC))
     if not beginning:
         return

@@ -37,6 +37,7 @@ READ_AHEAD = 2**22  # bytes per read of a full file
 def read(stream: io.RawIOBase, names: tuple[str, ...], start: int = 0, end: int | None = None) -> Iterator[Record]:
     """Yield the rows of the row groups whose first byte is within [start, end), so a group is never read in part. An
     empty file has no rows, as in other formats."""
+    stream = seekable(stream)
     if not stream.seek(0, io.SEEK_END):
         return
     parquet = open_parquet(stream, READ_AHEAD if end is None else READ_BYTES)
@@ -46,6 +47,11 @@ def read(stream: io.RawIOBase, names: tuple[str, ...], start: int = 0, end: int 
             # without threads for a part: a stream reads it in one of many workers
             for batch in parquet.iter_batches(BATCH_ROWS, [group], columns=columns, use_threads=end is None):
                 yield from read_batch(batch, field)
+
+
+def seekable(stream: Any) -> Any:
+    """`stream`, or its content in memory if it cannot seek: Arrow's reader of zstd cannot."""
+    return stream if stream.seekable() else io.BytesIO(stream.read())
 
 
 def open_parquet(stream: io.RawIOBase, buffer_size: int = READ_BYTES) -> "pyarrow.parquet.ParquetFile":
@@ -128,12 +134,14 @@ def read_batch(batch: "pyarrow.RecordBatch", field: str) -> Iterator[Record]:
             scalars = {name: array[row] for name, array in arrays.items()}
             try:
                 fields = {name: scalar.as_py(maps_as_pydicts="strict") for name, scalar in scalars.items()}
-            except (KeyError, ValueError) as error:  # a map has a key twice, or a text is not UTF-8
+                fields = {name: convert(value, scalars[name].type) for name, value in fields.items()}
+            # a map has a key twice, a text is not UTF-8, or JSON is broken or nested too deep
+            except (KeyError, ValueError, RecursionError) as error:
                 fault = error.args[0] if isinstance(error, KeyError) else str(error)
                 is_chat = field not in arrays or may_hold_messages(arrays[field].type)
                 yield BadRecord(fault, field if is_chat else "")
             else:
-                yield read_named({name: convert(value, scalars[name].type) for name, value in fields.items()}, field)
+                yield read_named(fields, field)
         return
     for row, values in enumerate(ids):
         yield check_ids(values, {name: rows[row] for name, rows in columns.items()})
