@@ -4,19 +4,18 @@ The forward, the start values and the names are peft's. Everything else follows 
 has no gradient, no optimizer state and no place in a checkpoint. It is loaded, sharded and gathered in bf16; adapters
 are trained in the dtype of master weights, in the FSDP2 groups of their layers.
 
-peft adds the adapters to a copy of the model without storage. Its modules move from there to one layer at a time, after
-the layer's weights are loaded: adapters rename the weights to `base_layer`, which transformers' conversion rules for
-checkpoints do not know.
+Adapters are added to one layer at a time, after its weights are loaded. Added to the meta model they would rename the
+weights to `base_layer`, which transformers' conversion rules for checkpoints do not know.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import pathlib
 import re
-import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
@@ -39,21 +38,20 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ADAPTERS_FILE = "adapter_model.safetensors"
-PARTS = ("lora_A", "lora_B")
 PREFIX, NAME = "base_model.model.", ".default."  # parts of peft's names: its wrapper, the adapters of a model
 # what torch.compile, checkpoint_wrapper and FSDP1 put into the names of parameters
 WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 ALL_LINEARS = (None, ("all-linear",))  # values of --lora-targets; the latter is peft's word
-# The fields of an adapter_config.json that are passed on to peft, then also those that are flags here or have no effect
-# on the trained tensors. A folder that sets any other field, also one that a newer peft adds, is refused.
-FOLLOWED_FIELDS = ("use_rslora", "exclude_modules", "layers_to_transform", "layers_pattern")
-TAKEN_FIELDS = {*FOLLOWED_FIELDS, "peft_type", "base_model_name_or_path", "revision"}
-TAKEN_FIELDS |= {"r", "lora_alpha", "target_modules", "bias"}
+NOT_SUPPORTED_BY_PEFT = "peft has no place for adapters of that name in this family"
+# The fields of an adapter_config.json that are followed, or have no effect on the trained tensors. A folder that sets
+# any other field, also one that a newer peft adds, is refused.
+TAKEN_FIELDS = {"peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "bias"}
+TAKEN_FIELDS |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 TAKEN_FIELDS |= {"peft_version", "auto_mapping", "task_type", "inference_mode", "fan_in_fan_out", "lora_dropout"}
 TAKEN_FIELDS |= {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}  # options of `init_lora_weights`
 TAKEN_FIELDS |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
 PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base, or freeze a part of the adapters
-MERGE = "merge the adapters into the base with peft (merge_and_unload) and train new ones on it, or train on with peft"
+MERGE = "merge them into the base with peft (merge_and_unload) and train new ones on it, or train on with peft"
 
 
 def base_weights_dtype(settings: flags.Settings) -> torch.dtype:
@@ -85,30 +83,50 @@ class Adapters:
             raise base.UserError(f"--lora-rank: {problem}; choose weights that are not quantized")
         model.requires_grad_(False)
         folder = flags.adapter_folder(settings.model) if settings.init == "pretrained" else None
-        config = adapter_config(settings, model, folder)
-        adapted = find_adapted(settings, model, config)
+        saved = read_config(settings, folder) if folder else None
+        targets = find_targets(settings, model, saved)
         self.dtype = weight_dtype(settings)
-        self.adapted = {model.get_submodule(name): (name, module) for name, module in adapted.items()}
-        self.file = base.call_on_all_ranks(lambda: open_adapters(folder, adapted)) if folder else None
-        model.peft_config = {"default": config}
+        self.names = {model.get_submodule(name): name for name in targets}
+        scaling = {"lora_alpha": settings.lora_alpha, "use_rslora": bool(saved and saved.use_rslora)}
+        self.config = functools.partial(lora_config, r=settings.lora_rank, **scaling)
+        model.peft_config = {"default": self.config(target_modules=target_modules(model, targets))}
+        self.file = None
+        if folder:
+            needed = try_to_load(model, targets, settings.lora_rank)
+            self.file = base.call_on_all_ranks(lambda: open_adapters(folder, needed))
 
     def add_to(self, layer: nn.Module) -> None:
         """Add adapters to a decoder layer whose weights are loaded."""
-        for name, linear in [*layer.named_modules()]:
-            if linear not in self.adapted:
-                continue
-            full_name, adapted = self.adapted[linear]
-            adapted.base_layer = linear
-            layer.set_submodule(name, adapted)
-            matrices = {part: getattr(adapted, part)["default"] for part in PARTS}
-            for matrix in matrices.values():
-                weight = torch.empty_like(matrix.weight, device=linear.weight.device, dtype=torch.float32)
-                matrix.weight = nn.Parameter(weight)
+        inside = {name: self.names[module] for name, module in layer.named_modules() if module in self.names}
+        if not inside:
+            return
+        # a pattern of full names in the layer: the names in `peft_config` may begin outside of it
+        inject_on_meta(self.config(target_modules="|".join(map(re.escape, inside))), layer)
+        for name, full_name in inside.items():
+            adapted: Any = layer.get_submodule(name)
+            device = adapted.base_layer.weight.device
+            linears = {part: getattr(adapted, part)["default"] for part in ("lora_A", "lora_B")}
+            for linear in linears.values():
+                linear.weight = nn.Parameter(torch.empty_like(linear.weight, device=device, dtype=torch.float32))
             adapted.reset_lora_parameters("default", True)
-            for part, matrix in matrices.items():
-                matrix.weight.data = matrix.weight.data.to(self.dtype)
+            for part, linear in linears.items():
+                linear.weight.data = linear.weight.data.to(self.dtype)
                 if self.file:
-                    matrix.weight.data.copy_(self.file.get_tensor(f"{PREFIX}{full_name}.{part}.weight"))
+                    linear.weight.data.copy_(self.file.get_tensor(f"{PREFIX}{full_name}.{part}.weight"))
+
+
+def lora_config(**fields: Any) -> LoraConfig:
+    import peft
+
+    return peft.LoraConfig(**fields)
+
+
+def inject_on_meta(config: LoraConfig, model: nn.Module, name: str = "default") -> None:
+    """Inject adapters without storage into a model, or a layer of one."""
+    import peft
+
+    with quiet_on_meta():
+        peft.inject_adapter_in_model(config, model, name)
 
 
 @contextlib.contextmanager
@@ -137,13 +155,10 @@ def freeze_as_in(trained: Any, model: nn.Module) -> None:
         ValueError: `trained` has several adapters, or lacks a parameter of the model.
     """
     if adapters := getattr(trained, "peft_config", None):
-        import peft
-
         if len(adapters) > 1:
             raise ValueError(f"FLOPs are counted with one adapter, and the model has {', '.join(adapters)}")
         ((name, config),) = adapters.items()
-        with quiet_on_meta():
-            peft.inject_adapter_in_model(copy.deepcopy(config), model, name)
+        inject_on_meta(copy.deepcopy(config), model, name)
     named = ((WRAPPERS.sub("", name), parameter) for name, parameter in trained.named_parameters())
     is_trained = {name.removeprefix(PREFIX): parameter.requires_grad for name, parameter in named}
     for name, parameter in model.named_parameters():
@@ -155,95 +170,33 @@ def freeze_as_in(trained: Any, model: nn.Module) -> None:
 # ---- Target linears --------------------------------------------------------------------------------------------------
 
 
-def adapter_config(settings: flags.Settings, model: nn.Module, folder: pathlib.Path | None) -> LoraConfig:
-    """peft's config of the adapters in a folder, or of new ones. Without targets they are for all linears of decoder
-    layers that peft loads.
+def find_targets(settings: flags.Settings, model: nn.Module, saved: LoraConfig | None) -> list[str]:
+    """The names of the linears that get adapters, in a model without any: those of --lora-targets, by default all that
+    peft loads. `saved` is the config of a folder of adapters: as in peft, its names that match nothing have no effect.
 
     Raises:
-        UserError: peft loads none, or refuses the config in the folder.
+        UserError: --lora-targets matches nothing, no linear of a decoder layer, or one that peft does not load; it
+            loads none of this model.
     """
-    import peft
-
-    followed = read_config(settings, folder) if folder else {}
-    targets: Any = settings.lora_targets
-    if targets in ALL_LINEARS:
-        targets = loaded_linears(model)
-        if not targets:
+    linears = decoder_linears(model)
+    if settings.lora_targets in ALL_LINEARS:
+        names = loaded_linears(model, matching_modules(linears, model, saved) if saved else linears)
+        if not names:
             raise base.UserError(f"--lora-rank: peft loads no adapters of the linears of {settings.model}")
-    elif flags.is_pattern(targets[0]):
-        targets = targets[0]
-    else:
-        targets = [*targets]
-    try:
-        return peft.LoraConfig(r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=targets, **followed)
-    except (TypeError, ValueError) as error:
-        problem = f"peft refuses its {base.ADAPTER_CONFIG} ({base.first_line(error)})"
-        raise base.UserError(f"--model {folder}: {problem}") from error
-
-
-def find_adapted(settings: flags.Settings, model: nn.Module, config: LoraConfig) -> dict[str, Any]:
-    """{name: peft's module without storage} of the linears that get adapters. As in peft, names in the config of a
-    folder that match nothing have no effect.
-
-    Raises:
-        UserError: peft refuses the config; it matches more than linears of decoder layers that peft loads; a name that
-            was given with --lora-targets matches nothing.
-    """
-
-    def refusal(problem: str) -> base.UserError:
-        flag = f"--lora-targets {' '.join(settings.lora_targets or ('all-linear',))}"
-        names = ", ".join(leaf_names(loaded_linears(model)))
-        return base.UserError(f"{flag}: {problem}; give linears of decoder layers whose adapters peft loads: {names}")
-
-    try:
-        adapted = adapt_copy(model, config)
-    except (ValueError, RuntimeError, re.error) as error:
-        reason = textwrap.shorten(str(error), 160, placeholder=" ...")  # it may have the text of a module
-        raise refusal(f"peft refuses ({reason})") from error
-    linears = decoder_linears(model)
-    for name, module in adapted.items():
-        if name not in linears or module is None:
-            raise refusal(f"it matches {name}, which has no adapters here")
-    for target in settings.explicit.get("lora_targets") or ():
-        if not flags.is_pattern(target) and not any(f".{name}".endswith(f".{target}") for name in adapted):
-            raise refusal(f"{settings.model} has nothing named {target}")
-    return adapted
-
-
-def adapt_copy(model: nn.Module, config: LoraConfig) -> dict[str, Any]:
-    """{name: peft's module} of all that gets adapters in a copy of a model without storage; None for a module whose
-    adapters peft does not load from a folder.
-
-    Raises:
-        ValueError, RuntimeError, re.error: peft refuses the config.
-    """
-    import peft
-
-    with quiet_on_meta():
-        wrapped = peft.PeftModel(copy.deepcopy(model), config)
-        copied = wrapped.get_base_model()
-        result: Any = peft.set_peft_model_state_dict(wrapped, to_peft_names(copied.state_dict()))
-    not_loaded = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in result.missing_keys}
-    adapted = ((name, module) for name, module in copied.named_modules() if hasattr(module, "lora_A"))
-    return {name: None if name in not_loaded else module for name, module in adapted}
-
-
-def loaded_linears(model: nn.Module) -> list[str]:
-    """The linears of decoder layers whose adapters peft loads. In families whose experts were linears once it takes
-    names of dense linears for those of experts; if it refuses the linears together, those of each name are tried
-    alone."""
-    import peft
-
-    linears = decoder_linears(model)
-    adapted: dict[str, Any] = {}
-    try:
-        adapted = adapt_copy(model, peft.LoraConfig(r=1, target_modules=linears))
-    except (ValueError, RuntimeError):
-        for leaf in leaf_names(linears):
-            names = [name for name in linears if leaf_names([name]) == [leaf]]
-            with contextlib.suppress(ValueError, RuntimeError):
-                adapted |= adapt_copy(model, peft.LoraConfig(r=1, target_modules=names))
-    return [name for name in linears if adapted.get(name) is not None]
+        return names
+    advice = f"linears of its decoder layers: {', '.join(leaf_names(linears))}"
+    targets: dict[str, str] = {}  # {module: the name or pattern that matches it}
+    for target in settings.lora_targets:
+        names = matching_modules(target if flags.is_pattern(target) else [target], model, saved)
+        if not names and "lora_targets" in settings.explicit:
+            raise base.UserError(f"--lora-targets {target}: {settings.model} has nothing of that name; {advice}")
+        targets |= dict.fromkeys(names, target)
+    loaded = loaded_linears(model, [name for name in linears if name in targets])
+    for name, target in targets.items():
+        if name not in loaded:
+            reason = NOT_SUPPORTED_BY_PEFT if name in linears else "adapters are for linears of decoder layers"
+            raise base.UserError(f"--lora-targets {target}: it matches {name}, and {reason}; {advice}")
+    return loaded
 
 
 def decoder_linears(model: nn.Module) -> list[str]:
@@ -259,6 +212,59 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, Conv1D) or type(module).__init__ is nn.Linear.__init__
 
 
+def matching_modules(target: str | list[str], model: nn.Module, saved: LoraConfig | None = None) -> list[str]:
+    """The names of the modules, and of the stacked weights of experts, that peft matches by a pattern or names, with
+    the exclusions in the config `saved`.
+
+    Raises:
+        UserError: the pattern is no regular expression.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    names = [name for name, _ in model.named_modules() if name]
+    names += [name for name, parameter in model.named_parameters() if parameter.dim() > 2]
+    config = copy.copy(saved or lora_config())
+    config.target_modules = target
+    try:
+        return [name for name in names if check_target_module_exists(config, name)]
+    except re.error as error:
+        raise base.UserError(f"--lora-targets {target}: it is no pattern ({error})") from error
+
+
+def loaded_linears(model: nn.Module, linears: list[str]) -> list[str]:
+    """Those of the linears whose adapters peft loads. In families whose experts were linears once it takes names of
+    dense linears for those of experts; if it refuses the linears together, those of each name are tried alone."""
+    loaded = try_to_load(model, linears)
+    if not loaded:
+        for leaf in leaf_names(linears):
+            loaded |= try_to_load(model, [name for name in linears if leaf_names([name]) == [leaf]])
+    return [name for name in linears if f"{PREFIX}{name}.lora_B.weight" in loaded]
+
+
+def try_to_load(model: nn.Module, linears: list[str], rank: int = 1) -> dict[str, torch.Tensor]:
+    """The tensors, by their names in a folder and without storage, that peft loads of adapters of all these linears;
+    empty if it refuses one."""
+    import peft
+
+    with quiet_on_meta():
+        try:
+            config = lora_config(r=rank, target_modules=target_modules(model, linears))
+            wrapped = peft.PeftModel(copy.deepcopy(model), config)
+            tensors = to_peft_names(wrapped.get_base_model().state_dict())
+            result: Any = peft.set_peft_model_state_dict(wrapped, tensors)
+        except (ValueError, RuntimeError):
+            return {}
+    missing = {name.replace(NAME, ".") for name in result.missing_keys}
+    return {name: tensor for name, tensor in tensors.items() if name not in missing}
+
+
+def target_modules(model: nn.Module, targets: list[str]) -> list[str]:
+    """The target_modules of peft's config for the linears `targets`: the last parts of their names, or the full names
+    if these parts match other modules too."""
+    names = sorted(leaf_names(targets))
+    return names if {*matching_modules(names, model)} == {*targets} else targets
+
+
 def leaf_names(names: Iterable[str]) -> list[str]:
     """The last parts of dotted names, each once: `q_proj` for `model.layers.0.self_attn.q_proj`."""
     return [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
@@ -267,12 +273,11 @@ def leaf_names(names: Iterable[str]) -> list[str]:
 # ---- Folders of adapters ---------------------------------------------------------------------------------------------
 
 
-def read_config(settings: flags.Settings, folder: pathlib.Path) -> dict[str, Any]:
-    """The FOLLOWED_FIELDS in the config of a folder of adapters. As in peft, fields that it does not know are ignored
-    with a warning.
+def read_config(settings: flags.Settings, folder: pathlib.Path) -> LoraConfig:
+    """The config of a folder of adapters. As in peft, fields that it does not know are ignored with a warning.
 
     Raises:
-        UserError: it is of more than adapters of linears, or changes the base.
+        UserError: peft refuses it, or it is of more than adapters of linears, or changes the base.
     """
     import peft
 
@@ -292,11 +297,16 @@ def read_config(settings: flags.Settings, folder: pathlib.Path) -> dict[str, Any
             job.warn(f"--model {folder}: {problem}; if a newer peft wrote it, pip install -U peft")
         if config.get("lora_dropout"):
             job.warn(f"{folder}: its adapters had a dropout of {config['lora_dropout']}; training continues without")
-    return {field: known[field] for field in FOLLOWED_FIELDS if field in known}
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of options of other `init_lora_weights`
+            return peft.LoraConfig(**known)
+    except (TypeError, ValueError) as error:
+        problem = f"peft refuses its {base.ADAPTER_CONFIG} ({base.first_line(error)})"
+        raise base.UserError(f"--model {folder}: {problem}") from error
 
 
-def open_adapters(folder: pathlib.Path, adapted: dict[str, Any]) -> Any:
-    """Open the tensors of a folder of adapters for `adapted`, {name: peft's module}.
+def open_adapters(folder: pathlib.Path, needed: dict[str, torch.Tensor]) -> Any:
+    """Open the tensors of a folder of adapters; `needed` are those of the model, by their names, without storage.
 
     Raises:
         UserError: the file cannot be read, or has tensors of other names or shapes.
@@ -308,17 +318,18 @@ def open_adapters(folder: pathlib.Path, adapted: dict[str, Any]) -> Any:
         problem = f"{ADAPTERS_FILE} cannot be read ({base.first_line(error)})"
         advice = "fetch it again, or write adapters of another format with peft's save_pretrained"
         raise base.UserError(f"--model {folder}: {problem}; {advice}") from error
-    shapes = {}
-    for name, module in adapted.items():
-        for part in PARTS:
-            shapes[f"{PREFIX}{name}.{part}.weight"] = tuple(getattr(module, part)["default"].weight.shape)
+    shapes = {name: tuple(tensor.shape) for name, tensor in needed.items()}
     if found == shapes:
         return file
     name = min(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name))
-    in_file, in_model = (tensors.get(name, "missing") for tensors in (found, shapes))
-    problem = f"{name} is {in_file} in {ADAPTERS_FILE} and {in_model} in the model"
-    fields = "r, target_modules, base_model_name_or_path"
-    advice = f"leave out --lora-targets, correct {base.ADAPTER_CONFIG} ({fields}), or {MERGE}"
+    if name in found and name in shapes:
+        problem = f"{name} has the shape {found[name]}, and its {base.ADAPTER_CONFIG} says {shapes[name]}"
+        advice = "set r and base_model_name_or_path there to those of its training"
+    elif ".lora_" in name:
+        problem = f"its adapters {'have' if name in found else 'lack'} {name}"
+        advice = "give the --lora-targets that they were trained with"
+    else:
+        problem, advice = f"{ADAPTERS_FILE} has {name}, which is no adapter of a linear", MERGE
     raise base.UserError(f"--model {folder}: {problem}; {advice}")
 
 
@@ -334,8 +345,11 @@ def write_adapter_config(folder: pathlib.Path, settings: flags.Settings, model: 
     path = pathlib.Path(source).expanduser()
     config.base_model_name_or_path = str(path.absolute()) if path.is_dir() else source
     config.task_type, config.inference_mode = "CAUSAL_LM", True
-    content = json.dumps(config.to_dict(), indent=2, default=sorted)  # peft has sets of names
-    (folder / base.ADAPTER_CONFIG).write_text(content + "\n")
+    first = next(layer for layer in model.modules() if hasattr(layer, "lora_A"))
+    config.fan_in_fan_out = isinstance(first.base_layer, Conv1D)
+    content = config.to_dict()
+    content["target_modules"] = sorted(content["target_modules"])
+    (folder / base.ADAPTER_CONFIG).write_text(json.dumps(content, indent=2, default=str) + "\n")
 
 
 def merged(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -374,6 +388,5 @@ def describe_adapters(settings: flags.Settings, model: Any) -> str:
     left_out = [name for name in decoder_linears(model) if not re.search(r"\.(base_layer|lora_[AB])\b", name)]
     if left_out and settings.lora_targets in ALL_LINEARS:
         count = base.counted(len(left_out), "linear")
-        reason = "peft has no place for adapters of that name in this family"
-        adapters += f", not on {count} ({', '.join(leaf_names(left_out))}): {reason}"
+        adapters += f", not on {count} ({', '.join(leaf_names(left_out))}): {NOT_SUPPORTED_BY_PEFT}"
     return f"{share}: {adapters}; the others are frozen in {frozen}"

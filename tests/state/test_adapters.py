@@ -133,7 +133,7 @@ def test_peft_and_transformers_load_an_export_with_the_logits_of_the_run(
     if models.describe_routing(built[0]):  # transformers 5.17 does not know the routers of Hunyuan
         assert adapted and not adapted & {"gate", "wg"}
     for name in left_out.split(", ") if left_out else []:
-        with pytest.raises(base.UserError, match=f"--lora-targets {name}: .*; give linears"):
+        with pytest.raises(base.UserError, match=f"--lora-targets {name}: it matches .*, and peft has no place"):
             train(flags(source, "--run-name", "named", "--lora-targets", name), device)
 
 
@@ -236,13 +236,12 @@ REFUSED = {
     "--precision fp8 --fp8-emulate": "--lora-rank: not with --precision fp8",
     "--optimizer muon": "--lora-rank: not with --optimizer muon",
     "--init random": "--lora-rank: the weights are random",
-    "--lora-targets lm_head": "lm_head: it matches lm_head, which has no adapters here; give linears of decoder layers",
+    "--lora-targets lm_head": "lm_head: it matches lm_head, and adapters are for linears of decoder layers",
     "--lora-targets embed_tokens": "it matches model.embed_tokens",
-    "--lora-targets input_layernorm": "--lora-targets input_layernorm: peft refuses (Target module ",
-    "--lora-targets mlp": "--lora-targets mlp: peft refuses (Target module LlamaMLP( (gate_proj)",
-    "--lora-targets q_proj w1": "has nothing named w1; give",
+    "--lora-targets input_layernorm": "it matches model.layers.0.input_layernorm",
+    "--lora-targets q_proj w1": "--lora-targets w1: ",
     "--lora-targets q_proj .*proj": "--lora-targets: a pattern is given with others",
-    "--lora-targets (": "--lora-targets (: peft refuses (missing )",
+    "--lora-targets (": "--lora-targets (: it is no pattern",
     "--lora-rank 0 --lora-alpha 2": "--lora-alpha: only with --lora-rank",
     "--export-weights merged": "--export-weights: only with --export",
     "--lora-rank 0 --export e --export-weights merged": "--export-weights: without --lora-rank",
