@@ -261,7 +261,7 @@ def token_cache(shared_folder) -> pathlib.Path:
 @pytest.fixture(scope="session")
 def workspace(shared_folder) -> pathlib.Path:
     """The inputs of tests/multirank.py, made once for all processes of this test run: text, a tokenizer, models, and
-    checkpoints of some of them."""
+    checkpoints with their logits."""
     folder = shared_folder / "workspace"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -281,13 +281,16 @@ def fill_workspace(folder: pathlib.Path) -> None:
     (folder / "corpus.jsonl").write_text("".join((STORIES / "train.jsonl").read_text().splitlines(True)[:400]))
     for name, (model_type, sizes) in multirank.MODELS.items():
         write_model(folder / "models" / name, model_type, **sizes)
-    for name in multirank.WITH_WEIGHTS:
+    inputs = multirank.round_trip_inputs()
+    for name in multirank.ROUND_TRIPS:
         config = AutoConfig.from_pretrained(folder / "models" / name)
         torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         for parameter in model.parameters():  # norms and biases too, which a fresh model has at 1 and 0
             torch.nn.init.normal_(parameter, mean=0.05, std=0.2)
         model.save_pretrained(folder / "checkpoints" / name, max_shard_size="100KB")
+        with torch.no_grad():
+            torch.save(model(input_ids=inputs).logits, folder / "checkpoints" / name / "logits.pt")
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch._inductor import compile_fx
+from torch.distributed.tensor import DTensor
 
 import train_fsdp
 import utils
@@ -77,7 +78,8 @@ MODELS = {
     ),
 }
 FAMILIES = ("llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gpt2")
-WITH_WEIGHTS = ("llama", "qwen3_moe", "gpt2", "smollm3")
+QUICK_TRIPS = ("llama", "qwen3_moe", "gpt2")
+ROUND_TRIPS = (*QUICK_TRIPS, "smollm3", "mixtral")
 
 # {name: (model, flags)}: each has the losses that its model has on one rank without flags
 COMPILED = {
@@ -309,8 +311,12 @@ def resolved(argv: list):
     return resolving.resolve_steps(resolving.resolve(settings, config)), config
 
 
+def round_trip_inputs():
+    return torch.randint(0, 1536, (2, 48), generator=torch.Generator().manual_seed(3))
+
+
 def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
-    """Train the `same` and the `near` of the tables, and inspect the `replicas`."""
+    """Train the `same` and the `near` of the tables, and inspect the `replicas` and `round trips`."""
     device, stop = start_processes(), StopRequest()
     rank, world = dist.get_rank(), dist.get_world_size()
     built: dict = {}
@@ -389,12 +395,22 @@ def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
                 digest.update(local(parameter).contiguous().view(-1).numpy().tobytes())
         return all_gather_objects(digest.hexdigest())
 
+    def round_trip(name: str) -> float:
+        """The largest difference to the logits of transformers with the same weights."""
+        folder = workspace / "checkpoints" / name
+        model = build(name, "--init pretrained --seed 11", model=folder)
+        with torch.no_grad():
+            logits = model.eval()(input_ids=round_trip_inputs(), use_cache=False).logits
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return (logits - torch.load(folder / "logits.pt")).abs().max().item()
+
     observed: dict = {"same": {}, "near": {}}
     for name, (model, flags) in tables["same"].items():
         observed["same"][name] = train(name, model, flags, **({"num-steps": 2} if model in FAMILIES else {}))
     for name, flags in tables["near"].items():
         observed["near"][name] = train(name, "smollm3", flags)
     observed["replicas"] = {n: replicas_of_ranks_that_draw_others(flags) for n, flags in tables["replicas"].items()}
+    observed["round trips"] = {name: round_trip(name) for name in tables["round trips"]}
     build("smollm3", "")
     observed["drawn after a build"] = all_gather_objects(torch.rand(1).item())
     if rank == 0:

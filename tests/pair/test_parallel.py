@@ -10,7 +10,18 @@ import multirank
 import pytest
 from conftest import forked, slow_case
 from filelock import FileLock
-from multirank import ALONE, ALONE_NEAR, COMPILED, QUICK, QUICK_NEAR, REPLICATED, SLOW, SLOW_NEAR
+from multirank import (
+    ALONE,
+    ALONE_NEAR,
+    COMPILED,
+    QUICK,
+    QUICK_NEAR,
+    QUICK_TRIPS,
+    REPLICATED,
+    ROUND_TRIPS,
+    SLOW,
+    SLOW_NEAR,
+)
 
 SAME = ALONE | COMPILED | QUICK | SLOW
 REFERENCES = {model: (model, "") for model, _ in SAME.values()}
@@ -20,11 +31,11 @@ REFERENCES = {model: (model, "") for model, _ in SAME.values()}
 def observed(request, workspace):
     """The results of this tier's configurations on one rank and on four, {ranks: ...}; all processes of this test run
     share them."""
-    one = {"same": REFERENCES | ALONE | COMPILED, "near": ALONE_NEAR, "replicas": {}}
-    four = {"same": QUICK | SLOW, "near": QUICK_NEAR | SLOW_NEAR, "replicas": REPLICATED}
+    one = {"same": REFERENCES | ALONE | COMPILED, "near": ALONE_NEAR, "replicas": {}, "round trips": {}}
+    four = {"same": QUICK | SLOW, "near": QUICK_NEAR | SLOW_NEAR, "replicas": REPLICATED, "round trips": ROUND_TRIPS}
     if request.config.option.markexpr == "not slow":
         one["same"] = {model: (model, "") for model, _ in QUICK.values()} | ALONE
-        four |= {"same": QUICK, "near": QUICK_NEAR, "replicas": {}}
+        four |= {"same": QUICK, "near": QUICK_NEAR, "replicas": {}, "round trips": QUICK_TRIPS}
     files = {ranks: workspace / f"observed-{ranks}.json" for ranks in (1, 4)}
     with FileLock(workspace / "observed.lock"), concurrent.futures.ThreadPoolExecutor() as threads:
         if not files[4].exists():
@@ -72,6 +83,11 @@ def test_replicas_begin_equal_where_each_rank_draws_other_numbers(observed, name
     first, second, third, fourth = observed[4]["replicas"][name]
     assert (first, second) == (third, fourth)
     assert (first == second) == (name == "stage 0")  # else they are two shards
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK_TRIPS else slow_case(name) for name in ROUND_TRIPS])
+def test_pretrained_weights_give_the_logits_that_transformers_gives(observed, name):
+    assert observed[4]["round trips"][name] < 1e-4
 
 
 def test_every_rank_has_a_dropout_of_its_own(observed):
