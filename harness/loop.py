@@ -35,6 +35,7 @@ class Opened:
     tokenizer: Any
     prompts: list[str | data.Conversation]  # to generate samples from
     checkpoint: state.Checkpoint | None  # of --resume: to continue or, without training, to evaluate, sample or export
+    replaced_run: str = ""  # --export DIR holds an export of the run with this id, which is replaced; "" if it does not
     dataset: Any = None  # a data.TrainingData, with the eval data; None if no data are read, or before they are
 
     @property
@@ -80,8 +81,7 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
     warning = base.broadcast_from_rank_0(lambda: models.describe_ignored_weights(args.model)) if draws_weights else ""
     if warning:
         job.warn(warning)
-    if args.export:
-        state.check_export(args, checkpoint, folder)
+    replaced_run = state.check_export(args, checkpoint, folder) if args.export else ""
     # only a run that trains keeps what its checkpoint resolved: precision, learning rate, global batch, warmup
     resumed_manifest = checkpoint.manifest if checkpoint and args.trains() else None
     settings = resolving.resolve(args, config, corpora, resumed_manifest)
@@ -108,6 +108,7 @@ def open_run(args: flags.Args, folder: pathlib.Path | None = None) -> Opened:
         tokenizer=tokenizer,
         prompts=prompts,
         checkpoint=checkpoint,
+        replaced_run=replaced_run,
     )
     check_prompts(opened)
     return opened
@@ -502,7 +503,7 @@ def generate_samples(opened: Opened, model: transformers.PreTrainedModel, device
 def export(opened: Opened, loaded: state.TrainState) -> None:
     """Write the folder of --export."""
     settings, trained_on = opened.settings, state.trained_on(opened.settings, opened.record)
-    state.export(settings, loaded, opened.tokenizer, find_stop_ids(opened), trained_on)
+    state.export(settings, loaded, opened.tokenizer, find_stop_ids(opened), trained_on, opened.replaced_run)
 
 
 def find_stop_ids(opened: Opened) -> list[int]:

@@ -44,8 +44,9 @@ OTHER_WEIGHTS = ("quantization_config", "transformers_weights")  # describe the 
 # ---- The folder ------------------------------------------------------------------------------------------------------
 
 
-def check_export(settings: flags.Args, checkpoint: Checkpoint | None, folder: pathlib.Path | None) -> None:
-    """Check --export before anything is trained. Every rank calls this.
+def check_export(settings: flags.Args, checkpoint: Checkpoint | None, folder: pathlib.Path | None) -> str:
+    """Check --export before anything is trained. Returns the id of the run whose export is in DIR and may be replaced,
+    "" for none. Every rank calls this.
 
     Args:
         checkpoint: the checkpoint to resume or export; None for a fresh start.
@@ -62,29 +63,32 @@ def check_export(settings: flags.Args, checkpoint: Checkpoint | None, folder: pa
         run = checkpoint.path.parent.parent
         is_in_run = checkpoint.path.parent.name == "checkpoints" and base.is_run(run)
         in_use.append(run if is_in_run else checkpoint.path)
-    base.broadcast_from_rank_0(lambda: check_target(settings, run_id, in_use))
+    return base.broadcast_from_rank_0(lambda: check_target(settings, run_id, in_use))
 
 
-def check_target(settings: flags.Args, run_id: str | None, in_use: list[pathlib.Path]) -> None:
+def check_target(settings: flags.Args, run_id: str | None, in_use: list[pathlib.Path]) -> str:
     """Check DIR as `check_export` does. `run_id` is that of the run that exports, None for a new one; `in_use` are the
     folders that DIR must not overlap."""
     final = export_folder(settings)
     try:
         existing = next((parent for parent in final.parents if parent.exists()), final)
         tempfile.TemporaryFile(dir=existing).close()
-        if final.is_mount():
-            problem = "is a mount point, which an export cannot replace"
-            raise base.UserError(f"--export: {settings.export} {problem}; give a folder inside it")
-        if os.path.realpath(os.path.expanduser(settings.model)) == os.path.realpath(final):
-            raise base.UserError(f"--export: {settings.export} is the folder of --model; choose another folder")
-        for folder in map(pathlib.Path.resolve, in_use):
-            if final.is_relative_to(folder) or folder.is_relative_to(final):
-                raise base.UserError(
-                    f"--export: {settings.export} overlaps the run's folder {folder}; choose another folder"
-                )
-        check_replaceable(settings, run_id)  # last, as its advice is to remove DIR
+        header = read_earlier_export(settings)
     except OSError as error:
         raise base.UserError(f"--export {settings.export}: cannot be written ({error.strerror})") from error
+    if final.is_mount():
+        problem = "is a mount point, which an export cannot replace"
+        raise base.UserError(f"--export: {settings.export} {problem}; give a folder inside it")
+    if os.path.realpath(os.path.expanduser(settings.model)) == os.path.realpath(final):
+        raise base.UserError(f"--export: {settings.export} is the folder of --model; choose another folder")
+    for folder in map(pathlib.Path.resolve, in_use):
+        if final.is_relative_to(folder) or folder.is_relative_to(final):
+            raise base.UserError(
+                f"--export: {settings.export} overlaps the run's folder {folder}; choose another folder"
+            )
+    if header and header["run_id"] != run_id and header.get("command") != command_checksum(settings):
+        raise holds_other_export(settings)
+    return header.get("run_id", "")
 
 
 def export_folder(settings: flags.Flags) -> pathlib.Path:
@@ -92,14 +96,23 @@ def export_folder(settings: flags.Flags) -> pathlib.Path:
     return pathlib.Path(os.path.realpath(os.path.expanduser(settings.export)))
 
 
-def check_replaceable(settings: flags.Flags, run_id: str | None) -> None:
-    """Raise UserError unless DIR is missing, empty, or an earlier export of this command or of the run `run_id`."""
-    final, advice = export_folder(settings), "choose another folder or remove it"
+def read_earlier_export(settings: flags.Flags) -> dict[str, str]:
+    """Return the header of the export in DIR; {} if DIR does not exist or is an empty folder.
+
+    Raises:
+        UserError: DIR is something else.
+    """
+    final = export_folder(settings)
     header = read_export_header(final)
     if not header and os.path.lexists(final) and not (final.is_dir() and not any(final.iterdir())):
+        advice = "choose another folder or remove it"
         raise base.UserError(f"--export: {settings.export} exists and is no export; {advice}")
-    if header and header["run_id"] != run_id and header.get("command") != command_checksum(settings):
-        raise base.UserError(f"--export: {settings.export} holds the export of another run; {advice}")
+    return header
+
+
+def holds_other_export(settings: flags.Flags) -> base.UserError:
+    advice = "choose another folder or remove it"
+    return base.UserError(f"--export: {settings.export} holds the export of another run; {advice}")
 
 
 def read_export_header(folder: pathlib.Path) -> dict[str, str]:
@@ -136,6 +149,7 @@ def export(
     tokenizer: PreTrainedTokenizerBase | None,
     stop_ids: list[int],
     trained_on: list[data.SourceSpec],
+    replaced_run: str,
 ) -> None:
     """Write the folder of --export, for AutoModelForCausalLM and AutoTokenizer.from_pretrained. It replaces an earlier
     export. Every rank calls this.
@@ -146,6 +160,7 @@ def export(
     Args:
         stop_ids: ids of the tokens that end a text.
         trained_on: records of the sources, for the header.
+        replaced_run: from `check_export`.
 
     Raises:
         UserError: the model is not finite, or the folder cannot be written; nothing is left then. Or another run has
@@ -163,7 +178,7 @@ def export(
     write_weights(temporary, settings, state, trained_on)
     write(lambda: write_configs(temporary, settings, state.model, tokenizer, stop_ids))
     write(lambda: sync_folder(temporary))  # before an earlier export is removed: the power may be cut
-    base.broadcast_from_rank_0(lambda: publish(settings, temporary, state.run_id))
+    base.broadcast_from_rank_0(lambda: publish(settings, temporary, {state.run_id, replaced_run}))
     parts = [os.path.expanduser(settings.export), state.describe_steps()]
     if settings.lora_rank:
         parts.append("only adapters, for peft" if exports_adapters(settings) else "the adapters merged into the model")
@@ -210,8 +225,8 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 
 @base.working()
-def publish(settings: flags.Settings, new: pathlib.Path, run_id: str) -> None:
-    """Rename the finished export `new` of the run `run_id` to DIR, and remove the earlier one there.
+def publish(settings: flags.Settings, new: pathlib.Path, replaced_runs: set[str]) -> None:
+    """Rename the finished export `new` to DIR, and remove the earlier one there if it is of `replaced_runs`.
 
     Raises:
         UserError: DIR holds something else by now, or cannot be replaced; `new` gets a free name then.
@@ -219,7 +234,9 @@ def publish(settings: flags.Settings, new: pathlib.Path, run_id: str) -> None:
     final = export_folder(settings)
     old = final.with_name(f".{final.name}.deleting")
     try:
-        check_replaceable(settings, run_id)
+        header = read_earlier_export(settings)
+        if header and header["run_id"] not in replaced_runs:
+            raise holds_other_export(settings)
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():
             final.rename(old)

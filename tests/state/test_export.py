@@ -234,11 +234,9 @@ def test_what_is_no_export_of_this_program_is_never_written_over(run, mistake, s
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes.txt").write_text("")
     pretrained = shutil.copytree(source, tmp_path / "pretrained")
-    for folder in (tmp_path / "there", tmp_path / "there" / "notes.txt", pretrained, ".", "tests/.."):
+    for folder in (tmp_path / "there", tmp_path / "there" / "notes.txt", pretrained, ".", "/", "..", "tests/.."):
         printed = mistake("--export", folder)
         assert printed.startswith(f"--export: {folder} exists and is no export; choose another folder")
-    for folder in ("/", ".."):  # a mount point; it may have the run's folder in it
-        assert mistake("--export", folder).startswith(f"--export: {folder} ")
     below = tmp_path / "there" / "notes.txt" / "below"
     assert mistake("--export", below).startswith(f"--export {below}: cannot be written (Not a directory)")
     assert run("done", "--export", tmp_path / "export") == 0
@@ -246,9 +244,9 @@ def test_what_is_no_export_of_this_program_is_never_written_over(run, mistake, s
     assert "is the folder of --model" in mistake("--run-name", "again", *own)
 
 
-def write_export_of(folder, run_id: str) -> None:
+def write_export_of(folder, run_id: str, command: str = "") -> None:
     folder.mkdir(exist_ok=True)
-    save_file({"x": torch.zeros(1)}, folder / "model.safetensors", {"run_id": run_id})
+    save_file({"x": torch.zeros(1)}, folder / "model.safetensors", {"run_id": run_id, "command": command})
 
 
 def test_an_export_never_overlaps_the_folder_of_the_run(run, mistake, tmp_path):
@@ -259,9 +257,11 @@ def test_an_export_never_overlaps_the_folder_of_the_run(run, mistake, tmp_path):
     starts = {"done": ("--num-steps", 0, "--resume", out / "done"), "new": ("--run-name", "new")}
     for name in starts:
         (link := tmp_path / f"link-to-{name}").symlink_to(out / name / "export")
-        for export in (out / name, out / name / "checkpoints", out / name / "export", out, link):
+        for export in (out / name / "export", out / name / "checkpoints" / "e", out, link):
             printed = mistake(*starts[name], "--export", export)
             assert printed.startswith(f"--export: {export} ") and printed.endswith("; choose another folder"), printed
+    for export in (out / "done", out / "done" / "checkpoints"):  # these exist
+        assert "exists and is no export" in mistake(*starts["done"], "--export", export)
     assert [path.name for path in (out / "done" / "checkpoints").iterdir()] == ["step-00000001"]
 
 
@@ -307,13 +307,21 @@ def test_an_export_that_cannot_be_renamed_to_its_folder_has_another_name(mistake
     assert (tmp_path / "export-2" / "config.json").exists() and (tmp_path / "export").is_dir()
 
 
-def test_an_export_that_another_run_wrote_meanwhile_stays_and_this_one_has_another_name(mistake, monkeypatch, tmp_path):
+@pytest.mark.parametrize("has_earlier", [False, True])
+def test_an_export_that_another_run_wrote_meanwhile_stays_and_this_one_has_another_name(
+    run, mistake, monkeypatch, tmp_path, has_earlier
+):
+    """Even one of the same command: a start replaces what was there when it began."""
     export, write_configs = tmp_path / "export", exports.write_configs
 
-    def write_late(*arguments):
-        write_configs(*arguments)
-        write_export_of(export, "other")
+    def write_late(folder, settings, *args):
+        write_configs(folder, settings, *args)
+        shutil.rmtree(export, ignore_errors=True)
+        write_export_of(export, "other", exports.command_checksum(settings))
 
+    if has_earlier:
+        assert run("r", "--export", export) == 0
+        shutil.rmtree(tmp_path / "out" / "r")
     monkeypatch.setattr(exports, "write_configs", write_late)
     printed = mistake("--export", export, exit_code=1)
     kept = tmp_path / "export-2"
