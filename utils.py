@@ -112,9 +112,9 @@ def get_dataset(
 def get_gpu_peak_tflops(name: str | None = None) -> float | None:
     """Dense bf16 peak in TFLOPS, from assets/gpus.csv, of the GPU with this name of its driver, by default the current
     GPU; None for a GPU that is not listed, and for a CPU."""
-    if name is None and not torch.cuda.is_available():
-        return None
-    gpu = base.find_gpu(torch.cuda.get_device_name() if name is None else name)
+    if name is None:
+        name = base.gpu_name()
+    gpu = base.find_gpu(name) if name else None
     return gpu.peak_tflops if gpu else None
 
 

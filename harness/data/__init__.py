@@ -29,7 +29,7 @@ Each file imports only files above it, except `opening`, which is the one to rea
 documents' first tokens, `doc_ends` those after their last ones.
 """
 
-from harness.data.corpora import Corpora, Corpus, find, masks_documents, needs_tokenizer
+from harness.data.corpora import Corpora, find, masks_documents, needs_tokenizer
 from harness.data.eval_checks import evaluates_own_data
 from harness.data.loader import Batches, eval_batches, mean_losses, training_batches
 from harness.data.mixture import DataRecord, SequenceOrder, SourceSpec, describe_changes, read_data_record

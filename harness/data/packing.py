@@ -443,7 +443,7 @@ def create_collate_fn(
 
     The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`, or IGNORE_INDEX where
     the sequence does not train on it. A plain transformers model would shift `labels` once more, but takes
-    `shift_labels` as they are (prophetnet alone ignores them): `with_shift_labels` adds the labels under that name.
+    `shift_labels` as they are (prophetnet ignores them): `with_shift_labels` adds the labels under that name.
     Where a sequence has `doc_starts`, there are `position_ids` too, which begin again at 0 there.
     """
     return functools.partial(collate, with_shift_labels=with_shift_labels)

@@ -49,12 +49,4 @@ from harness.flags.settings import (
     is_pattern,
     record_flags,
 )
-from harness.flags.sources import (
-    Source,
-    Stage,
-    mixture_problem,
-    parse_sources,
-    parse_stages,
-    source_name,
-    splits_overlap,
-)
+from harness.flags.sources import Source, mixture_problem, parse_sources, parse_stages, source_name, splits_overlap

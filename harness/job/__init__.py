@@ -9,7 +9,7 @@ with job.World(settings, advice) as world:     an exception inside becomes one l
     job.due(settings, step, first_step).save   True if a checkpoint is due
     world.exit_code = 0
 
-Each name of the list has a docstring in its file.
+Each name has a docstring in its file.
 """
 
 from harness.job.endings import STOPPED, at_exit, describe_exit

@@ -4,8 +4,6 @@ these rates. Datasheet values are in assets/gpus.csv."""
 import dataclasses
 import math
 
-import torch
-
 from harness import base, flags
 
 # Matmul rate as a share of the dense peak, for a GPU without a share in assets/gpus.csv: assumed. The shares there are
@@ -181,7 +179,7 @@ def choose_rates(settings: flags.Args) -> Rates:
     Raises:
         UserError: the GPU is not in the table.
     """
-    typed = settings.plan_gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "")
+    typed = settings.plan_gpu or base.gpu_name() or ""
     name, others = base.choose_kind(typed or "H100 SXM")
     kind = base.find_gpu(name)
     if kind is None:

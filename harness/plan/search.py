@@ -34,9 +34,9 @@ class OutOfTimeError(Exception):
 class Search:
     """Plans of the given configuration and of changes to it, on `worlds[0]` GPUs and on the other numbers.
 
-    `plan(settings, world)` returns a prediction. After `deadline` (time.monotonic) no plan starts, except the first
-    and, if that does not fit, the one that saves most memory. The tokens per step stay, except with --batch-size auto,
-    which takes the largest batch that fits.
+    `plan(settings, world)` returns a prediction. After `deadline` (time.monotonic) no plan starts, except the first,
+    those for the batch of --batch-size auto and, if the first does not fit, the one that saves most memory. The tokens
+    per step stay, except with --batch-size auto, which takes the largest batch that fits.
     """
 
     def __init__(

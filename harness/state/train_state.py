@@ -239,7 +239,8 @@ class TrainState(Counters):
             self.elapsed_before = max(PROCESS_STARTED - self.started, self.elapsed_before)
             # a speed is only valid for its number of ranks and its GPU
             saved_on = [checkpoint.manifest.get(name) for name in ("world_size", "gpu")]
-            if self.tracker and saved_on == [dist.get_world_size(), base.gpu_name()]:
+            gpu = base.broadcast_from_rank_0(base.gpu_name)  # the manifest has that of rank 0 too
+            if self.tracker and saved_on == [dist.get_world_size(), gpu]:
                 self.tracker.total |= self.totals
         if self.scheduler:
             self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step

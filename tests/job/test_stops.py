@@ -5,14 +5,16 @@ import json
 import multiprocessing
 import os
 import pathlib
+import pty
 import signal
 import subprocess
+import sys
 import time
 
 import multirank
 import psutil
 import pytest
-from conftest import forked, forking, losses_of, metrics_of, parse, wait_until, words
+from conftest import PROGRAM, ROOT, forked, forking, losses_of, metrics_of, parse, torchrun_command, wait_until, words
 
 from harness.job import endings, signals
 
@@ -96,6 +98,23 @@ def test_ctrl_c_in_a_long_run_saves_unless_checkpoints_are_saved_at_an_interval(
     assert stop.saves_on_interrupt(stop.began + 2 * stop.LONG_RUN) == ON_CTRL_C[more]
 
 
+def fail_at_a_signal(number: int) -> None:
+    endings.LISTENERS.clear()  # of runs in this process
+    signals.StopRequest.react = lambda *_: 1 / 0
+    signals.listen(parse(["--demo"]))
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("number, exit_code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_bug_in_the_answer_to_a_signal_ends_the_run(number, exit_code):
+    run = multiprocessing.get_context("fork").Process(target=fail_at_a_signal, args=(number,))
+    run.start()
+    run.join(10)
+    run.kill()
+    assert run.exitcode == exit_code
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # A stop in each phase of a run
 
@@ -137,9 +156,8 @@ def stop_in(phase: str, ranks: int, folder: pathlib.Path, arguments: list) -> tu
     with forking(ranks, multirank.slowed, phase, str(there), *arguments, "--run-name", folder.name) as (world, _):
         wait_until(there.exists, world.processes)
         time.sleep(0.3)
-        number = signal.SIGHUP if phase == "data" else signal.SIGTERM  # a closed terminal's, or a scheduler's
         for process in world.processes:  # as torchrun forwards it
-            os.kill(process.pid, number)
+            os.kill(process.pid, signal.SIGTERM)
         for process in world.processes:
             process.join(300)
         codes = [process.exitcode for process in world.processes]
@@ -159,6 +177,31 @@ def test_a_stop_in_each_phase_saves_the_last_complete_step_at_once(phase, flags)
         lines = metrics_of(folder / phase)
         assert [line["step"] for line in lines] == [*range(1, step + 1)] and missing not in lines[-1]
         assert json.loads((folder / phase / "config.json").read_text())["starts"][-1]["exit_code"] == 143
+
+
+def close_a_terminal(command: list, marker: bytes) -> None:
+    """Run a command in a terminal of its own, and close that once the command prints `marker`."""
+    shell, terminal = pty.fork()
+    if shell == 0:
+        os.chdir(ROOT)
+        os.execv(command[0], [str(word) for word in command])
+    sent, deadline = b"", time.monotonic() + 600
+    while marker not in sent:
+        assert time.monotonic() < deadline, sent.decode()
+        sent += os.read(terminal, 65536)
+    os.close(terminal)
+    os.waitpid(shell, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[sys.executable], torchrun_command(2)], ids=["python", "torchrun"])
+def test_a_closed_terminal_saves_the_last_step(launcher, flags):
+    folder, given = flags
+    name = f"closed-{len(launcher)}"
+    close_a_terminal([*launcher, PROGRAM, *given, "--num-steps", "4000", "--run-name", name], b"step    2/4000")
+    (saved,) = (folder / name / "checkpoints").glob("step-*")
+    assert len(losses_of(folder / name)) == int(saved.name.removeprefix("step-"))
+    assert json.loads((folder / name / "config.json").read_text())["starts"][-1]["exit_code"] == 143
 
 
 @pytest.mark.slow

@@ -5,10 +5,11 @@ Most tests search among plans of a formula, which can be compared with all there
 
 import dataclasses
 import itertools
+import json
 import shlex
 
 import pytest
-from conftest import parse, words
+from conftest import ROOT, parse, words
 
 from harness.base import UserError
 from harness.model import load_config
@@ -290,3 +291,24 @@ def test_a_range_is_reported_of_plans_of_the_kinds_that_were_measured(flags, gpu
     result = {"gpu": gpu, "gpus": world, "bound_by": bound_by}
     shares = text.measured_shares(settings, load_config(settings.model), result)
     assert shares == (text.OWN_SHARE if own else None, text.PUBLISHED_SHARE if published else None)
+
+
+def test_what_own_runs_reserved_and_reached_is_what_plans_say():
+    """The runs of benchmarks/results/plan_measured.json that the GPU bounds."""
+    runs = json.loads((ROOT / "benchmarks" / "results" / "plan_measured.json").read_text())["runs"].values()
+    runs = [run for run in runs if "left_out" not in run and run["planned"]["bound_by"] == "device"]
+    assert text.OWN_RUNS.startswith(f"{len(runs)} measured runs")
+    reached = [run["planned"]["step_time_ms"] / run[run["compared"]]["step_time_ms"] for run in runs]
+    assert pytest.approx([min(reached), max(reached)], abs=0.005) == text.OWN_SHARE
+    memory = "peak_memory_reserved"
+    reserved = [run[run["compared"]][memory] / run["planned"][memory] for run in runs]
+    assert pytest.approx([min(reserved), max(reserved)], abs=0.001) == predict.RESERVED_SHARE
+
+
+def test_what_published_runs_reached_is_what_their_plans_say():
+    """The plans of benchmarks/plan_published.py."""
+    planned = json.loads((ROOT / "benchmarks" / "results" / "plan_published.json").read_text())
+    assert pytest.approx(planned["published_share"], abs=0.005) == text.PUBLISHED_SHARE
+    runs = [run for run in planned["runs"].values() if not run["other_kind"]]
+    agreeing = sum(not run["contradicts_itself"] for run in runs)
+    assert f"{agreeing} of {len(runs)} published runs" == text.PUBLISHED_RUNS
