@@ -95,6 +95,9 @@ def copied(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "r")
 
 
+EVAL_LOSS = KEYS.index("eval_loss")
+
+
 def steps_of(folder) -> list[list]:
     """What a run logged of each step, and at its end, but for what depends on the clock."""
     return [[line.get(key) for key in KEYS] for line in metrics_of(folder)]
@@ -607,9 +610,12 @@ def test_a_checkpoint_that_is_not_finite_is_neither_trained_nor_exported(run, mi
 def test_one_run_over_a_kill_and_other_numbers_of_ranks(device, flags, tmp_path):
     """2 ranks in stage 2, of which one is killed and torchrun starts both again, 4 ranks in two replicas, 1 rank; and
     the same global batch on one rank, undisturbed."""
-    folder, constant = tmp_path / "r", "--lr-scheduler constant --lr 1e-4 --eval-interval 34 --eval-steps 3"
+    folder, constant = tmp_path / "r", "--lr-scheduler constant --lr 1e-4 --eval-interval 34"
     flags = [*flags, *words(constant)]
-    common = [*flags, *words(f"--batch-size 1 --num-workers 1 --output-dir {tmp_path} --run-name r --resume auto")]
+    common = [
+        *flags,
+        *words(f"--batch-size 1 --num-workers 1 --output-dir {tmp_path} --run-name r --resume auto --eval-steps 4"),
+    ]
 
     more = words("--gradient-accumulation-steps 2 --zero-stage 2 --num-steps 60 --checkpoint-interval 10")
     command = [*torchrun_command(2, "--max-restarts=1"), PROGRAM, *common, *more, "--no-async-checkpoint"]
@@ -624,12 +630,15 @@ def test_one_run_over_a_kill_and_other_numbers_of_ranks(device, flags, tmp_path)
     printed = forked(4, program, *common, *words("--dp-replicate-size 2 --num-steps 64 --checkpoint-interval 100"))
     assert "world size 2 -> 4" in printed and "dp replicate size 1 -> 2" in printed
     assert train([*common, "--num-steps", 68], device) == 0
-    uninterrupted = ["--num-steps", 68, "--output-dir", tmp_path, "--run-name", "uninterrupted"]
+    uninterrupted = ["--num-steps", 68, "--output-dir", tmp_path, "--run-name", "uninterrupted", "--eval-steps", 2]
     assert train([*flags, *uninterrupted], device) == 0
     survived, reference = steps_of(folder), steps_of(tmp_path / "uninterrupted")
     assert [step[0] for step in survived] == [*range(1, 69), 68]
-    for loss in (1, KEYS.index("eval_loss")):
-        assert [step[loss] for step in survived] == pytest.approx([step[loss] for step in reference], rel=1e-5)
+    assert [step[1] for step in survived] == pytest.approx([step[1] for step in reference], rel=1e-5)
+    evaluated, expected = (
+        {step[0]: step[EVAL_LOSS] for step in run if step[EVAL_LOSS]} for run in (survived, reference)
+    )
+    assert {step: evaluated[step] for step in expected} == pytest.approx(expected, rel=1e-5)
     assert [step[3:5] for step in survived] == [step[3:5] for step in reference]
     ends = [saved.newest_checkpoint(place) for place in (folder, tmp_path / "uninterrupted")]
     weights, expected = (torch.cat([t.flatten() for t in tensors_of(end, "model.").values()]) for end in ends)
