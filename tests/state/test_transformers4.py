@@ -6,6 +6,7 @@ import sys
 import pytest
 import reader
 import torch
+import transformers
 from conftest import ROOT, SMALL, start, train, words
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaTokenizer
@@ -55,7 +56,8 @@ FAMILIES = {
 def tokenizer(tmp_path_factory):
     """The demo's, with special tokens and another chat template."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    named = {"image_token": "<image>"}
+    # beside a named one transformers 5.17 forgets the other special tokens of a folder that is written for 4
+    named = {"image_token": "<image>"} if transformers.__version__ >= "5.18" else {}
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo", model_specific_special_tokens=named)
     tokenizer.model_max_length, tokenizer.chat_template = 256, CHAT
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
