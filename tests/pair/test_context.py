@@ -31,7 +31,6 @@ CASES = {  # {name: (model, flags)}
     "adapters": ("llama", f"{TEXT} --init pretrained --lora-rank 4"),
     "muon": ("llama", f"{TEXT} --optimizer muon"),
     "compiled and checkpointed": ("mistral", f"{TEXT} --compile --activation-checkpointing full --document-mask"),
-    "compiled experts": ("qwen3_moe", f"{TEXT} --compile --activation-checkpointing full"),
 }
 
 
