@@ -48,6 +48,3 @@ def over_tokens(metrics: dict[str, float]) -> dict[str, float]:
         if metric and metric.unit == "nats per token":
             losses[f"by_tokens/{key}"] = value
     return losses
-
-
-__all__ = ["Tracker", "over_tokens", "to_tracker_names"]
